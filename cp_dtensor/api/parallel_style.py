@@ -26,6 +26,8 @@ from cp_dtensor.api.active_context import (
 )
 from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
+from cp_dtensor.api.transformers_hooks import replace_layers, transformers_hooks
+from cp_dtensor.api.transformers_layers import is_caught
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of
@@ -104,7 +106,12 @@ class ContextParallel(ParallelStyle):
         if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
             raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
         config = replace(self._config_of(device_mesh), declared_lengths=self._lengths, mask=self._mask)
-        module.forward = _ContextForward(module, vars(module).get("forward"), config, self._sinks, self._inherits)
+        has_replaced_layers = any(map(is_caught, module.modules()))
+        module.forward = _ContextForward(
+            module, vars(module).get("forward"), config, self._sinks, self._inherits, has_replaced_layers
+        )
+        if has_replaced_layers:
+            replace_layers(module)
         return module
 
 
@@ -115,11 +122,12 @@ class _ContextForward:
         replaced: the forward that the module had as an instance attribute, if any.
         sinks: a tensor, or the name of the module's attribute.
         inherits: `layout` and `mask`: True if the context around a call decides.
+        has_replaced_layers: True if functions of recurrent layers are replaced, which lasts as long as this object.
     """
 
     def __init__(
         self, module: nn.Module, replaced: Callable[..., Any] | None, config: AttentionConfig,
-        sinks: torch.Tensor | str | None, inherits: dict[str, bool],
+        sinks: torch.Tensor | str | None, inherits: dict[str, bool], has_replaced_layers: bool,
     ) -> None:  # fmt: skip
         self._module = module
         self._replaced = replaced
@@ -130,11 +138,20 @@ class _ContextForward:
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
+        self._has_replaced_layers = has_replaced_layers
+        if has_replaced_layers:
+            transformers_hooks.acquire()
+            weakref.finalize(self, transformers_hooks.release)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
+            if self._has_replaced_layers:
+                raise NotImplementedError(
+                    f"{type(self._module).__name__} with ContextParallel has a convolution or a recurrent layer, which "
+                    "compiled code would run on this rank's shard alone: compile it inside of context_parallel instead"
+                )
             inherits = self._inherits
             spec_key = _key_in_trace(self._spec_key, inherits["layout"], inherits["mask"], self._sinks is not None)
             if not spec_key:
@@ -172,7 +189,7 @@ class _ContextForward:
         # The configuration is shared: it holds process groups and no tensors.
         return _ContextForward(
             copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.config,
-            copy.deepcopy(self._sinks, memo), self._inherits,
+            copy.deepcopy(self._sinks, memo), self._inherits, self._has_replaced_layers,
         )  # fmt: skip
 
 

@@ -161,6 +161,11 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
     refuse_wrong_call(model, args, kwargs)
+    replace_layers(model)
+
+
+def replace_layers(model: nn.Module) -> None:
+    """Replaces the functions of convolutions and recurrent layers of a model in contexts, while hooks are held."""
     layer_patches.replace(model, _shards_are_seen)
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from cp_dtensor._torch import group_store
 
-ROLL_CALL_SECONDS = 5.0
-"""Time in which every rank that lives notices that an exchange has failed."""
+REPORT_SECONDS = 5.0
+"""Time after an error for which a rank waits for the reports of others. One that began to wait later by more than that
+has not reported yet, and is named as well."""
 
 
 class PeerError(RuntimeError):
@@ -32,7 +33,7 @@ def raise_peer_error(error: RuntimeError, group: dist.ProcessGroup, what: str) -
     """
     if isinstance(error, (PeerError, torch.OutOfMemoryError)):
         raise error
-    missing = roll_call(group, ROLL_CALL_SECONDS)
+    missing = ranks_without_report(group, REPORT_SECONDS)
     if missing is None:
         cause = "the store of the group does not answer, so the process that holds it may have ended"
     elif missing:
@@ -43,6 +44,26 @@ def raise_peer_error(error: RuntimeError, group: dist.ProcessGroup, what: str) -
     raise PeerError(
         f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: {reported}"
     ) from error
+
+
+def all_to_all_single(
+    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, what: str,
+    sizes: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> None:  # fmt: skip
+    """`dist.all_to_all_single` of flat tensors, whose error is a `PeerError`.
+
+    Args:
+        received: (elements,), contiguous: the parts that come from each rank.
+        sent: (elements,), contiguous: the parts for each rank.
+        group: the ranks.
+        what: the exchange, for the error.
+        sizes: elements from each rank, and for each rank; None for equal parts.
+    """
+    into, out_of = sizes or (None, None)
+    try:
+        dist.all_to_all_single(received, sent, into, out_of, group=group)
+    except RuntimeError as error:
+        raise_peer_error(error, group, what)
 
 
 def described(group: dist.ProcessGroup) -> str:
@@ -57,14 +78,16 @@ def named(ranks_of_group: Sequence[int], members: Sequence[int]) -> str:
     >>> named([1], members=[4, 6])
     'rank 1 (global rank 6), whose process ended, raised an error, skipped a call or is late'
     """
+    if not ranks_of_group:
+        return "ranks that the device did not name in time"
     ranks = ", ".join(f"rank {rank} (global rank {members[rank]})" for rank in ranks_of_group)
     return f"{ranks}, whose process ended, raised an error, skipped a call or is late"
 
 
-def roll_call(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
-    """The ranks of the group that do not report the same failure within `seconds`.
+def ranks_without_report(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
+    """Ranks that have not reported the failure of an exchange in the group's store after so many seconds.
 
-    Returns None if the group's store does not answer. A group fails once: its keys in the store are never removed.
+    Reports that of this rank. None if the store does not answer. A group fails once: its keys are never removed.
     """
     try:
         store: Any = group_store(group)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
+from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.plan.rows import Copy, RowRoute
 from cp_dtensor.spec.cache import LRUCache
@@ -75,7 +76,7 @@ def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], grou
     arrived = rows.new_empty(sum(received))
     size = rows.element_size()  # as bytes: process groups do not support every dtype
     into, out_of = ([size * each for each in sizes] for sizes in (received, sent))
-    dist.all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), into, out_of, group=group)
+    all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), group, "an exchange of rows", (into, out_of))
     return arrived
 
 

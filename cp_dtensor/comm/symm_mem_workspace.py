@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -187,15 +187,19 @@ class _Waits(WatchedWaits):
 
     def __init__(self, workspace: Workspace, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(workspace.flags.status, group_timeout(group, device))
-        # A group is kept alive by its user, not by what is cached for it.
-        self._workspace, self._group, self._members = workspace, described(group), dist.get_process_group_ranks(group)
+        # A group is kept alive by its user, and a workspace by the group: its memory is unmapped when the last
+        # reference ends, not by a garbage collection in another thread.
+        self._workspace = ref(workspace)
+        self._group, self._members = described(group), dist.get_process_group_ranks(group)
         self._flags = workspace.buffer.bytes_of[workspace.rank][:_FLAG_BYTES].view(torch.int32)
         self._copy = torch.empty_like(self._flags, device="cpu", pin_memory=device.type == "cuda")
         self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
         self._all_flags = workspace.flags.release_all()
 
     def fail(self, flags: Sequence[Flag], seconds: float) -> None:
-        held = self._workspace
+        held = self._workspace()
+        if held is None:
+            return
         with torch.cuda.stream(self._stream):  # also gives this thread the context of the device
             self._copy.copy_(self._flags, non_blocking=True)
             self._copied.record(self._stream)
@@ -248,8 +252,9 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
     capturing = torch.cuda.is_current_stream_capturing()
     with _lock:
         held = _current.get(group)
-    if held is not None and held.failure is not None:
-        raise PeerError(str(held.failure)) from held.failure
+    failure = _failure(group)
+    if failure is not None:
+        raise PeerError(str(failure)) from failure
     if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
         if capturing:
             raise RuntimeError(
@@ -272,12 +277,19 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 
 def abandon(group: dist.ProcessGroup) -> None:
     """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
+    if _failure(group) is not None:  # ranks that do not take part cannot map another
+        return
     with _lock:
-        held = _current.get(group)
-        if held is None or held.failure is not None:  # ranks that do not take part cannot map another
-            return
-        del _current[group]
-    _pin(group, held)
+        held = _current.pop(group, None)
+    if held is not None:
+        _pin(group, held)
+
+
+def _failure(group: dist.ProcessGroup) -> PeerError | None:
+    """The error of an earlier wait of the group, also in a workspace of captured graphs."""
+    with _lock:
+        held = [*filter(None, [_current.get(group)]), *_pinned.get(group, ())]
+    return next((each.failure for each in held if each.failure is not None), None)
 
 
 def _pin(group: dist.ProcessGroup, held: Workspace) -> None:

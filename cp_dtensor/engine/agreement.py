@@ -192,7 +192,7 @@ def refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
 def refuse_equal_rows(modifiers: Modifiers, config: AttentionConfig, fewest: int) -> None:
     """Refuses an attn_mask whose rows are equal on all ranks and differ from query to query; on every rank alike."""
     bias = modifiers.bias
-    if bias is None or config.ranks.size == 1 or fewest < 2 or not modifiers.has_rows:
+    if bias is None or config.ranks.size == 1 or fewest < 2:
         return
     if _are_equal_and_vary(config.ranks, bias, bias):
         raise ValueError(

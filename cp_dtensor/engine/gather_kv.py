@@ -22,7 +22,7 @@ from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batc
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import in_words, on_device_of, wide_dtype
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.comm.faults import raise_peer_error
+from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
@@ -187,10 +187,7 @@ def _exchange(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-to-all of (ranks, ...): block i goes to rank i, and block i of the result comes from rank i."""
     blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
-    try:
-        dist.all_to_all_single(received.flatten(), blocks.flatten(), group=group)
-    except RuntimeError as error:
-        raise_peer_error(error, group, "an exchange of dK/dV")
+    all_to_all_single(received.flatten(), blocks.flatten(), group, "an exchange of dK/dV")
     return received
 
 

@@ -13,7 +13,7 @@ from support.collectives import errors_by_rank, kinds, recorded_collectives
 from support.problems import shard
 from support.ranks import run_ranks
 
-from cp_dtensor import Contiguous, HeadTail, SlidingWindow, context_parallel
+from cp_dtensor import Contiguous, HeadTail, SlidingWindow, context_parallel, ring_attention
 from cp_dtensor._torch import content_hash
 from cp_dtensor.api.extension import local_sdpa
 
@@ -259,3 +259,15 @@ def test_one_query_on_each_rank_that_is_announced() -> None:
             assert attend(torch.randn(1, 2, 1, 4), keys, is_causal=False).shape == (1, 2, 1, 4)
 
     run_ranks(RANKS, body)
+
+
+def test_masks_of_one_row_on_some_ranks_are_compared_with_debug() -> None:
+    """Each rank of a ring may have a mask of one row for all queries, where others have a row for each."""
+
+    def body(rank: int) -> None:
+        q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(rank))
+        mask = torch.randn(1, 1, 1 if rank else 4, 2 * 4, generator=torch.Generator().manual_seed(7))
+        mesh = group()
+        ring_attention(q, q, q, mesh=mesh, attn_mask=mask.expand(1, 1, -1, 8), seq_len=8, debug=True)
+
+    run_ranks(2, body)

@@ -17,6 +17,7 @@ from support.ranks import run_ranks
 from support.shared_memory import shared_memory
 
 from cp_dtensor import Contiguous, PeerError, ring_attention, ulysses_attention
+from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm import watchdog
 from cp_dtensor.comm.flags import Flag, WaitStatus
 
@@ -116,6 +117,22 @@ def test_another_group_is_right_afterwards() -> None:
 
     with shared_memory(timeout=0.5):
         check_right(run_ranks(RANKS, body))
+
+
+def test_calls_after_a_larger_workspace_was_mapped_raise_too() -> None:
+    """The wait of a captured graph fails in the workspace that the graph holds."""
+
+    def body(rank: int) -> None:
+        group, device = dist.group.WORLD, torch.device("cpu")
+        held = workspaces.workspace(group, device, 1024, 512)
+        workspaces._pin(group, held)
+        workspaces.workspace(group, device, 64 << 20, 512)
+        held.failure = PeerError("of the graph")
+        with pytest.raises(PeerError, match="of the graph"):
+            attend(rank, "ring", group)
+
+    with shared_memory():
+        run_ranks(RANKS, body)
 
 
 class Stuck(watchdog.WatchedWaits):

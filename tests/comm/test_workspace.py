@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.shared_memory import shared_memory
 
 from cp_dtensor._torch import SymmetricBuffer
 from cp_dtensor.comm import flags
@@ -74,3 +79,21 @@ def test_the_flag_kernel_is_loaded_when_memory_is_mapped(
     mapped()
     (addresses,) = launched
     assert not any(map(any, addresses)), "no flag is passed yet"
+
+
+def test_memory_is_unmapped_when_a_larger_one_is_mapped() -> None:
+    """At once, and not by a garbage collection."""
+
+    def body(rank: int) -> bool:
+        group = dist.group.WORLD
+        first = weakref.ref(workspaces.workspace(group, torch.device("cpu"), 1024, 512))
+        workspaces.workspace(group, torch.device("cpu"), 64 << 20, 512)
+        return first() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        with shared_memory():
+            assert all(run_ranks(2, body))
+    finally:
+        gc.enable()

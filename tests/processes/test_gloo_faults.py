@@ -21,7 +21,7 @@ from support.processes import Processes
 from support.ranks import RanksFailed
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor import HeadTail, PeerError, context_parallel, ring_attention, ulysses_attention
+from cp_dtensor import HeadTail, PeerError, context_parallel, ring_attention, shift, ulysses_attention
 from cp_dtensor.comm import faults
 from cp_dtensor.comm.collective import Exchange
 
@@ -77,6 +77,11 @@ def _raises_at_exchange(number: int) -> Iterator[None]:
 def _skips(rank: int, group: Any, method: str) -> None:
     if rank != FAULTY:
         _attend(rank, group, method)
+
+
+def _skips_a_shift(rank: int, group: Any, method: str) -> None:
+    if rank != FAULTY:
+        shift(torch.zeros(1, 5, 2), 1, mesh=group, dim=1, seq_len=15)
 
 
 def _is_too_late(rank: int, group: Any, method: str) -> None:
@@ -152,6 +157,7 @@ def _faults(rank: int) -> list[str]:
     """Returns the errors of this rank, fault after fault, each in a group of its own."""
     errors = []
     cases = [*product((_skips,), ("allgather", "alltoall", "ulysses")), (_is_too_late, "alltoall")]
+    cases += [(_skips_a_shift, "alltoall")]
     cases += [(_skips_an_exchange_of_lengths, "allgather"), (_has_another_shape, "alltoall")]
     cases += [(_is_out_of_memory, "alltoall"), (_destroys_the_group, "allgather"), (_raises_in_the_body, "allgather")]
     cases += [(_raises_at(step), "alltoall") for step in (1, 4, 7)]  # in forward and in backward
@@ -159,7 +165,7 @@ def _faults(rank: int) -> list[str]:
         group = dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp")
         begin = time.monotonic()
         try:
-            with mock.patch.object(faults, "ROLL_CALL_SECONDS", 0.3):
+            with mock.patch.object(faults, "REPORT_SECONDS", 0.3):
                 fault(rank, group, method)
         except PeerError as error:
             assert time.monotonic() - begin < SECONDS + 10
@@ -183,14 +189,14 @@ def test_the_others_raise_and_name_the_rank() -> None:
         named = [
             f"rank {FAULTY} (global rank {FAULTY}), whose process ended, raised" in error for error in errors[rank]
         ]
-        assert sum(named) >= len(named) - 2, "the one that was late, or lost its group, may have come to the roll call"
+        assert sum(named) >= len(named) - 2, "who was late, or lost its group, may have reported in time"
 
 
 def _dies(rank: int) -> None:
     _check_right(rank, dist.group.WORLD, "alltoall")
     if rank == FAULTY:
         os.kill(os.getpid(), signal.SIGKILL)
-    with mock.patch.object(faults, "ROLL_CALL_SECONDS", 0.3):
+    with mock.patch.object(faults, "REPORT_SECONDS", 0.3):
         _attend(rank, dist.group.WORLD, "alltoall")
 
 

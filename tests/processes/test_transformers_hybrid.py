@@ -12,9 +12,21 @@ import torch.distributed as dist
 from support.model_cells import recurrences_in_float64
 from support.models import LENGTH, ROWS, tiny_model
 from support.processes import Processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_dtensor import Causal, Contiguous, Documents, HeadTail, MirroredBatch, Striped, context_parallel
-from cp_dtensor.integrations.transformers import check_model
+from cp_dtensor import (
+    Causal,
+    ContextParallel,
+    Contiguous,
+    Documents,
+    HeadTail,
+    MirroredBatch,
+    Striped,
+    context_parallel,
+    context_parallel_shard,
+)
+from cp_dtensor.integrations.transformers import check_model, register
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 EDGES = (0, 20, 21, LENGTH)
@@ -66,6 +78,38 @@ def trained(rank: int, family: str) -> None:
 @pytest.mark.parametrize("family", ["Qwen3-Next", "Nemotron-H"])
 def test_layouts_and_documents_of_the_context(two_processes: Processes, family: str) -> None:
     two_processes.run(trained, family)
+
+
+def modules(rank: int) -> None:
+    """Attention and gated delta nets with `ContextParallel`, and no context."""
+    mesh = init_device_mesh("cpu", (2,))
+    expected, grads = alone("Qwen3-Next", (0, LENGTH))
+    model: Any = tiny_model("Qwen3-Next", register())
+    for layer in model.model.layers:
+        mixer = layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn
+        parallelize_module(mixer, mesh, ContextParallel())
+    positions = torch.arange(LENGTH)[None].expand(ROWS, -1)
+    ids, positions = context_parallel_shard(mesh, [tokens(), positions], [1, 1])
+    loss = model(input_ids=ids, position_ids=positions, use_cache=False).logits.double().square().sum()
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, expected, rtol=1e-8, atol=1e-8)
+    for parameter, wanted in zip(model.parameters(), grads, strict=True):
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="compile it inside of context_parallel"):
+        torch.compile(mixer_of(model), backend="aot_eager", fullgraph=True)(torch.zeros(1, 4, 32).double())
+
+
+def mixer_of(model: Any) -> Any:
+    return model.model.layers[0].linear_attn
+
+
+def test_modules_with_context_parallel(two_processes: Processes) -> None:
+    two_processes.run(modules)
 
 
 def refused(rank: int) -> None:

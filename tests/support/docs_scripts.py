@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "scripts"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "scripts"
 
 
 def docs_script(name: str) -> ModuleType:

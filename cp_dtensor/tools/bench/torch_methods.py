@@ -130,7 +130,7 @@ def _flash_attention_4(device: torch.device) -> Iterator[None]:
             try:
                 activate_flash_attention_impl("FA4")
                 tile = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
-                F.scaled_dot_product_attention(tile, tile, tile).sum().backward()
+                F.scaled_dot_product_attention(tile, tile, tile).backward(tile.detach())
             except Exception as error:  # any: the private functions of the package change
                 raise NotImplementedError(
                     f"torch {torch.__version__} cannot run the installed flash-attn-4 by "

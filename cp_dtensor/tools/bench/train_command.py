@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -126,28 +127,28 @@ def _rows(options: argparse.Namespace, ranks: Ranks, device: Device) -> Iterator
         GroupLost: no more can be measured.
     """
     for job in options.jobs:
-        rows: dict[str, TrainRow] = {}
-        for _ in range(options.rounds):
-            for method in options.methods:
-                before = rows.get(method.name, TrainRow(job, method.name, MEASURED))
-                if before.status == MEASURED:
-                    rows[method.name] = row = _with_a_turn(before, method, options, ranks, device)
-                    yield row
+        rows = {method.name: TrainRow(job, method.name, MEASURED) for method in options.methods}
+        for _, method in product(range(options.rounds), options.methods):
+            if rows[method.name].status == MEASURED:
+                row, lost = _with_a_turn(rows[method.name], method, options, ranks, device)
+                rows[method.name] = row
+                yield row
+                if lost:
+                    raise GroupLost(f"{method.name}: {row.message}")
 
 
 def _with_a_turn(
     row: TrainRow, method: TrainMethod, options: argparse.Namespace, ranks: Ranks, device: Device
-) -> TrainRow:
+) -> tuple[TrainRow, bool]:
+    """The row after one more turn, and whether the process group is lost."""
     refusal = method.refusal(row.job.case, ranks.world_size)
     if refusal is not None:
-        return replace(row, status=REFUSED, message=refusal)
+        return replace(row, status=REFUSED, message=refusal), False
     try:
         turn = take_turn(row.job, method, ranks, device, warm=options.warm_steps, steps=options.steps)
     except Failed as failure:
-        if not failure.alike:
-            raise GroupLost(f"{method.name}: {failure}") from failure
-        return replace(row, status=status_of(failure), message=str(failure), turns=())
-    return replace(row, turns=(*row.turns, turn))
+        return replace(row, status=status_of(failure), message=str(failure), turns=()), not failure.alike
+    return replace(row, turns=(*row.turns, turn)), False
 
 
 def _show(row: TrainRow) -> None:
