@@ -108,7 +108,7 @@ def _keys_backward(
 
 
 def _fake_keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, _numbers: torch.Tensor, _token: str, _kv_len: int, local: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, _numbers: torch.Tensor, _spec_key: str, _kv_len: int, local: int
 ) -> tuple[torch.Tensor, ...]:
     return tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
 

@@ -232,11 +232,11 @@ def affine_scan(
             "affine_scan expects state (runs, ..., K, V), and transition (runs, ..., K, K), (runs, ..., K) or "
             f"(runs, ...); {received}"
         )
-    if transition.dtype != state.dtype:
-        raise ValueError(f"affine_scan expects one dtype, got {transition.dtype} and {state.dtype}; {received}")
     for name, tensor in (("transition", transition), ("state", state), ("initial_state", initial_state)):
         if isinstance(tensor, DTensor):
             raise TypeError(f"affine_scan expects {name} to be a plain tensor, got a DTensor")
+        if tensor is not None and tensor.dtype != state.dtype:
+            raise ValueError(f"affine_scan expects one dtype, got {name} {tensor.dtype}, state {state.dtype}")
     if initial_state is not None and initial_state.shape[1:] != state.shape[1:]:
         raise ValueError(f"affine_scan expects initial_state (documents, ..., K, V), got {tuple(initial_state.shape)}")
     checked_length(seq_len)

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_dtensor import _torch
 from cp_dtensor.attention.backends.first_use import first_use
 from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence, Maps, zero_of
 
+_FLA_AVAILABLE = find_spec("fla") is not None
 LARGEST_ERROR = 3e-2
 """Relative to the largest element; rounding to bfloat16 explains a third of it."""
 _KERNELS = {
@@ -131,7 +133,7 @@ def fla_serves(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool, lengths: 
     """True if kernels of the package compute a recurrence; at first use they compute a small one, which is compared."""
     if not v.is_cuda or v.dtype not in (torch.bfloat16, torch.float16) or q.dtype != v.dtype or q.size(-1) > 256:
         return False
-    if not all(lengths) or find_spec("fla") is None:
+    if not all(lengths) or not _FLA_AVAILABLE:
         return False
     key = ("fla", is_delta, by_channel, v.dtype, q.size(-1), v.size(-1))
     return first_use(key, v.device, lambda: _small_error(q, v, by_channel, is_delta), _warn) == ""
@@ -165,7 +167,7 @@ def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
     entering = torch.randn(2, 2, heads, width, columns, generator=generator).to(v.device)
     results = []
     for kind, dtype in ((FlaRecurrence, None), (ChunkedRecurrence, torch.float64)):
-        with torch.enable_grad():
+        with _torch.autograd_recorded():  # the first call may be an operator of compiled code
             given = [x if x is None else x.detach().to(dtype or x.dtype) for x in (*small, g, beta, entering)]
             leaves = [x.requires_grad_() for x in given if x is not None]
             q_, k_, v_, g_, beta_, states = given

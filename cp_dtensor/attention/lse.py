@@ -28,7 +28,7 @@ def is_split(lse: Tensor) -> bool:
 
 def rounded_lse(lse: Tensor) -> Tensor:
     """The LSE as one float, (B, H, S)."""
-    return lse[..., 0] if lse.dim() == 4 else lse
+    return lse[..., 0] if is_split(lse) else lse
 
 
 def set_to_no_keys(lse: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device_of
-from cp_dtensor.attention.lse import empty_lse, rounded_lse, set_to_no_keys, store_sum
+from cp_dtensor.attention.lse import empty_lse, is_split, rounded_lse, set_to_no_keys, store_sum
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
 
@@ -66,12 +66,12 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
         seen = largest != float("-inf")  # else both are -inf, and -inf - -inf would be NaN
         # Weights from the difference, not from the merged LSE, whose rounding error does not cancel if LSE is large.
         difference = rows_lse - part_lse
-        if lse.dim() == 4:
+        if is_split(lse):
             difference = difference.sum(-1)
         weight = torch.where(seen, torch.sigmoid(difference), 0)
         part_weight = torch.where(seen, torch.sigmoid(-difference), 0)
         rows.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(lse.dtype), part_weight.unsqueeze(-1))
-        if lse.dim() == 4:
+        if is_split(lse):
             shift = torch.where(seen, largest, 0.0)
             shares = [(x[..., 0] - shift + x[..., 1]).exp() for x in (rows_lse, part_lse)]
             store_sum(rows_lse, largest, torch.where(seen, (shares[0] + shares[1]).log(), 0.0))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.tensors import wide_dtype
+from cp_dtensor._torch.tensors import no_autocast, wide_dtype
 from cp_dtensor.attention.convolution import causal_convolution
 from cp_dtensor.attention.fla_recurrence import FlaRecurrence, fla_serves
 from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence
@@ -38,8 +38,8 @@ class SequenceLayer(ABC):
         return call.length(tensors[0], 1, seq_len, edges)
 
     @abstractmethod
-    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
-        """The shape of the final state, None if there is none; the output has the shape of the first tensor."""
+    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
+        """Shape and dtype of the final state, None if there is none; the output has those of the first tensor."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class CausalConv1d(SequenceLayer):
             outs.append(causal_convolution(extended, tokens, weight, bias, self.activation))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
 
-    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
+    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         return None
 
 
@@ -108,12 +108,12 @@ class LinearRecurrence(SequenceLayer):
                 finals.append(ends.squeeze(1) if edges else ends.squeeze(0))
         return torch.cat(outs), torch.cat(finals) if finals else None
 
-    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
+    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         v, q, *_ = tensors
         assert v is not None
         assert q is not None
         rows = v.size(0) if documents is None else documents
-        return (rows, v.size(2), q.size(3), v.size(3)) if self.returns_state else None
+        return ((rows, v.size(2), q.size(3), v.size(3)), wide_dtype(v)) if self.returns_state else None
 
     def _check_states(self, v: Tensor, initial: Tensor | None, edges: Edges) -> None:
         """Refuses states of documents in several batch rows, and another number of them."""
@@ -164,9 +164,10 @@ class AffineScan(SequenceLayer):
         nothing = torch.zeros_like(state[0])
         return torch.stack([nothing if each is None else each for each in entering]), final
 
-    def state_shape(self, tensors: Tensors, documents: int | None) -> Sequence[int] | None:
-        assert tensors[0] is not None
-        return (documents or 1, *tensors[0].shape[1:]) if self.returns_state else None
+    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
+        state = tensors[0]
+        assert state is not None
+        return ((documents or 1, *state.shape[1:]), state.dtype) if self.returns_state else None
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -193,7 +194,9 @@ def _run(tensors: Tensors, cu_seqlens: Tensor | None, key: str, seq_len: int) ->
     call = sequence_calls.value_of(key)
     edges = document_edges(call.owner, cu_seqlens)
     length = call.operation.length(call, tensors, None if seq_len < 0 else seq_len, edges)
-    out, final = call.operation.forward(call, tensors, length, edges)
+    assert tensors[0] is not None
+    with no_autocast(tensors[0]):
+        out, final = call.operation.forward(call, tensors, length, edges)
     return out, out.new_empty(0) if final is None else final
 
 
@@ -207,9 +210,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, key, _ = arguments
     documents = None if cu_seqlens is None or cu_seqlens.numel() == 1 else cu_seqlens.numel() - 1
-    final = sequence_calls.value_of(key).operation.state_shape(tensors, documents)
+    final = sequence_calls.value_of(key).operation.final_state(tensors, documents)
     x = tensors[0]
-    return x.new_empty(x.shape), x.new_empty(0) if final is None else x.new_empty(final, dtype=wide_dtype(x))
+    return x.new_empty(x.shape), x.new_empty(0) if final is None else x.new_empty(final[0], dtype=final[1])
 
 
 def _backward(grad_out: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:

@@ -31,8 +31,9 @@ def scanned(
     finals: dict[int, Tensor] = {}
     by_rank = None
     if plan.chains:
-        width = transition[:1].flatten(1).size(1)
-        sent = torch.cat([transition.flatten(1), state.flatten(1)], 1)
+        flat = transition.unsqueeze(-1).flatten(1)  # (sent pieces, 1) of numbers
+        width = flat.size(1)
+        sent = torch.cat([flat, state.flatten(1)], 1)
         sent = torch.nn.functional.pad(sent, (0, 0, 0, plan.slots - sent.size(0)))
         by_rank = torch.ops.cp_dtensor.gathered(sent, list(groups))
         for document, chain in plan.chains:

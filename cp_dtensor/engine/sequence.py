@@ -30,7 +30,7 @@ class SequenceCall:
     groups: tuple[str, ...]
     layout: Layout
     operation: Any
-    """A `RowMap`, or a layer (`sequence_layers`)."""
+    """A `RowMap`, or a layer (`engine.layers`)."""
     declared_lengths: tuple[int, ...] | None = None
 
     @property
@@ -49,8 +49,9 @@ class SequenceCall:
             seq_len = known_length(local, self.declared_lengths or (), self.layout, ranks.rank, ranks.size)
         if seq_len is None:
             shape = [size for each, size in enumerate(x.shape) if each != dim]
-            # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code.
-            digest = hash_of((self, shape, x.dtype, edges))
+            # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
+            # axes, ranks have different groups.
+            digest = hash_of((replace(self, groups=()), shape, x.dtype, edges))
             lengths, digests = map(list, zip(*ranks.gather_integers([local, digest], x.device), strict=True))
             if odd := odd_ones(digests):
                 raise ValueError(

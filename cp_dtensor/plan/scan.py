@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,4 +81,4 @@ def _index(sequence: SequenceLayout, position: int) -> int | None:
     if not edges:
         return 0
     inside = edges[0] <= position < edges[-1]
-    return max(index for index, edge in enumerate(edges) if edge <= position) if inside else None
+    return bisect_right(edges, position) - 1 if inside else None

@@ -404,7 +404,8 @@ def errors_of(case: Case, mesh: DeviceMesh) -> dict[str, float]:
             dist.all_reduce(total)
             got[name] = total
     wanted = sharded(expected)
-    limit = LIMITS[case.dtype]
+    # Latents are expanded first, and K/V rounded once more.
+    limit = LIMITS[case.dtype] * (2 if case.entry == "mla" else 1)
 
     def size(name: str) -> float:
         # Gradients of sinks are sums over all rows, of both signs: rounding errors of rows stay where the sum cancels.

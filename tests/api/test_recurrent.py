@@ -186,17 +186,18 @@ def test_one_tensor_alone_has_a_gradient(name: str) -> None:
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize("kind", ["matrices", "diagonals", "numbers"])
+@pytest.mark.parametrize("kind", ["matrices", "diagonals", "numbers", "one number"])
 @pytest.mark.parametrize("edges", [None, (0, 5, 6, 17)], ids=str)
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(3)], ids=str)
 def test_affine_scan(layout: Layout, edges: tuple[int, ...] | None, kind: str) -> None:
     """Against the runs of all ranks in the order of positions."""
     sequence, documents = Sequence(17, 3, layout, 1, edges), len(edges or (0, 0)) - 1
-    shape = {"matrices": (2, 3, 3), "diagonals": (2, 3), "numbers": (2,)}[kind]
+    shape = {"matrices": (2, 3, 3), "diagonals": (2, 3), "numbers": (2,), "one number": ()}[kind]
+    heads = () if kind == "one number" else (2,)
     runs = run_ranks(3, lambda rank: local_runs(dist.group.WORLD, 17, layout, cu_seqlens=edges))
     transitions = [normal(len(of_rank), *shape, seed=rank).requires_grad_() for rank, of_rank in enumerate(runs)]
-    states = [normal(len(of_rank), 2, 3, 2, seed=9 + rank).requires_grad_() for rank, of_rank in enumerate(runs)]
-    initial = normal(documents, 2, 3, 2, seed=20).requires_grad_()
+    states = [normal(len(of_rank), *heads, 3, 2, seed=9 + rank).requires_grad_() for rank, of_rank in enumerate(runs)]
+    initial = normal(documents, *heads, 3, 2, seed=20).requires_grad_()
     entering = [[torch.empty(0)] * len(of_rank) for of_rank in runs]
     finals = []
     for document, (start, stop) in enumerate(pairwise(edges or (0, 17))):
@@ -205,7 +206,11 @@ def test_affine_scan(layout: Layout, edges: tuple[int, ...] | None, kind: str) -
         for _, rank, i in sorted(each for each in places if start <= each[0] < stop):
             entering[rank][i] = current
             matrix = transitions[rank][i]
-            moved = matrix @ current if kind == "matrices" else matrix[(..., *[None] * (3 - matrix.dim()))] * current
+            moved = (
+                matrix @ current
+                if kind == "matrices"
+                else matrix[(..., *[None] * (current.dim() - matrix.dim()))] * current
+            )
             current = moved + states[rank][i]
         finals.append(current)
     wanted = [*[torch.stack(each) for each in entering], torch.stack(finals)]
@@ -226,6 +231,17 @@ def test_affine_scan(layout: Layout, edges: tuple[int, ...] | None, kind: str) -
         return found[2]
 
     equal(sum(run_ranks(3, body), torch.zeros(())), expected[-1])
+
+
+def test_affine_scan_refuses_several_dtypes() -> None:
+    def body(rank: int) -> None:
+        transition, state = normal(1, 2), normal(1, 2, 2)
+        for name, changed in (("transition", (transition.float(), state, None)), ("initial_state", None)):
+            maps = changed or (transition, state, state.float())
+            with pytest.raises(ValueError, match=f"expects one dtype, got {name} torch.float32, state torch.float64"):
+                affine_scan(*maps[:2], mesh=dist.group.WORLD, seq_len=4, layout=Contiguous(), initial_state=maps[2])
+
+    run_ranks(1, body)
 
 
 def test_one_exchange_forward_and_one_backward_whose_size_does_not_grow() -> None:
@@ -312,6 +328,14 @@ def test_examples_of_docstrings() -> None:
         torch.testing.assert_close(shown, torch.tensor([[1, 2.5], [1, 2.25], [2, 6], [2, 5]]))
 
     run_ranks(1, body)
+
+
+def test_example_of_affine_scan() -> None:
+    def body(rank: int) -> float:
+        two, added = torch.full((1,), 2.0), torch.tensor([[1.0], [5.0]][rank]).view(1, 1, 1)
+        return affine_scan(two, added, mesh=dist.group.WORLD, seq_len=2, layout=Contiguous()).item()  # type: ignore[union-attr]
+
+    assert run_ranks(2, body) == [0, 1]
 
 
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.sequences import Sequence, recurrence
 
-from cp_dtensor import Contiguous, HeadTail, Striped, gated_delta_rule, kda, linear_attention
+from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention
 from cp_dtensor.attention import fla_recurrence
 from cp_dtensor.engine import layers
 
@@ -103,6 +103,12 @@ def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, by_ch
         assert fla_recurrence._small_error(q, v, by_channel, is_delta) == ""
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended(1.1)):
         assert "out of a small problem is wrong by" in fla_recurrence._small_error(q, v, by_channel, is_delta)
+
+
+def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:
+    q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
+    with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()), _torch.below_autograd():
+        assert fla_recurrence._small_error(q, v, False, True) == ""
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])

@@ -92,8 +92,9 @@ def on_one_device(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float
     [
         (CAUSAL, ["ours-auto", "ours-ulysses", "ours-alltoall Striped"]),
         (DOCUMENTS, ["ours-allgather", "ours-ulysses Balanced"]),
+        (dataclasses.replace(CAUSAL, case=dataclasses.replace(CAUSAL.case, mask="window:none,0")), ["ours-auto"]),
     ],
-    ids=["causal", "documents"],
+    ids=["causal", "documents", "causal by another name"],
 )
 def test_losses_and_gradients_are_those_of_one_device(
     job: Job, names: Sequence[str], two_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

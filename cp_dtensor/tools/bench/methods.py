@@ -168,7 +168,7 @@ class Split:
     def context(self, case: Case, device: torch.device, buffers: Sequence[torch.Tensor]) -> context_parallel:
         """The context in which (B, S) `buffers` are this rank's shards, also after it, and models attend to all tokens.
 
-        A causal mask is left to `is_causal` of the calls.
+        `is_causal` of the calls is the mask of the case "causal".
         """
         return context_parallel(
             mesh_of_ranks(device.type, self.inner_size), buffers=buffers, buffer_seq_dims=[1] * len(buffers),

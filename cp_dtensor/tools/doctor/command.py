@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         _check(report, ranks, device.torch_device, options)
     except Failed as failure:
         report.add([Finding(report.running, PROBLEM, str(failure), _REMEDY)])
-    status = report.end() if ranks.rank == 0 else 0
+    status = report.end()
     ranks.gather(None)
     os._exit(status)  # an orderly exit would wait for collectives that failed
 
@@ -95,7 +95,7 @@ class _Report:
                 print(finding, flush=True)
 
     def end(self) -> int:
-        """Prints the verdict, and returns the exit status."""
+        """Prints the verdict, and returns the exit status: 1 if there are problems, 0 of ranks that print nothing."""
         problems = [each for each in self.findings if each.status == PROBLEM]
         if self._visible and self._json:
             found = {"ok": not problems, "findings": [asdict(each) for each in self.findings]}
@@ -104,7 +104,7 @@ class _Report:
             names = ", ".join(dict.fromkeys(each.check for each in problems))
             verdict = f"{len(problems)} problems: {names}" if problems else "OK"
             print(f"{verdict} ({time.monotonic() - self._start:.0f} s)", flush=True)
-        return bool(problems)
+        return int(self._visible and bool(problems))
 
 
 def _start_ranks(arguments: Sequence[str], options: argparse.Namespace) -> int:
