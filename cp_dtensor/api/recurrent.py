@@ -36,7 +36,8 @@ def gated_delta_rule(
 
     Args:
         q, k: (B, T, H', K), this rank's tokens in `layout` order; T may differ between ranks, and be 0.
-        v: (B, T, H, V), in the dtype of q and k; H is a multiple of H', and head h reads query and key head h // (H / H').
+        v: (B, T, H, V), in the dtype of q and k; H is a multiple of H', and head h reads query and key head
+            h // (H / H').
         g: (B, T, H), logarithms of the decays, <= 0, also -inf; None for no decay (the delta rule).
         beta: (B, T, H).
         mesh: the ranks that share the sequence, as for `context_parallel_attention`; None for DTensors' own.

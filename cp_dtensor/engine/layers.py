@@ -67,7 +67,8 @@ class CausalConv1d(SequenceLayer):
 class LinearRecurrence(SequenceLayer):
     """`ChunkedRecurrence` of v (B, T, H, V), q and k (B, T, H', K), g, beta and the initial state.
 
-    H is a multiple of H'. v may be wider than q and k; kernels round it. States are (B, H, K, V), or (documents, H, K, V) with documents, in float32 or float64.
+    H is a multiple of H'. v may be wider than q and k; kernels round it. States are (B, H, K, V), with
+    documents (documents, H, K, V), in float32 or float64.
     """
 
     owner: str

@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def compare(ours: Any, theirs: Any, *tensors: torch.Tensor) -> None:
-    """Compares outputs and gradients at 3e-6, relative to the largest value: theirs subtract sums of decays in float32."""
+    """Compares outputs and gradients at 3e-6, relative to the largest value: theirs subtract sums of decays."""
 
     def body(rank: int) -> None:
         results = []
