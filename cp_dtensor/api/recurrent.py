@@ -30,13 +30,15 @@ def gated_delta_rule(
         S_t = exp(g_t) S_{t-1} + beta_t k_t^T (v_t - exp(g_t) k_t S_{t-1}),  o_t = scale q_t S_t
 
     Each rank computes how its runs of consecutive tokens map a state. The ranks exchange these maps, H K (K + V)
-    numbers of a run whatever its length, and compose them in the order of positions. Differentiable; arithmetic is in
-    float32, in float64 for float64.
+    numbers of a run whatever its length, and compose them in the order of positions. Differentiable. Arithmetic of
+    torch operations is in float32 (float64 for float64). With the extra `hybrid`, bfloat16 and float16 on GPUs go
+    through the kernels of flash-linear-attention, which round the factors of products to that dtype and sum in float32.
 
     Args:
         q, k: (B, T, H', K), this rank's tokens in `layout` order; T may differ between ranks, and be 0.
-        v: (B, T, H, V); H is a multiple of H', and head h reads query and key head h // (H / H').
-        g: (B, T, H), logarithms of the decays, <= 0; None for no decay (the delta rule).
+        v: (B, T, H, V), in the dtype of q and k; H is a multiple of H', and head h reads query and key head
+            h // (H / H').
+        g: (B, T, H), logarithms of the decays, <= 0, also -inf; None for no decay (the delta rule).
         beta: (B, T, H).
         mesh: the ranks that share the sequence, as for `context_parallel_attention`; None for DTensors' own.
         layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
@@ -56,8 +58,8 @@ def gated_delta_rule(
         loss is the sum over ranks.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before any collective; local lengths that the layout gives to
-            no global length, and calls that differ between ranks, on every rank alike.
+        TypeError, ValueError: arguments that do not fit, before any collective but the exchange of lengths; local
+            lengths that the layout gives to no global length, and calls that differ between ranks, on every rank alike.
         NotImplementedError: states with DTensors; contexts as for `halo`.
 
     One rank, two tokens, K = V = 1: the first token writes beta v = 1, the second erases half of it and adds 2:
@@ -68,6 +70,7 @@ def gated_delta_rule(
 
     Source: Gated Delta Networks (arXiv 2412.06464). Arguments as `chunk_gated_delta_rule` of flash-linear-attention.
     """
+    _check_dtypes("gated_delta_rule", q=q, k=k, v=v)
     if g is not None:
         _check_heads("gated_delta_rule", v, g=g)
     return _recurrence(
@@ -105,6 +108,7 @@ def kda(
 
     Source: Kimi Linear (arXiv 2510.26692). Arguments as `chunk_kda` of flash-linear-attention.
     """
+    _check_dtypes("kda", q=q, k=k, v=v)
     checked_tensor("kda", "g", g)
     if g.dim() != 4:
         raise ValueError(f"kda expects g (batch, tokens, heads, K), a decay of each key channel, got {tuple(g.shape)}")
@@ -146,6 +150,7 @@ def linear_attention(
     Source: Linear Transformers (arXiv 2006.16236); GLA (arXiv 2312.06635). Arguments as `chunk_simple_gla` and
     `chunk_gla` of flash-linear-attention.
     """
+    _check_dtypes("linear_attention", q=q, k=k, v=v)
     return _recurrence(
         "linear_attention", q, k, v, g, None, scale, initial_state, output_final_state, False, mesh, layout, cu_seqlens,
         seq_len,
@@ -166,7 +171,7 @@ def mamba2(
         S_t = exp(dt_t A) S_{t-1} + dt_t x_t^T B_t,  y_t = S_t C_t + D x_t
 
     Args:
-        x: (batch, T, H, P), this rank's tokens.
+        x: (batch, T, H, P), this rank's tokens, in the dtype of B and C.
         dt: (batch, T, H).
         A: (H,), < 0.
         B, C: (batch, T, G, N); H is a multiple of G.
@@ -191,8 +196,8 @@ def mamba2(
 
     Source: Mamba-2 (arXiv 2405.21060). Arguments as `mamba_chunk_scan_combined` of mamba_ssm.
     """
-    for name, tensor in (("x", x), ("dt", dt), ("A", A), ("B", B), ("C", C)):
-        checked_tensor("mamba2", name, tensor)
+    _check_dtypes("mamba2", x=x, B=B, C=C)
+    checked_tensor("mamba2", "A", A)
     _check_heads("mamba2", x, dt=dt)
     for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
         if per_head is not None and tuple(per_head.shape) not in {
@@ -209,7 +214,7 @@ def mamba2(
         dt = dt.clamp(*dt_limit)
     state = None if initial_states is None else initial_states.transpose(-1, -2)
     result = _recurrence(
-        "mamba2", C, B, (x.to(wide) * dt.unsqueeze(-1)).to(x.dtype), dt * A.to(wide), None, 1.0, state,
+        "mamba2", C, B, x.to(wide) * dt.unsqueeze(-1), dt * A.to(wide), None, 1.0, state,
         return_final_states, False, mesh, layout, cu_seqlens, seq_len,
     )  # fmt: skip
     out, final = result if isinstance(result, tuple) else (result, None)
@@ -217,6 +222,15 @@ def mamba2(
         out = out + (D if D.dim() == 2 else D.unsqueeze(-1)) * x
     out = out.to(x.dtype)
     return out if final is None else (out, final.transpose(-1, -2))
+
+
+def _check_dtypes(owner: str, **tensors: torch.Tensor) -> None:
+    """Refuses anything else than tensors of one dtype."""
+    for name, tensor in tensors.items():
+        checked_tensor(owner, name, tensor)
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        received = ", ".join([f"{name} {tensor.dtype}" for name, tensor in tensors.items()])
+        raise ValueError(f"{owner} expects {', '.join(tensors)} of one dtype, got {received}")
 
 
 def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor | None) -> None:
@@ -235,8 +249,6 @@ def _recurrence(
     scale: float | None, initial: torch.Tensor | None, returns_state: bool, normalizes: bool, mesh: Mesh | None,
     layout: Layout | None, cu_seqlens: Any, seq_len: int | None,
 ) -> Result:  # fmt: skip
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        checked_tensor(owner, name, tensor)
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         raise ValueError(

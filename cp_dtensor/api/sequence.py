@@ -45,8 +45,8 @@ def halo(
         x's shape, with runs * left rows along `dim`, contiguous; a DTensor sharded along `dim` for DTensors.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before any collective; local lengths that the layout gives to
-            no global length, and calls that differ between ranks, on every rank alike.
+        TypeError, ValueError: arguments that do not fit, before any collective but the exchange of lengths; local
+            lengths that the layout gives to no global length, and calls that differ between ranks, on every rank alike.
         NotImplementedError: in compiled code, without `seq_len`; a context whose mask has other documents in each
             batch row, or whose mask or layout compiled code cannot take over.
 

@@ -21,6 +21,8 @@ from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecur
 _FLA_AVAILABLE = find_spec("fla") is not None
 LARGEST_ERROR = 3e-2
 """Relative to the largest element; rounding to bfloat16 explains a third of it."""
+_ZERO = -104.0
+"""exp of it is 0 in float32. Kernels subtract sums of decays, so -inf would be NaN."""
 _KERNELS = {
     (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     (True, True): ("fla.ops.kda", "chunk_kda"),
@@ -114,7 +116,7 @@ class FlaRecurrence:
         g = self.g
         if g is None and self.beta is not None:
             g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
-        decays = {} if g is None else {"g": g.float()}
+        decays = {} if g is None else {"g": g.float().clamp(min=_ZERO)}
         rates = {} if self.beta is None else {"beta": self.beta}
         result: tuple[Tensor, Tensor | None] = kernel(self.q, self.k, v, **decays, **rates, **options)
         return result
@@ -130,13 +132,13 @@ class FlaRecurrence:
 
 
 def fla_serves(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool, lengths: Sequence[int]) -> bool:
-    """True if kernels of the package compute a recurrence; at first use they compute a small one, which is compared."""
-    if not v.is_cuda or v.dtype not in (torch.bfloat16, torch.float16) or q.dtype != v.dtype or q.size(-1) > 256:
+    """True if kernels of the package compute a recurrence in q's dtype; at first use a small one is compared."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.size(-1) > 256:
         return False
     if not all(lengths) or not _FLA_AVAILABLE:
         return False
-    key = ("fla", is_delta, by_channel, v.dtype, q.size(-1), v.size(-1))
-    return first_use(key, v.device, lambda: _small_error(q, v, by_channel, is_delta), _warn) == ""
+    key = ("fla", is_delta, by_channel, q.dtype, q.size(-1), v.size(-1))
+    return first_use(key, q.device, lambda: _small_error(q, v, by_channel, is_delta), _warn) == ""
 
 
 def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -161,9 +163,9 @@ def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
         return torch.randn(2, tokens, *shape, generator=generator)
 
     drawn = [normal(heads, width), F.normalize(normal(heads, width), dim=-1), normal(heads, columns)]
-    small = [x.to(v.device, v.dtype) for x in drawn]
+    small = [x.to(q.device, q.dtype) for x in drawn]
     g = F.logsigmoid(normal(heads, width) if by_channel else normal(heads)).to(v.device)
-    beta = normal(heads).sigmoid().to(v.device, v.dtype) if is_delta else None
+    beta = normal(heads).sigmoid().to(q.device, q.dtype) if is_delta else None
     entering = torch.randn(2, 2, heads, width, columns, generator=generator).to(v.device)
     results = []
     for kind, dtype in ((FlaRecurrence, None), (ChunkedRecurrence, torch.float64)):

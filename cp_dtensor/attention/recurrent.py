@@ -78,25 +78,27 @@ class ChunkedRecurrence:
         by_channel = g is not None and g.dim() == 4
         q_, k_, v_ = in_chunks(q) * scale, in_chunks(k), in_chunks(v)
         g_ = torch.zeros_like(q_[..., :1]) if g is None else in_chunks(g if by_channel else g.unsqueeze(-1))
-        total = g_.cumsum(-2)
-        later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-        between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(~later.unsqueeze(-1), float("-inf")).exp()
+        place = torch.arange(chunk, device=q.device)
+        ahead = (place.unsqueeze(-1) - place).unsqueeze(-1)  # (C, C, 1)
+        # A sum for each pair of tokens: differences of sums from the chunk's start are NaN after a decay of -inf, and
+        # have lost the digits of small decays after a strong one.
+        sums = g_.unsqueeze(-2).where(ahead > 0, 0).cumsum(-3)
+        between = sums.masked_fill(ahead < 0, float("-inf")).exp()
 
         def products(x: Tensor) -> Tensor:
             if by_channel:
                 return torch.einsum("...ik,...jk,...ijk->...ij", x, k_, between)
             return x @ k_.transpose(-1, -2) * between.squeeze(-1)
 
-        weights, erased, since_start = products(q_), None, total.exp()
+        weights, erased, since_start = products(q_), None, g_.cumsum(-2).exp()
         if beta is not None:
             beta_ = in_chunks(beta.unsqueeze(-1))
             system = (beta_ * products(k_)).tril(-1)  # its diagonal counts as ones
             both = torch.cat([beta_ * v_, beta_ * k_ * since_start], -1)
             solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
             v_, erased = solved.split([v.size(-1), k.size(-1)], -1)
-        last = total[..., -1:, :]
-        decay = last.exp().transpose(-1, -2)
-        to_end = k_ * (last - total).exp()
+        decay = since_start[..., -1:, :].transpose(-1, -2)
+        to_end = k_ * between[..., -1, :, :]
         return cls(rows, chunks, q_ * since_start, to_end, v_, erased, weights, decay, v.dtype)
 
     def maps(self, pieces: Sequence[int]) -> Maps:

@@ -67,7 +67,8 @@ class CausalConv1d(SequenceLayer):
 class LinearRecurrence(SequenceLayer):
     """`ChunkedRecurrence` of v (B, T, H, V), q and k (B, T, H', K), g, beta and the initial state.
 
-    H is a multiple of H'. States are (B, H, K, V), or (documents, H, K, V) with documents, in float32 or float64.
+    H is a multiple of H'. v may be wider than q and k; kernels round it. States are (B, H, K, V), with
+    documents (documents, H, K, V), in float32 or float64.
     """
 
     owner: str
@@ -76,12 +77,17 @@ class LinearRecurrence(SequenceLayer):
     """True if q and k are divided by their norms first."""
     returns_state: bool
 
+    def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
+        assert tensors[0] is not None
+        self._check_states(tensors[0], tensors[-1], edges)
+        return super().length(call, tensors, seq_len, edges)
+
     def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         v, q, k, g, beta, initial = tensors
         assert v is not None
         assert q is not None
         assert k is not None
-        self._check_states(v, initial, edges)
+        given = q
         if self.normalizes:
             q, k = _normalized(q), _normalized(k)
         if q.size(2) != v.size(2):
@@ -93,17 +99,18 @@ class LinearRecurrence(SequenceLayer):
             lengths = [last - first for first, last in sequence.pieces(rank)]
             plan = scan_plan(sequence, rank, self.returns_state)
             g_, beta_ = (x if x is None else x[start:stop] for x in (g, beta))
-            has_kernels = fla_serves(tensors[1], v, chunk == BY_CHANNEL_CHUNK, beta is not None, lengths)  # type: ignore[arg-type]
+            has_kernels = fla_serves(given, v, chunk == BY_CHANNEL_CHUNK, beta is not None, lengths)
+            v_ = v[start:stop].to(given.dtype if has_kernels else v.dtype)
             recurrence = (FlaRecurrence if has_kernels else ChunkedRecurrence).of(
-                q[start:stop], k[start:stop], v[start:stop], g_, beta_, self.scale, lengths, chunk
+                q[start:stop], k[start:stop], v_, g_, beta_, self.scale, lengths, chunk
             )
             of_group = None
             if initial is not None:  # (documents, B, H, K, V)
                 of_group = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(v))
             entering, ends = scanned(
-                *recurrence.maps(plan.sent), plan, call.groups, of_group, documents, self.returns_state
+                *recurrence.maps(plan.sent), plan, call.ranks, of_group, documents, self.returns_state
             )
-            outs.append(recurrence.outputs(entering))
+            outs.append(recurrence.outputs(entering).to(v.dtype))
             if ends is not None:
                 finals.append(ends.squeeze(1) if edges else ends.squeeze(0))
         return torch.cat(outs), torch.cat(finals) if finals else None
@@ -160,7 +167,7 @@ class AffineScan(SequenceLayer):
             )
         sent = torch.tensor(plan.sent, dtype=torch.int64, device=state.device)
         maps = transition.index_select(0, sent), state.index_select(0, sent)
-        entering, final = scanned(*maps, plan, call.groups, initial, documents, self.returns_state)
+        entering, final = scanned(*maps, plan, call.ranks, initial, documents, self.returns_state)
         nothing = torch.zeros_like(state[0])
         return torch.stack([nothing if each is None else each for each in entering]), final
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.plan.scan import ScanPlan
 
 
 def scanned(
-    transition: Tensor, state: Tensor, plan: ScanPlan, groups: tuple[str, ...], initial: Tensor | None, documents: int,
+    transition: Tensor, state: Tensor, plan: ScanPlan, ranks: SequenceRanks, initial: Tensor | None, documents: int,
     final: bool,
 ) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
     """The states that enter this rank's pieces, None for zeros, and the states at the ends of documents if `final`.
@@ -22,7 +20,6 @@ def scanned(
     Args:
         transition: (sent pieces, ...): `plan.sent`, each a matrix (..., K, K), a diagonal (..., K) or a number (...).
         state: (sent pieces, ..., K, V).
-        groups: names of the process groups.
         initial: (documents, ..., K, V), equal on every rank, or None for zeros.
     """
     entering: list[Tensor | None] = [
@@ -35,7 +32,7 @@ def scanned(
         width = flat.size(1)
         sent = torch.cat([flat, state.flatten(1)], 1)
         sent = torch.nn.functional.pad(sent, (0, 0, 0, plan.slots - sent.size(0)))
-        by_rank = torch.ops.cp_dtensor.gathered(sent, list(groups))
+        by_rank = _Gathered.apply(sent, ranks, False)
         for document, chain in plan.chains:
             here = [place for place, link in enumerate(chain) if link.rank == plan.rank]
             current = None if initial is None or document is None else initial[document]
@@ -67,41 +64,14 @@ def _applied(transition: Tensor, state: Tensor) -> Tensor:
     return transition[(..., *[None] * (state.dim() - transition.dim()))] * state
 
 
-# The exchange
+class _Gathered(torch.autograd.Function):
+    """All-gather of a tensor of each rank, or its transpose: the sums over ranks, each on its rank."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: SequenceRanks, transposed: bool) -> Tensor:
+        ctx.arguments = ranks, not transposed
+        return ranks.reduce_scatter(x) if transposed else ranks.gather(x)
 
-def _gathered(x: Tensor, groups: list[str]) -> Tensor:
-    return _ranks(groups).gather(x)
-
-
-def _reduce_scattered(x: Tensor, groups: list[str]) -> Tensor:
-    return _ranks(groups).reduce_scatter(x)
-
-
-def _ranks(groups: list[str]) -> SequenceRanks:
-    return SequenceRanks.over([_torch.group_of_name(name) for name in groups])
-
-
-def _keep_groups(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.groups = inputs
-
-
-def _defined() -> torch.library.Library:
-    def gradient_by(name: str) -> Callable[..., tuple[Tensor, None]]:
-        return lambda ctx, grad: (getattr(torch.ops.cp_dtensor, name)(grad, ctx.groups), None)
-
-    library = torch.library.Library("cp_dtensor", "FRAGMENT")
-    for name, implementation, transposed, fake in (
-        ("gathered", _gathered, "reduce_scattered", lambda x, groups: x.new_empty(_ranks(groups).size, *x.shape)),
-        ("reduce_scattered", _reduce_scattered, "gathered", lambda x, groups: x.new_empty(x.shape[1:])),
-    ):
-        library.define(f"{name}(Tensor x, str[] groups) -> Tensor")
-        library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cp_dtensor::{name}", fake, lib=library)
-        torch.library.register_autograd(
-            f"cp_dtensor::{name}", gradient_by(transposed), setup_context=_keep_groups, lib=library
-        )
-    return library
-
-
-_library = _defined()  # operators exist as long as this does
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Gathered.apply(grad, *ctx.arguments), None, None

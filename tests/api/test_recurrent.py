@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -66,10 +67,16 @@ def layer(kind: str, tensors: dict[str, torch.Tensor], **options: Any) -> Any:
     return linear_attention(**tensors, **options)  # type: ignore[arg-type]
 
 
-def check(kind: str, sequence: Sequence, with_states: bool, mesh_shape: tuple[int, ...] = ()) -> None:
+def check(
+    kind: str, sequence: Sequence, with_states: bool, mesh_shape: tuple[int, ...] = (),
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+) -> None:  # fmt: skip
     """Compares out, final states and all gradients on every rank with one process, token by token."""
     batch = 1 if with_states and sequence.edges else sequence.batch
-    whole = {name: x.requires_grad_() for name, x in problem(kind, batch, sequence.length).items()}
+    whole = problem(kind, batch, sequence.length)
+    change(whole)
+    for leaf in whole.values():
+        leaf.requires_grad_()
     documents = len(sequence.edges) - 1 if sequence.edges and len(sequence.edges) > 1 else 1
     initial = normal(documents, batch, HEADS, K, V, seed=5).requires_grad_() if with_states else None
     reference = Sequence(**{**vars(sequence), "edges": None if sequence.edges == (0,) else sequence.edges})
@@ -130,6 +137,32 @@ def test_several_chunks(kind: str) -> None:
     check(kind, Sequence(150, 2, HeadTail(), 1, (0, 70, 150)), True)
 
 
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "simple_gla", "gla"])
+def test_decays_of_minus_infinity(kind: str) -> None:
+    """exp of them is 0: the state begins again."""
+
+    def forgets(tensors: dict[str, torch.Tensor]) -> None:
+        for position in (0, 3, 4, 69, 80, 149):
+            tensors["g"][:, position] = float("-inf")
+
+    check(kind, Sequence(150, 2, HeadTail(), 1, (0, 70, 150)), True, change=forgets)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "simple_gla", "gla"])
+def test_small_decays_keep_their_digits_after_strong_ones(kind: str) -> None:
+    tensors = problem(kind, 1, 64)
+    tensors["g"] = tensors["g"] * 1e-3
+    tensors["g"][:, ::8] = -1e4
+    wanted, _ = recurrence(Sequence(64, 1, Contiguous()), **{"g": None, "beta": None, **tensors}, scale=1.0)  # type: ignore[arg-type]
+
+    def body(rank: int) -> None:
+        single = {name: x.float() for name, x in tensors.items()}
+        out = layer(kind, single, mesh=dist.group.WORLD, layout=Contiguous(), scale=1.0)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+
+    run_ranks(1, body)
+
+
 @pytest.mark.parametrize("kind", ["gated_delta_rule", "gla"])
 def test_two_axes(kind: str) -> None:
     check(kind, Sequence(13, 4, HeadTail(), 1, (2, 5, 13)), True, (2, 2))
@@ -166,6 +199,20 @@ def test_mamba2(sequence: Sequence) -> None:
             equal(got, sequence.shard(of_whole, rank))
     for index in range(4, 7):
         equal(sum((each[1][index] for each in results), torch.zeros(())), expected[index])
+
+
+def test_bfloat16_of_mamba2_is_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 40, 2, 3), (1, 40, 1, 4), (1, 40, 1, 4))
+    x, b, c = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+    dt, a = torch.rand(1, 40, 2, generator=generator), -torch.ones(2)
+
+    def body(rank: int) -> None:
+        got = mamba2(x, dt, a, b, c, mesh=dist.group.WORLD, D=torch.ones(2))
+        wide = mamba2(x.float(), dt, a, b.float(), c.float(), mesh=dist.group.WORLD, D=torch.ones(2))
+        assert torch.equal(got, wide.bfloat16())  # type: ignore[arg-type, union-attr]
+
+    run_ranks(1, body)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
@@ -345,8 +392,9 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, r"beta \(batch, tokens, heads\)", {"beta": normal(1, 3, 1)}),
     (ValueError, r"g \(batch, tokens, heads\)", {"g": normal(1, 3, 1)}),
     (TypeError, "v to be a torch.Tensor", {"v": [1]}),
+    (ValueError, "expects q, k, v of one dtype", {"v": normal(1, 3, HEADS, V).float()}),
     (ValueError, "initial state", {"initial_state": normal(1, HEADS, V, K)}),
-    (ValueError, "one batch row|initial state", {"initial_state": normal(3, HEADS, K, V), "seq_len": 6}),
+    (ValueError, "one batch row|initial state", {"initial_state": normal(3, HEADS, K, V)}),
 ]
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.sequences import Sequence, recurrence
 
-from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention
+from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.attention import fla_recurrence
 from cp_dtensor.engine import layers
 
@@ -30,6 +30,9 @@ def pretended(factor: float = 1.0) -> Callable[..., Any]:
         output_final_state: bool, cu_seqlens: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         assert q.size(0) == 1
+        assert q.dtype == k.dtype == v.dtype
+        if v.dtype == torch.bfloat16:
+            q, k, v = q.float(), k.float(), v.float()
         edges = tuple(cu_seqlens.tolist())
         initial = None if initial_state is None else initial_state.unsqueeze(1).to(v.dtype)
         out, finals = recurrence(Sequence(edges[-1], 1, Contiguous(), 1, edges), q, k, v, g, beta, scale, initial)
@@ -103,6 +106,32 @@ def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, by_ch
         assert fla_recurrence._small_error(q, v, by_channel, is_delta) == ""
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended(1.1)):
         assert "out of a small problem is wrong by" in fla_recurrence._small_error(q, v, by_channel, is_delta)
+
+
+def test_kernels_get_finite_decays_and_one_dtype() -> None:
+    """Kernels subtract sums of decays. The values of mamba2 are x dt in float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, b = (torch.randn(1, 6, 1, 3, generator=generator).bfloat16() for _ in range(2))
+    dt = torch.tensor([1.0, 2.0, float("inf"), 1.0, 1.0, 1.0]).view(1, 6, 1)
+    seen: list[torch.Tensor] = []
+
+    def kernel(*arguments: torch.Tensor, g: torch.Tensor, **options: Any) -> Any:
+        seen.append(g)
+        out, final = pretended()(*arguments, g=g, **options)
+        return out.bfloat16(), final
+
+    def body(rank: int) -> None:
+        out = linear_attention(b, b, x, -dt, mesh=dist.group.WORLD)
+        assert torch.isfinite(out).all()  # type: ignore[arg-type]
+        assert mamba2(x, dt.clamp(max=2), -torch.ones(1), b, b, mesh=dist.group.WORLD).dtype == torch.bfloat16  # type: ignore[union-attr]
+
+    with (
+        mock.patch.object(layers, "fla_serves", lambda q, v, by_channel, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla_recurrence, "_kernel", return_value=kernel),
+    ):
+        run_ranks(1, body)
+    assert len(seen) > 1
+    assert all(torch.isfinite(g).all() for g in seen)
 
 
 def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:

@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def compare(ours: Any, theirs: Any, *tensors: torch.Tensor) -> None:
-    """Compares outputs and gradients at 1e-6, relative to the largest value."""
+    """Compares outputs and gradients at 3e-6, relative to the largest value: theirs subtract sums of decays."""
 
     def body(rank: int) -> None:
         results = []
@@ -31,7 +31,7 @@ def compare(ours: Any, theirs: Any, *tensors: torch.Tensor) -> None:
             out = function(*leaves)
             results.append([out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape, seed=99))])
         for one, other in zip(*results, strict=True):
-            assert (one - other).abs().max() <= 1e-6 * max(1.0, float(other.abs().max()))
+            assert (one - other).abs().max() <= 3e-6 * max(1.0, float(other.abs().max()))
 
     run_ranks(1, body)
 
