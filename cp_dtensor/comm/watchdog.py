@@ -65,7 +65,7 @@ class _Watchdog:
     """The thread, and what it watches."""
 
     def __init__(self) -> None:
-        self._lock, self._thread = threading.Lock(), threading.Thread()
+        self._lock, self._thread, self._added = threading.Lock(), threading.Thread(), threading.Event()
         self._watched: WeakSet[WatchedWaits] = WeakSet()
 
     def watch(self, waits: WatchedWaits) -> None:
@@ -75,6 +75,7 @@ class _Watchdog:
             if not self._thread.is_alive():  # a forked process does not have the thread of its parent
                 self._thread = threading.Thread(target=self._look_on, name="cp_dtensor-watchdog", daemon=True)
                 self._thread.start()
+        self._added.set()
 
     def _look_on(self) -> None:
         while True:
@@ -86,7 +87,8 @@ class _Watchdog:
                 _log.exception("the watchdog of symmetric memory failed")
                 _abort("waits in symmetric memory are not watched any more")
             watched.clear()
-            time.sleep(delay)
+            self._added.wait(delay)
+            self._added.clear()
 
 
 watch = _Watchdog().watch
