@@ -233,6 +233,8 @@ def affine_scan(
             f"(runs, ...); {received}"
         )
     for name, tensor in (("transition", transition), ("state", state), ("initial_state", initial_state)):
+        if tensor is not None:
+            checked_tensor("affine_scan", name, tensor)
         if isinstance(tensor, DTensor):
             raise TypeError(f"affine_scan expects {name} to be a plain tensor, got a DTensor")
         if tensor is not None and tensor.dtype != state.dtype:

@@ -46,12 +46,12 @@ def _delta(rule: Function, *arguments: Any, **named: Any) -> tuple[torch.Tensor,
     def parts(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
         chunk_size: int = 64, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False, **others: Any,
+        use_qk_l2norm_in_kernel: bool = False, scale: float | None = None, **others: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         _refuse_states(initial_state is not None or output_final_state)
         _refuse_others("a linear-attention layer", others)
-        norms = bool(use_qk_l2norm_in_kernel)
-        return rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=norms, mesh=_CONTEXT), None
+        options = {"scale": scale, "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel)}
+        return rule(query, key, value, g, beta, mesh=_CONTEXT, **options), None
 
     return parts(*arguments, **named)
 
@@ -92,6 +92,9 @@ def _refuse_others(layer: str, others: dict[str, Any]) -> None:
                 f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
                 "mask=Documents(...) to the context"
             )
+    for name in ("z", "initial_states", "return_final_states", "final_states_out"):
+        if others.get(name) is not None and others[name] is not False:
+            raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {others[name]!r}")
 
 
 _REPLACED: MappingProxyType[str, Function] = MappingProxyType({
@@ -113,7 +116,11 @@ _REPLACED: MappingProxyType[str, Function] = MappingProxyType({
 
 def is_caught(module: nn.Module) -> bool:
     """True if all functions by which a layer mixes tokens are replaced in contexts."""
-    kernels = {kernel for _, _, kernel in _functions_of(type(module))}
+    return _is_caught(type(module))
+
+
+def _is_caught(kind: type[nn.Module]) -> bool:
+    kernels = {kernel for _, _, kernel in _functions_of(kind)}
     return bool(kernels) and kernels <= _REPLACED.keys()
 
 
@@ -157,7 +164,7 @@ class _Patches:
     def replace(self, model: nn.Module, in_context: Callable[[], bool]) -> None:
         """Replaces the functions of a model's layers, which behave as before where `in_context()` is False."""
         with self._lock:
-            for kind in {type(module) for module in model.modules() if is_caught(module)}:
+            for kind in filter(_is_caught, {type(module) for module in model.modules()}):
                 for owner, name, kernel in list(_functions_of(kind)):
                     if (owner.__name__, name) not in self._replaced:
                         self._replaced.add((owner.__name__, name))
