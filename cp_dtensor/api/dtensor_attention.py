@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -204,6 +204,9 @@ def to_local(
     """The local part of a DTensor in these placements; its gradient is placed alike unless `grad_placements` differ."""
     # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
     # placements of the input.
+    # In inference mode torch 2.11 does not redistribute a tensor that requires grad.
+    if torch.is_inference_mode_enabled():
+        tensor = cast("DTensor", tensor.detach())
     return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements or placements)
 
 
