@@ -251,8 +251,7 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
     """
     capturing = torch.cuda.is_current_stream_capturing()
     with _lock:
-        held = _current.get(group)
-    failure = _failure(group)
+        held, failure = _current.get(group), _failure(group)
     if failure is not None:
         raise PeerError(str(failure)) from failure
     if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
@@ -277,18 +276,17 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 
 def abandon(group: dist.ProcessGroup) -> None:
     """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
-    if _failure(group) is not None:  # ranks that do not take part cannot map another
-        return
     with _lock:
+        if _failure(group) is not None:  # ranks that do not take part cannot map another
+            return
         held = _current.pop(group, None)
     if held is not None:
         _pin(group, held)
 
 
 def _failure(group: dist.ProcessGroup) -> PeerError | None:
-    """The error of an earlier wait of the group, also in a workspace of captured graphs."""
-    with _lock:
-        held = [*filter(None, [_current.get(group)]), *_pinned.get(group, ())]
+    """The error of an earlier wait of the group, also in a workspace of captured graphs. The caller holds `_lock`."""
+    held = [*filter(None, [_current.get(group)]), *_pinned.get(group, ())]
     return next((each.failure for each in held if each.failure is not None), None)
 
 

@@ -1,4 +1,4 @@
-"""Recurrences by functions with the signatures of flash-linear-attention, which plain torch stands for on CPUs."""
+"""Recurrences through functions with the signatures of flash-linear-attention, implemented in plain torch on CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table "What works where" of the README: each cell runs on two ranks and equals one device in float64."""
+"""The table "Supported features" of the README: each cell runs on two ranks and equals one device in float64."""
 
 from __future__ import annotations
 

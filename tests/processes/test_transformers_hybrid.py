@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +27,6 @@ from cp_dtensor import (
     context_parallel,
     context_parallel_shard,
 )
-from cp_dtensor.api.transformers_hooks import transformers_hooks
 from cp_dtensor.integrations.transformers import check_model, register
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
@@ -52,14 +51,31 @@ def alone(family: str, edges: tuple[int, ...]) -> tuple[torch.Tensor, list[torch
 
 
 def functions_of(module: Any) -> dict[str, Any]:
-    """What a context could leave replaced; warnings add other names to a module."""
+    """The functions and classes of a module, by name."""
     return {name: value for name, value in vars(module).items() if callable(value)}
+
+
+def check_sums(loss: torch.Tensor, model: Any, expected: torch.Tensor, grads: list[torch.Tensor]) -> None:
+    """Checks the loss and the gradients of a model, summed over the ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, expected, rtol=1e-8, atol=1e-8)
+    for parameter, wanted in zip(model.parameters(), grads, strict=True):
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(grad)
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def without_provider() -> Iterator[Processes]:
+    """Two processes in which `register()` is never called: it keeps the functions of models replaced."""
+    two = Processes(2, timeout=250)
+    yield two
+    two.stop()
 
 
 def trained(rank: int, family: str) -> None:
     world: Any = dist.group.WORLD
-    gc.collect()
-    kept = transformers_hooks._holders > 0  # by `register()` in an earlier test of this process
     for edges in ((0, LENGTH), EDGES):
         expected, grads = alone(family, edges)
         for layout in (Contiguous(), HeadTail(), Striped(4), MirroredBatch()):
@@ -75,21 +91,13 @@ def trained(rank: int, family: str) -> None:
                 loss = model(input_ids=ids, position_ids=positions, use_cache=False).logits.double().square().sum()
                 loss.backward()
             after = functions_of(modeling)
-            assert kept or after == before, [
-                name for name in {**before, **after} if after.get(name) is not before.get(name)
-            ]
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            torch.testing.assert_close(total, expected, rtol=1e-8, atol=1e-8)
-            for parameter, wanted in zip(model.parameters(), grads, strict=True):
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(grad)
-                torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+            assert after == before, [name for name in {**before, **after} if after.get(name) is not before.get(name)]
+            check_sums(loss, model, expected, grads)
 
 
 @pytest.mark.parametrize("family", ["Qwen3-Next", "Nemotron-H"])
-def test_layouts_and_documents_of_the_context(two_processes: Processes, family: str) -> None:
-    two_processes.run(trained, family)
+def test_layouts_and_documents_of_the_context(without_provider: Processes, family: str) -> None:
+    without_provider.run(trained, family)
 
 
 def modules(rank: int) -> None:
@@ -104,13 +112,7 @@ def modules(rank: int) -> None:
     ids, positions = context_parallel_shard(mesh, [tokens(), positions], [1, 1])
     loss = model(input_ids=ids, position_ids=positions, use_cache=False).logits.double().square().sum()
     loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, expected, rtol=1e-8, atol=1e-8)
-    for parameter, wanted in zip(model.parameters(), grads, strict=True):
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(grad)
-        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+    check_sums(loss, model, expected, grads)
     torch.compiler.reset()
     with pytest.raises(Exception, match="compile it inside of context_parallel"):
         torch.compile(mixer_of(model), backend="aot_eager", fullgraph=True)(torch.zeros(1, 4, 32).double())
