@@ -7,6 +7,7 @@ Starting processes takes time, and processes keep their imports and compiled cod
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -42,7 +43,8 @@ class Processes:
     Args:
         world_size: number of processes.
         timeout: limit in seconds for a body, and for a collective that waits for other ranks.
-        backend: "gloo", or "nccl" with one GPU a rank (and no backend for CPU tensors then).
+        backend: "gloo", or "nccl" with one GPU a rank (and no backend for CPU tensors then). Where ranks outnumber
+            GPUs, they share them, with gloo: NCCL refuses two ranks on one GPU, symmetric memory does not.
     """
 
     def __init__(self, world_size: int, timeout: float = 60, backend: str = "gloo") -> None:
@@ -135,18 +137,31 @@ def way_to_start(backend: str) -> Any:
     return context
 
 
+def _share_gpus() -> str:
+    """Lets ranks on one GPU exchange through its memory; the backend that they need."""
+    from cp_dtensor.comm import symm_mem_workspace
+
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    symm_mem_workspace.probe_p2p = lambda *args: None  # it asks for NCCL, and for a GPU of each rank
+    return "gloo"
+
+
 def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
     """Main loop of a process: returns (result, error, traceback) of each body, until one raises or the pipe closes."""
     torch.set_num_threads(1)
+    device = None
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if world_size > torch.cuda.device_count():
+            backend = _share_gpus()
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
-        device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+        device_id=device if backend == "nccl" else None,
     )
     dist.barrier()
     pipe.send((None, None, ""))
