@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,13 +22,6 @@ WAYS: dict[str, dict[str, str]] = {
     "alltoall": {"method": "ring", "rotate_method": "alltoall"},
     "ulysses": {"method": "ulysses"},
 }
-
-
-def on_one_gpu(rank: int, body: Callable[..., Any], *args: Any) -> Any:
-    """Calls `body(rank, *args)` in a process with gloo that shares the only GPU, and its memory, with other ranks."""
-    torch.cuda.set_device(0)
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    return body(rank, *args)
 
 
 def shards(problem: Problem, seed: int, layout: Layout, rank: int, size: int = WORLD_SIZE) -> Tensors:
