@@ -60,7 +60,7 @@ def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
 def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """The reason why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective.
 
-    Ranks may share a device, which NCCL refuses, if torch is told to allow that: an environment variable, for tests.
+    Ranks may share a device, which NCCL refuses, with torch's environment variable for that, as tests do.
     """
     if device.type != "cuda":
         return f"it needs CUDA devices, the tensors are on {device.type}"
