@@ -9,7 +9,7 @@ import torch
 from support.package_kernels import check, check_interval_tiles, drawn, flash4, only_cudnn_flex, relative, tiles_of
 
 from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask, PrefixLM, SlidingWindow, Striped
-from cp_dtensor.attention.backends import cudnn_flex
+from cp_dtensor.attention.backends import cudnn_flex, interval
 from cp_dtensor.attention.backends.aten import CudnnAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, planned_tile
@@ -137,6 +137,24 @@ def test_flex_of_a_million_tokens_against_our_kernels() -> None:
     with only_cudnn_flex():
         out, _ = CudnnFlexAttention().forward(q, k, v, tile.mask, 0.1)
     assert relative(out, ours.double()) < 6e-3
+
+
+@needs_flex
+def test_dropped_plans_keep_their_memory_until_tiles_are_done() -> None:
+    tile, *_ = tiles_of(DOCUMENTS, LENGTH, 1, HeadTail(), 0)
+    rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
+    q, k, v = (drawn(1, *shape, 128, torch.bfloat16, 0) for shape in ((8, rows), (2, columns), (2, columns)))
+    with only_cudnn_flex():
+        want, _ = CudnnFlexAttention().forward(q, k, v, tile.mask, 0.1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # cycles: 0.1 s, in which the tile below waits
+        got, _ = CudnnFlexAttention().forward(q, k, v, tile.mask, 0.1)
+        interval._cached_rows.clear()
+        for seed in range(10):  # each may get the memory of the one before
+            cudnn_flex._planned.clear()
+            other, *_ = tiles_of(lognormal_documents(LENGTH, 50, 1.0, seed), LENGTH, 1, HeadTail(), 0)
+            assert planned_tile(other.mask, Geometry.of(q, k, v)) is not None
+    assert torch.equal(got, want)
 
 
 @needs_flex
