@@ -2,8 +2,8 @@
 
 python docs/scripts/hybrid_speed.py --tokens 32768 262144 --seconds 90 --json speed.json
 
-Needs flash-linear-attention (package fla-core). Of every way to divide a layer over n ranks, one rank's part is timed, without
-exchanges:
+Needs flash-linear-attention (package fla-core). Of every way to divide a layer over n ranks, one rank's part is timed,
+without exchanges:
 
 one GPU     the package's kernel, all heads, all tokens
 scan        this library's: the map of 1/n of the tokens, then their outputs
