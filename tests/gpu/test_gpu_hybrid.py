@@ -1,7 +1,4 @@
-"""Convolutions and recurrent layers on GPUs: the kernels of flash-linear-attention, and two ranks.
-
-Two processes on two GPUs with NCCL, or on one GPU with gloo.
-"""
+"""Convolutions and recurrent layers on GPUs: the kernels of flash-linear-attention, and two ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.gpu_checks import on_one_gpu
 from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -110,20 +106,15 @@ def _compare(rank: int, dtype: torch.dtype) -> None:
             assert error <= tolerance, f"layer {layer}, result {index}: {error}"
 
 
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)], ids=["one GPU", "two GPUs"]
-)
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Processes, bool]]:
-    shared = request.param == 1
-    processes = Processes(2, timeout=240, backend="gloo" if shared else "nccl")
-    yield processes, shared
-    processes.stop()
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    """Two processes, which compile kernels."""
+    two = Processes(2, timeout=300, backend="nccl")
+    yield two
+    two.stop()
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_two_ranks(ranks: tuple[Processes, bool], dtype: torch.dtype) -> None:
-    processes, shared = ranks
-    if shared:
-        processes.run(on_one_gpu, _compare, dtype)
-    else:
-        processes.run(_compare, dtype)
+def test_two_ranks(ranks: Processes, dtype: torch.dtype) -> None:
+    ranks.run(_compare, dtype)
