@@ -137,15 +137,6 @@ def way_to_start(backend: str) -> Any:
     return context
 
 
-def _share_gpus() -> str:
-    """Lets ranks on one GPU exchange through its memory; the backend that they need."""
-    from cp_dtensor.comm import symm_mem_workspace
-
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    symm_mem_workspace.probe_p2p = lambda *args: None  # it asks for NCCL, and for a GPU of each rank
-    return "gloo"
-
-
 def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
     """Main loop of a process: returns (result, error, traceback) of each body, until one raises or the pipe closes."""
     torch.set_num_threads(1)
@@ -154,7 +145,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str,
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         if world_size > torch.cuda.device_count():
-            backend = _share_gpus()
+            backend, os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "gloo", "1"
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
