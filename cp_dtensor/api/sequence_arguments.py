@@ -248,7 +248,7 @@ class _Place:
             return context.config.ranks
         if self.axes is None:
             return sequence_ranks(self.mesh)
-        return SequenceRanks.over([self.mesh.get_group(axis) for axis in self.axes])
+        return SequenceRanks.along(self.mesh, self.axes)
 
     def local(self, x: torch.Tensor) -> torch.Tensor:
         """The local part of x, which has no partial sums."""
