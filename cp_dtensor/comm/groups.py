@@ -44,9 +44,7 @@ class SequenceRanks:
         if len(axes) == 1:
             return cls(mesh.get_group(axes[0]))
         outer, inner = axes
-        here = tuple(
-            slice(None) if axis in axes else place for axis, place in enumerate(mesh.get_coordinate() or ())
-        )
+        here = tuple(slice(None) if axis in axes else place for axis, place in enumerate(mesh.get_coordinate() or ()))
         members = mesh.mesh[here] if outer < inner else mesh.mesh[here].T
         return cls(mesh.get_group(outer), mesh.get_group(inner), tuple(members.flatten().tolist()))
 
