@@ -30,18 +30,21 @@ hypothesis.settings.load_profile("cp_dtensor")
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = "cases of each random test that compares attention with a reference; a failing one is printed as a call"
     parser.addoption("--cases", type=int, metavar="N", help=about)
+    about = "run tests of several GPUs also where there is one, which ranks share; those that need NCCL fail then"
+    parser.addoption("--share-gpu", action="store_true", help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     choose_cases(config)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shared = GPUS and config.getoption("--share-gpu")
     for item in items:
         if marker := item.get_closest_marker("gpu"):
             needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
             reason = f"needs {needed} CUDA GPU{'s' if needed > 1 else ''}, this machine has {GPUS}"
-            item.add_marker(pytest.mark.skipif(needed > GPUS, reason=reason))
+            item.add_marker(pytest.mark.skipif(needed > GPUS and not shared, reason=reason))
 
 
 def pytest_collection_finish() -> None:
@@ -78,7 +81,7 @@ def four_processes() -> Iterator[Processes]:
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Processes]:
-    """Processes on two GPUs with NCCL, for one file."""
+    """Processes on two GPUs with NCCL (or on one, with gloo), for one file."""
     two = Processes(2, timeout=120, backend="nccl")
     yield two
     two.stop()

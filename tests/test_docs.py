@@ -51,10 +51,12 @@ def test_the_program_about_latents_runs_on_four_ranks() -> None:
     run_ranks(4, lambda _rank: exec(compile(program, MLA.name, "exec"), {}))
 
 
-def test_the_program_about_hybrid_models_runs_on_four_ranks() -> None:
-    """It compares with one device itself."""
-    (program,) = blocks(HYBRID, "python")
-    run_ranks(4, lambda _rank: exec(compile(program, HYBRID.name, "exec"), {}))
+def test_programs_about_hybrid_models_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first compares with one device itself; the second prints tables, which follow it."""
+    first, second = (compile(program, HYBRID.name, "exec") for program in blocks(HYBRID, "python"))
+    run_ranks(4, lambda _rank: exec(first, {}))
+    run_ranks(4, lambda _rank: exec(second, {}))
+    assert [capsys.readouterr().out] == blocks(HYBRID, "text")
 
 
 def test_the_program_about_decoding_runs_on_four_ranks() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor.api.sequence_arguments import checked_tensor, layer
 from cp_dtensor.engine.config import Mesh
 from cp_dtensor.engine.layers import LinearRecurrence
+from cp_dtensor.engine.recurrence import METHODS
 from cp_dtensor.spec.layouts import Layout
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -21,7 +22,7 @@ def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor, *,
     mesh: Mesh | None = None, layout: Layout | None = None, scale: float | None = None,
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """Gated delta rule of a sharded sequence, the linear attention of Qwen3-Next.
 
@@ -29,10 +30,13 @@ def gated_delta_rule(
 
         S_t = exp(g_t) S_{t-1} + beta_t k_t^T (v_t - exp(g_t) k_t S_{t-1}),  o_t = scale q_t S_t
 
-    Each rank computes how its runs of consecutive tokens map a state. The ranks exchange these maps, H K (K + V)
-    numbers of a run whatever its length, and compose them in the order of positions. Differentiable. Arithmetic of
-    torch operations is in float32 (float64 for float64). With the extra `hybrid`, bfloat16 and float16 on GPUs go
-    through the kernels of flash-linear-attention, which round the factors of products to that dtype and sum in float32.
+    Differentiable. With `method="scan"`, each rank computes how its runs of consecutive tokens map a state. The ranks
+    exchange these maps, H K (K + V) numbers of a run whatever its length, and compose them in the order of positions.
+    With "heads", ranks exchange rows for heads, as Ulysses attention does.
+
+    Arithmetic of torch operations is in float32 (float64 for float64). With the extra `hybrid`, bfloat16 and float16 on
+    GPUs go through the kernels of flash-linear-attention, which round the factors of products to that dtype and sum in
+    float32.
 
     Args:
         q, k: (B, T, H', K), this rank's tokens in `layout` order; T may differ between ranks, and be 0.
@@ -51,6 +55,9 @@ def gated_delta_rule(
         cu_seqlens: ascending positions in the whole sequence where documents begin and end, as integers or a tensor.
             None takes those of the `Documents` mask of the context around the call; `[0]` is one document.
         seq_len: tokens of the whole sequence. If None, and no context knows it, the ranks exchange their local lengths.
+        method: "scan", "heads", where H is a multiple of the ranks along one mesh axis, or "relayout": rows travel to
+            adjacent chunks, where runs are few, are scanned there, and travel back. "auto" takes the one that is
+            predicted to be fastest (`explain_recurrence` prints predictions; on CPUs always "scan").
 
     Returns:
         out: (B, T, H, V) in v's dtype; a DTensor placed as v for DTensors. With `output_final_state`, also the final
@@ -75,7 +82,7 @@ def gated_delta_rule(
         _check_heads("gated_delta_rule", v, g=g)
     return _recurrence(
         "gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh,
-        layout, cu_seqlens, seq_len,
+        layout, cu_seqlens, seq_len, method,
     )  # fmt: skip
 
 
@@ -83,7 +90,7 @@ def kda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
     mesh: Mesh | None = None, layout: Layout | None = None, scale: float | None = None,
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """Kimi delta attention of a sharded sequence: `gated_delta_rule` with a decay of each channel of the keys.
 
@@ -92,7 +99,7 @@ def kda(
     Args:
         g: (B, T, H, K), logarithms of the decays, <= 0.
         q, k, v, beta, mesh, layout, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            seq_len: as for `gated_delta_rule`.
+            seq_len, method: as for `gated_delta_rule`.
 
     Returns:
         as `gated_delta_rule`.
@@ -114,7 +121,7 @@ def kda(
         raise ValueError(f"kda expects g (batch, tokens, heads, K), a decay of each key channel, got {tuple(g.shape)}")
     return _recurrence(
         "kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh, layout,
-        cu_seqlens, seq_len,
+        cu_seqlens, seq_len, method,
     )  # fmt: skip
 
 
@@ -122,7 +129,7 @@ def linear_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None, *,
     mesh: Mesh | None = None, layout: Layout | None = None, scale: float | None = None,
     initial_state: torch.Tensor | None = None, output_final_state: bool = False, cu_seqlens: Any = None,
-    seq_len: int | None = None,
+    seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """Causal linear attention of a sharded sequence, without a softmax; gated with `g`.
 
@@ -133,7 +140,7 @@ def linear_attention(
     Args:
         g: logarithms of the decays, <= 0: (B, T, H) one of each head (RetNet, Lightning, Mamba-2), (B, T, H, K) one of
             each key channel (GLA), or None for none.
-        q, k, v, mesh, layout, scale, initial_state, output_final_state, cu_seqlens, seq_len: as for
+        q, k, v, mesh, layout, scale, initial_state, output_final_state, cu_seqlens, seq_len, method: as for
             `gated_delta_rule`.
 
     Returns:
@@ -153,7 +160,7 @@ def linear_attention(
     _check_dtypes("linear_attention", q=q, k=k, v=v)
     return _recurrence(
         "linear_attention", q, k, v, g, None, scale, initial_state, output_final_state, False, mesh, layout, cu_seqlens,
-        seq_len,
+        seq_len, method,
     )  # fmt: skip
 
 
@@ -162,7 +169,7 @@ def mamba2(
     D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), mesh: Mesh | None = None, layout: Layout | None = None,
     initial_states: torch.Tensor | None = None, return_final_states: bool = False, cu_seqlens: Any = None,
-    seq_len: int | None = None,
+    seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """State-space layer of Mamba-2 (SSD) of a sharded sequence.
 
@@ -181,7 +188,7 @@ def mamba2(
         dt_limit: the smallest and the largest dt.
         initial_states: (batch, H, P, N), or (documents, H, P, N); else as `initial_state` of `gated_delta_rule`.
         return_final_states: True also returns the final states, in the same shape.
-        mesh, layout, cu_seqlens, seq_len: as for `gated_delta_rule`.
+        mesh, layout, cu_seqlens, seq_len, method: as for `gated_delta_rule`.
 
     Returns:
         (batch, T, H, P) in x's dtype, and the final states if asked for. Gradients of A, D and dt_bias are shares.
@@ -215,7 +222,7 @@ def mamba2(
     state = None if initial_states is None else initial_states.transpose(-1, -2)
     result = _recurrence(
         "mamba2", C, B, x.to(wide) * dt.unsqueeze(-1), dt * A.to(wide), None, 1.0, state,
-        return_final_states, False, mesh, layout, cu_seqlens, seq_len,
+        return_final_states, False, mesh, layout, cu_seqlens, seq_len, method,
     )  # fmt: skip
     out, final = result if isinstance(result, tuple) else (result, None)
     if D is not None:
@@ -247,8 +254,10 @@ def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor | None) ->
 def _recurrence(
     owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
     scale: float | None, initial: torch.Tensor | None, returns_state: bool, normalizes: bool, mesh: Mesh | None,
-    layout: Layout | None, cu_seqlens: Any, seq_len: int | None,
+    layout: Layout | None, cu_seqlens: Any, seq_len: int | None, method: str,
 ) -> Result:  # fmt: skip
+    if method not in ("auto", *METHODS):
+        raise ValueError(f"{owner} expects method to be one of {('auto', *METHODS)}, got {method!r}")
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         raise ValueError(
@@ -272,7 +281,8 @@ def _recurrence(
                 f"{tuple(initial.shape)}"
             )
     operation = LinearRecurrence, (
-        owner, k.size(3) ** -0.5 if scale is None else float(scale), bool(normalizes), bool(returns_state)
+        owner, k.size(3) ** -0.5 if scale is None else float(scale), bool(normalizes), bool(returns_state),
+        method,
     )  # fmt: skip
     out, final = layer(
         owner, [v, q, k, g, beta, initial], ["BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"], operation, mesh, layout,

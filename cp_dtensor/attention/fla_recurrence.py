@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
@@ -85,6 +85,8 @@ class FlaRecurrence:
 
     def _of_pieces(self, pieces: Sequence[int]) -> FlaRecurrence:
         """The tokens of some pieces. Queries have no part in maps, and no gradient."""
+        if len(pieces) == len(self.lengths):
+            return replace(self, q=self.q.detach())
         firsts = [0, *accumulate(self.lengths)]
         tokens = torch.cat(
             [
@@ -97,15 +99,16 @@ class FlaRecurrence:
         q, k, v = (x.index_select(1, tokens) for x in (self.q.detach(), self.k, self.v))
         return FlaRecurrence(q, k, v, g, beta, self.scale, self.batch, tuple(self.lengths[piece] for piece in pieces))
 
-    def outputs(self, states: Sequence[Tensor | None]) -> Tensor:
-        """Outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece."""
+    def outputs(self, states: Sequence[Tensor | None], final: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """As `ChunkedRecurrence.outputs`."""
         initial = None
         if any(state is not None for state in states):
             some = next(state for state in states if state is not None)
             entering = [torch.zeros_like(some) if state is None else state for state in states]
             initial = torch.stack(entering, 1).flatten(0, 1).float().contiguous()
-        out, _ = self._run(self.v, initial, False)
-        return out.squeeze(0).unflatten(0, (self.batch, -1))
+        out, ends = self._run(self.v, initial, final)
+        leaving = [] if ends is None else list(ends.unflatten(0, (self.batch, -1)).unbind(1))
+        return out.squeeze(0).unflatten(0, (self.batch, -1)), leaving
 
     def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
         edges = [0, *accumulate(self.lengths * self.batch)]
@@ -175,7 +178,7 @@ def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
             q_, k_, v_, g_, beta_, states = given
             recurrence = kind.of(q_, k_, v_, g_, beta_, 0.5, lengths, BY_CHANNEL_CHUNK if by_channel else CHUNK)  # type: ignore[arg-type]
             assert states is not None
-            found = [recurrence.outputs(list(states)), *recurrence.maps([0, 1])]
+            found = [recurrence.outputs(list(states))[0], *recurrence.maps([0, 1])]
             weights = torch.Generator().manual_seed(1)
             drawn = [torch.randn(x.shape, generator=weights).to(v.device) for x in found]
             total = torch.stack([(x.double() * weight).sum() for x, weight in zip(found, drawn, strict=True)]).sum()

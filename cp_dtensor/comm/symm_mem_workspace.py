@@ -6,6 +6,7 @@ A buffer has three areas: | flags | rows of K/V | gradients of rows |
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -57,10 +58,14 @@ def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The reason why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective."""
+    """The reason why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective.
+
+    Ranks may share a device, which NCCL refuses, with torch's environment variable for that, as tests do.
+    """
     if device.type != "cuda":
         return f"it needs CUDA devices, the tensors are on {device.type}"
-    if not uses_nccl(group, device):
+    may_share = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    if not (uses_nccl(group, device) or may_share):
         return "it needs a process group with an NCCL backend"
     reason = None if cuda_driver.is_available() else "the CUDA driver has no stream memory operations"
     reason = reason or _unreachable_peer(device)
@@ -70,7 +75,7 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
     hosts, devices, reasons = zip(*_of_ranks(facts, group), strict=True)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} hosts"
-    if len(set(devices)) < group.size():
+    if len(set(devices)) < group.size() and not may_share:
         return "some ranks share a device"
     if not any(reasons):
         try:

@@ -32,6 +32,7 @@ printed as a program. Exits with status 1 after wrong cases, or if memory has gr
 
     python -m cp_dtensor soak --minutes 30
     torchrun --nproc-per-node 2 -m cp_dtensor soak --minutes 8 --seed 7
+    python -m cp_dtensor soak --minutes 8 --ranks 2        (with one GPU: both ranks share it, with gloo)
 """
 _MIB = 1 << 20
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long; default: 1")
     parser.add_argument("--cases", type=positive, help="end after so many cases, if the minutes are not over before")
     parser.add_argument("--seed", type=int, help="of the cases; default: drawn, and printed")
-    parser.add_argument("--ranks", type=positive, help="without torchrun: default: all GPUs, or 2 processes")
+    parser.add_argument("--ranks", type=positive, help="without torchrun; default: a rank for each GPU, or 2")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     growth = "most growth of a rank's memory (RSS, and allocated on its GPU) after the first quarter; default: 256"
     parser.add_argument("--growth", type=positive, default=256, metavar="MIB", help=growth)
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
         environ = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", **os.environ}
         command = [*launch, "-m", "cp_dtensor", "soak", *arguments]
         sys.exit(subprocess.run(command, env=environ, check=False).returncode)
-    start("soak", arguments, use_gpu, 120)
+    start("soak", arguments, use_gpu, 120, may_share_gpus=True)
     failed = _soak(options.minutes * 60, options.cases, options.seed, options.growth, use_gpu)
     dist.destroy_process_group()
     sys.exit(failed)
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
 def run(case: Case) -> None:
     """Runs one case on the ranks that torchrun started, and prints its errors as multiples of what is allowed."""
     use_gpu = torch.cuda.is_available() and case.dtype != "float64"
-    start("soak", (), use_gpu, 120)
+    start("soak", (), use_gpu, 120, may_share_gpus=True)
     print(f"rank {dist.get_rank()}: {errors_of(case, _meshes(use_gpu)[case.mesh])}")
     dist.destroy_process_group()
 

@@ -61,25 +61,32 @@ def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
 
 @each_kind
 @pytest.mark.parametrize(
-    "sequence",
+    ("method", "sequence"),
     [
-        Sequence(11, 3, HeadTail(), 2),
-        Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12)),
-        Sequence(8, 2, Striped(2), 2, (0, 3, 8)),
+        ("scan", Sequence(11, 3, HeadTail(), 2)),
+        ("scan", Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12))),
+        ("scan", Sequence(8, 2, Striped(2), 2, (0, 3, 8))),
+        ("heads", Sequence(9, 2, Striped(2), 1, (0, 3, 9))),
     ],
-    ids=lambda each: str(each.layout),
+    ids=str,
 )
-def test_ranks_have_the_results_and_gradients_of_one(is_delta: bool, by_channel: bool, sequence: Sequence) -> None:
+def test_ranks_have_the_results_and_gradients_of_one(
+    is_delta: bool, by_channel: bool, method: str, sequence: Sequence
+) -> None:
     whole = {
         name: x.requires_grad_() for name, x in problem(is_delta, by_channel, sequence.batch, sequence.length).items()
     }
-    wanted, _ = recurrence(sequence, whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5)
+    wanted, ends = recurrence(sequence, whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5)
     grad_out = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.autograd.grad(wanted, list(whole.values()), grad_out)
 
     def body(rank: int) -> None:
         mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
-        out = layer(mine, mesh=dist.group.WORLD, scale=0.5, **sequence.options())
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "scale": 0.5, "method": method, **sequence.options()}
+        if method == "heads":
+            final: Any = layer(mine, output_final_state=True, **options)[1]
+            torch.testing.assert_close(final.detach(), ends.detach().squeeze(1), rtol=1e-5, atol=1e-5)
+        out = layer(mine, **options)
         grads = torch.autograd.grad(out, list(mine.values()), sequence.shard(grad_out, rank))
         torch.testing.assert_close(out.detach(), sequence.shard(wanted.detach(), rank), rtol=1e-5, atol=1e-5)
         for got, of_whole in zip(grads, expected, strict=True):

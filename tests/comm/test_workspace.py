@@ -97,3 +97,18 @@ def test_memory_is_unmapped_when_a_larger_one_is_mapped() -> None:
             assert all(run_ranks(2, body))
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_ranks_share_a_device_and_its_memory_if_torch_allows_it(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if allowed:
+        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    else:
+        monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.setattr(workspaces.cuda_driver, "is_available", lambda: True)
+    monkeypatch.setattr(workspaces, "symmetric_buffer", lambda *_: None)
+    monkeypatch.setattr(workspaces, "uses_nccl", lambda *_: not allowed)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="the only one"))
+    obstacle = run_ranks(2, lambda rank: workspaces.probe_p2p(dist.group.WORLD, torch.device("cuda", 0)))
+    assert obstacle == [None if allowed else "some ranks share a device"] * 2

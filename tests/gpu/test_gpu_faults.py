@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpu_checks import WAYS, attend, on_one_gpu, shards
+from support.gpu_checks import WAYS, attend, shards
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
@@ -24,30 +24,16 @@ from cp_dtensor import HeadTail, PeerError
 
 PROBLEM = Problem(128, 128, 1, 4, 2, 64, is_causal=True)
 SECONDS, FAULTY = 6.0, 1
+pytestmark = pytest.mark.gpu
 shared_memory_ways = pytest.mark.parametrize("way", ["symm_mem", "ulysses"])
 
 
-class Ranks:
-    """Two processes, on one GPU or on one each."""
-
-    def __init__(self, gpus: int) -> None:
-        self._shared = gpus == 1
-        self.processes = Processes(2, timeout=60, backend="gloo" if self._shared else "nccl")
-
-    def run(self, body: Callable[..., Any], *args: Any) -> None:
-        if self._shared:
-            self.processes.run(on_one_gpu, body, *args)
-        else:
-            self.processes.run(body, *args)
-
-
-@pytest.fixture(
-    params=[pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 2)], ids=["one GPU", "two GPUs"]
-)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    two = Ranks(request.param)
+@pytest.fixture
+def ranks() -> Iterator[Processes]:
+    """Two processes of each test, since faults end them."""
+    two = Processes(2, timeout=60, backend="nccl")
     yield two
-    two.processes.stop()
+    two.stop()
 
 
 def _run(rank: int, group: Any, way: str) -> tuple[torch.Tensor, ...]:
@@ -130,22 +116,22 @@ def _dies(rank: int, way: str) -> None:
 
 
 @shared_memory_ways
-def test_a_rank_skips_a_call_and_a_new_group_is_right(ranks: Ranks, way: str) -> None:
+def test_a_rank_skips_a_call_and_a_new_group_is_right(ranks: Processes, way: str) -> None:
     ranks.run(_skips, way)
 
 
 @shared_memory_ways
 @pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_rank_is_late(ranks: Ranks, way: str, share: float) -> None:
+def test_a_rank_is_late(ranks: Processes, way: str, share: float) -> None:
     ranks.run(_comes_late, way, share)
 
 
-def test_a_rank_skips_the_replay_of_a_graph(ranks: Ranks) -> None:
+def test_a_rank_skips_the_replay_of_a_graph(ranks: Processes) -> None:
     ranks.run(_skips_a_replay)
 
 
 @shared_memory_ways
-def test_a_rank_is_killed(ranks: Ranks, way: str) -> None:
+def test_a_rank_is_killed(ranks: Processes, way: str) -> None:
     with pytest.raises(RanksFailed, match="died") as failed:
         ranks.run(_dies, way)
     assert failed.value.errors[1 - FAULTY] is None

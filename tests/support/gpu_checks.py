@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 
 from cp_dtensor import HeadTail, Layout, context_parallel_attention
-from cp_dtensor.comm import symm_mem_workspace
 from support.problems import Problem, shard
 
 Tensors = tuple[torch.Tensor, ...]
@@ -25,14 +22,6 @@ WAYS: dict[str, dict[str, str]] = {
     "alltoall": {"method": "ring", "rotate_method": "alltoall"},
     "ulysses": {"method": "ulysses"},
 }
-
-
-def on_one_gpu(rank: int, body: Callable[..., Any], *args: Any) -> Any:
-    """Calls `body(rank, *args)` in a process with gloo that shares the only GPU, and its memory, with other ranks."""
-    torch.cuda.set_device(0)
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    with mock.patch.object(symm_mem_workspace, "probe_p2p", return_value=None):  # it asks for NCCL and a GPU each
-        return body(rank, *args)
 
 
 def shards(problem: Problem, seed: int, layout: Layout, rank: int, size: int = WORLD_SIZE) -> Tensors:

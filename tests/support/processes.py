@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -49,7 +50,8 @@ class Processes:
     Args:
         world_size: number of processes.
         timeout: limit in seconds for a body, and for a collective that waits for other ranks.
-        backend: "gloo", or "nccl" with one GPU a rank (and no backend for CPU tensors then).
+        backend: "gloo", or "nccl" with one GPU a rank (and no backend for CPU tensors then). Where ranks outnumber
+            GPUs, they share them, with gloo: NCCL refuses two ranks on one GPU, symmetric memory does not.
     """
 
     def __init__(self, world_size: int, timeout: float = 60, backend: str = "gloo") -> None:
@@ -146,15 +148,19 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str,
     """Main loop of a process: returns (result, error, traceback) of each body, until one raises or the pipe closes."""
     gc.freeze()  # imported modules, which each garbage collection would visit
     torch.set_num_threads(1)
+    device = None
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if world_size > torch.cuda.device_count():
+            backend, os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "gloo", "1"
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
-        device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+        device_id=device if backend == "nccl" else None,
     )
     dist.barrier()
     pipe.send((None, None, ""))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.forked_programs import launch
 from support.masked_problems import shown
 from support.ranks import run_ranks
@@ -15,6 +17,7 @@ from support.ranks import run_ranks
 import cp_dtensor
 from cp_dtensor.spec import masks
 from cp_dtensor.tools import soak, soak_cases
+from cp_dtensor.tools.bench import command
 from cp_dtensor.tools.soak_cases import ENTRIES, SURROUNDINGS, Case, draw_case, errors_of
 
 RANKS = 2
@@ -108,3 +111,20 @@ def test_the_command(tmp_path: Path) -> None:
     output = launch(RANKS, "cp_dtensor", "soak", "--cases", "2", "--seed", "3", folder=tmp_path)
     assert "2 ranks, seed 3" in output
     assert "2 cases, 0 wrong" in output
+
+
+@pytest.mark.parametrize(("gpus", "device", "backend"), [(1, 0, "gloo"), (2, 1, "nccl")])
+def test_more_ranks_than_gpus_share_these(
+    gpus: int, device: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: dict[str, Any] = {}
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **rest: joined.update(backend=backend, **rest))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.update(device=device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: joined["device"])
+    command.start("soak", (), True, 120, may_share_gpus=True)
+    assert (joined["device"], joined["backend"]) == (device, backend)
+    assert (joined["device_id"] is None) == (gpus == 1)
+    assert ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in os.environ) == (gpus == 1)

@@ -163,23 +163,33 @@ def end(ranks: Ranks, lost: GroupLost | None) -> None:
     dist.destroy_process_group()
 
 
-def start(command: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device, str]:
-    """Joins the ranks that torchrun started; returns them, the device of this rank and the whole command line."""
+def start(
+    command: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float, *, may_share_gpus: bool = False
+) -> tuple[Ranks, Device, str]:
+    """Joins the ranks that torchrun started; returns them, the device of this rank and the whole command line.
+
+    `may_share_gpus`: more ranks than GPUs share these and their memory, with gloo, since NCCL wants a GPU each.
+    """
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun: torchrun --nproc-per-node N -m cp_dtensor {command} ...")
     store, rank, world_size = next(dist.rendezvous("env://"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    shares = use_gpu and may_share_gpus and local_ranks > torch.cuda.device_count()
+    if shares:
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     if use_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank % torch.cuda.device_count() if shares else local_rank)
     device = Device(use_gpu)
     dist.init_process_group(
-        "nccl" if use_gpu else "gloo",
+        "nccl" if use_gpu and not shares else "gloo",
         store=dist.PrefixStore("process_group", store),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),
-        device_id=device.torch_device if use_gpu else None,
+        device_id=device.torch_device if use_gpu and not shares else None,
     )
-    nodes = world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    nodes = world_size // local_ranks
     launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {world_size // nodes}"
     line = f"{launch} -m cp_dtensor {command} {shlex.join(arguments)}".strip()
     return Ranks(dist.PrefixStore("bench", store), rank, world_size), device, line
