@@ -55,6 +55,11 @@ def _recurrences(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tens
     q, k, v, g, beta = tensors
     by_channel, heads = g.unsqueeze(-1).expand_as(k), torch.linspace(-1, -0.1, v.size(2), device=v.device)
     results: list[Any] = [
+        gated_delta_rule(q, k, v, g, beta, method="heads", **options),
+        linear_attention(q, k, v, g, **options),
+    ]
+    options["method"] = "scan"
+    results += [
         gated_delta_rule(q, k, v, g, beta, **options),
         gated_delta_rule(q, k, v, None, beta, **options),
         kda(q, k, v, by_channel, beta, **options),
