@@ -142,13 +142,15 @@ def _alone(kind: str, *tensors: torch.Tensor) -> Tensors:
     return [getattr(import_module(module), name)(q, k, v, g=g, beta=beta, scale=WIDTH**-0.5)[0]]
 
 
-def _recurrence(recurrence: Any, *layer: torch.Tensor) -> Any:
+def _recurrence(
+    recurrence: type[ChunkedRecurrence | FlaRecurrence], *layer: torch.Tensor
+) -> ChunkedRecurrence | FlaRecurrence:
     q, k, v, g, beta = layer
     chunk = BY_CHANNEL_CHUNK if g.dim() == 4 else CHUNK
     return recurrence.of(q, k, v, g, beta, WIDTH**-0.5, [q.size(1)], chunk)
 
 
-def _scan(recurrence: Any, *tensors: torch.Tensor) -> Tensors:
+def _scan(recurrence: type[ChunkedRecurrence | FlaRecurrence], *tensors: torch.Tensor) -> Tensors:
     *layer, entering = tensors
     prepared = _recurrence(recurrence, *layer)
     return [*prepared.maps([0]), prepared.outputs([entering])[0]]
