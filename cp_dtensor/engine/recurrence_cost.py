@@ -82,22 +82,21 @@ def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = T
 
 
 def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimate:
-    """Maps of the runs, their exchange, and the outputs."""
+    """A pass with more columns, which gives maps and queries of states; the exchange; and products with states."""
     runs, longest = map(max, zip(*(_runs(sequence, rank) for rank in range(sequence.world_size)), strict=True))
     tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size))
     # Of a run with several documents, the first and the last go on elsewhere.
     maps = runs * (2 if len(sequence.edges) > 2 else 1)
     links, gathered = maps * axis.size, float(maps * axis.size * spec.map_bytes)
     columns = spec.value_dim + (spec.key_dim if spec.is_delta else 0)
-    passes = [
-        _local(spec, tokens, _longest(spec, longest), spec.heads, width, axis.hardware)
-        for width in (columns, spec.value_dim)
-    ]
+    rows = float(spec.batch_size * tokens * spec.heads)
+    products = 2 * rows * (spec.key_dim + 4 * spec.value_dim) / axis.hardware.memory_speed
+    computed = _local(spec, tokens, _longest(spec, longest), spec.heads, columns, axis.hardware) + products
     composed = links * _LINK_SECONDS + 3 * gathered / axis.hardware.memory_speed
     received = gathered * (axis.size - 1) / axis.size
     exchange = axis.hardware.link_latency + received / axis.hardware.link_speed
-    forward = sum(passes) + composed + exchange
-    backward = _BACKWARD * sum(passes) + 2 * composed + exchange
+    forward = computed + composed + exchange
+    backward = _BACKWARD * computed + 2 * composed + exchange
     return Estimate("scan", "-", forward, backward, 2 * received, 0.0, 2 * gathered)
 
 

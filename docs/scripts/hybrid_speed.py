@@ -6,7 +6,7 @@ Needs flash-linear-attention (package fla-core). Of every way to divide a layer 
 without exchanges:
 
 one GPU     the package's kernel, all heads, all tokens
-scan        this library's: the map of 1/n of the tokens, then their outputs
+scan        this library's: the map of 1/n of the tokens, and their outputs by the entering state
 cp_context  the package's own context parallelism of 1/n of the tokens, on a rank in the middle
 heads       the package's kernel, 1/n of the heads, all tokens
 torch       this library's torch operations on one GPU, 1/8 of the heads
@@ -126,7 +126,7 @@ def _parts(kind: str) -> dict[str, Callable[..., Tensors]]:
         parts[f"scan of {ranks}"] = lambda *x: _scan(FlaRecurrence, *x)
         parts[f"cp_context of {ranks}"] = lambda *x: _cp_context(kind, _Group(1, 3), *x[:5])
         parts[f"heads of {ranks}"] = lambda *x: _alone(kind, *x)
-    parts["torch"] = lambda *x: [_recurrence(ChunkedRecurrence, *x[:5]).outputs([x[5]])]
+    parts["torch"] = lambda *x: [_recurrence(ChunkedRecurrence, *x[:5]).outputs([x[5]])[0]]
     return parts
 
 
@@ -142,16 +142,18 @@ def _alone(kind: str, *tensors: torch.Tensor) -> Tensors:
     return [getattr(import_module(module), name)(q, k, v, g=g, beta=beta, scale=WIDTH**-0.5)[0]]
 
 
-def _recurrence(recurrence: Any, *layer: torch.Tensor) -> Any:
+def _recurrence(
+    recurrence: type[ChunkedRecurrence | FlaRecurrence], *layer: torch.Tensor
+) -> ChunkedRecurrence | FlaRecurrence:
     q, k, v, g, beta = layer
     chunk = BY_CHANNEL_CHUNK if g.dim() == 4 else CHUNK
     return recurrence.of(q, k, v, g, beta, WIDTH**-0.5, [q.size(1)], chunk)
 
 
-def _scan(recurrence: Any, *tensors: torch.Tensor) -> Tensors:
+def _scan(recurrence: type[ChunkedRecurrence | FlaRecurrence], *tensors: torch.Tensor) -> Tensors:
     *layer, entering = tensors
     prepared = _recurrence(recurrence, *layer)
-    return [*prepared.maps([0]), prepared.outputs([entering])]
+    return [*prepared.maps([0]), prepared.outputs([entering])[0]]
 
 
 @dataclass
@@ -243,10 +245,10 @@ def _checked(kind: str, heads: int) -> Iterator[str]:
     truth = _scan(ChunkedRecurrence, *wide)
     grads = [*(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) for x in truth[:2]), grad]
     yield _line(kind, "scan", _scan(FlaRecurrence, *leaves), leaves, truth, wide, grads)
-    truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])]
+    truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])[0]]
     yield _line(kind, "one GPU", _alone(kind, *leaves), leaves[:5], truth, wide[:5], [grad])
     # Two ranks, one after the other: backward of the second one first.
-    truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])]
+    truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])[0]]
     halves = [[x.detach().chunk(2, 1)[rank].contiguous().requires_grad_() for x in leaves[:5]] for rank in range(2)]
     first = _Group(0, 2)
     second = _Group(1, 2, first.sent)
@@ -281,7 +283,7 @@ def _compared(kind: str, part: str, got: Tensors, expected: Tensors) -> str:
 
 
 def _limit_settings(count: int) -> None:
-    """Makes kernels try the first settings only, each three times: all of them take minutes to compile."""
+    """Makes kernels try some settings only, each three times: all of them take minutes to compile."""
     os.environ["FLA_CACHE_RESULTS"] = "0"  # timings of processes side by side
     if not count or DEVICE.type != "cuda":
         return
@@ -290,7 +292,8 @@ def _limit_settings(count: int) -> None:
     original = Autotuner.__init__
 
     def few(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
-        some = configs[:: max(len(configs) // count, 1)][:count]
+        places = {int((place + 0.5) * len(configs) / count) for place in range(count)}
+        some = [configs[place] for place in sorted(places)]
         original(self, fn, names, some, *arguments, **{**options, "do_bench": _quick})
 
     mock.patch.object(Autotuner, "__init__", few).start()

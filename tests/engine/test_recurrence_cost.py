@@ -35,10 +35,10 @@ def chosen(given: RecurrenceSpec, hardware: Hardware, **options: Any) -> str:
 
 
 def test_choices() -> None:
-    """Fast links favour heads, slow links states; stripes have too many runs for states."""
-    assert chosen(spec(32768, Contiguous()), NVLINK) == "heads"
-    assert chosen(spec(32768, Contiguous()), NETWORK) == "scan"
-    assert chosen(spec(32768, HeadTail()), NETWORK) == "scan"
+    """Short sequences and fast links favour heads, slow links states; stripes have too many runs for states."""
+    assert chosen(spec(8192, HeadTail()), NVLINK) == "heads"
+    assert chosen(spec(131072, HeadTail()), NVLINK) == "scan"
+    assert chosen(spec(8192, HeadTail()), NETWORK) == "scan"
     assert chosen(spec(32768, Striped(16)), NETWORK) == "heads"
     assert chosen(spec(32768, Striped(16), heads=63), NETWORK) == "relayout"
     assert chosen(spec(32768, Striped(16)), NVLINK, one_axis=False) == "relayout"
@@ -109,15 +109,15 @@ def test_the_call_takes_what_is_predicted() -> None:
 def test_explain_recurrence(capsys: pytest.CaptureFixture[str]) -> None:
     def body(rank: int) -> None:
         axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_node", "cp_gpu"))
-        options: dict[str, Any] = {"seq_len": 32768, "heads": 64}
-        one = explain_recurrence(dist.group.WORLD, **options, hardware="H100", layer="kda", cu_seqlens=[0, 9, 32768])  # type: ignore[arg-type]
+        options: dict[str, Any] = {"seq_len": 4096, "heads": 64}
+        one = explain_recurrence(dist.group.WORLD, **options, hardware="H100", layer="kda", cu_seqlens=[0, 9, 4096])  # type: ignore[arg-type]
         assert list(one.methods) == ["scan", "heads", "relayout"]
         assert one.chosen == "heads"
         assert list(explain_recurrence(axes, **options, layout=Contiguous(), quiet=True).methods) == ["scan"]
 
     run_ranks(4, body)
     first, assumption, header, *rows, rule = capsys.readouterr().out.splitlines()
-    assert first.startswith("kda of 32,768 tokens on 4 ranks, 64 heads of 128/128, batch 1, torch.bfloat16, HeadTail()")
+    assert first.startswith("kda of 4,096 tokens on 4 ranks, 64 heads of 128/128, batch 1, torch.bfloat16, HeadTail()")
     assert "H100" in assumption
     assert header.split("  ")[0] == "method"
     assert [row.split()[0] for row in rows] == ["scan", "heads", "relayout"]

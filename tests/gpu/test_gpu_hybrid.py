@@ -47,7 +47,7 @@ DOCUMENTS = [0, 200, 203, LENGTH]
 @needs_package
 @pytest.mark.parametrize(("is_delta", "by_channel"), [(True, False), (True, True), (False, False), (False, True)])
 def test_kernels_of_the_package(is_delta: bool, by_channel: bool) -> None:
-    x = torch.zeros(1, 1, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(1, 1, 2, WIDTH, device="cuda", dtype=torch.bfloat16)
     assert _small_error(x, x, by_channel, is_delta) == ""
 
 
@@ -55,6 +55,11 @@ def _recurrences(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tens
     q, k, v, g, beta = tensors
     by_channel, heads = g.unsqueeze(-1).expand_as(k), torch.linspace(-1, -0.1, v.size(2), device=v.device)
     results: list[Any] = [
+        gated_delta_rule(q, k, v, g, beta, method="heads", **options),
+        linear_attention(q, k, v, g, **options),
+    ]
+    options["method"] = "scan"
+    results += [
         gated_delta_rule(q, k, v, g, beta, **options),
         gated_delta_rule(q, k, v, None, beta, **options),
         kda(q, k, v, by_channel, beta, **options),
