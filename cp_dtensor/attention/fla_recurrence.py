@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor.attention.backends.first_use import first_use
+from cp_dtensor.attention.backends.first_use import first_use, wrong_result
 from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence, Maps, zero_of
 
 _FLA_AVAILABLE = find_spec("fla") is not None
@@ -223,8 +223,4 @@ def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
             grads = torch.autograd.grad(torch.stack(sums).sum(), leaves)
             results.append([x.detach()[:, :, :2] for x in (*found, *grads)])
     names = ["out", "transition", "state", "dq", "dk", "dv", "dg", *["dbeta"] * is_delta, "d(state)"]
-    for name, got, expected in zip(names, *results, strict=True):
-        error = float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-2))
-        if got.shape != expected.shape or not error <= LARGEST_ERROR:
-            return f"{name} of a small problem is wrong by {error:.1e} of its largest element"
-    return ""
+    return wrong_result(names, results[0], results[1], LARGEST_ERROR)
