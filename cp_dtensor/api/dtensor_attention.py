@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_dtensor import _torch
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
-from cp_dtensor.comm.faults import raise_peer_error
+from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend
@@ -297,10 +297,8 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if _torch.is_traced(local):
             seed = _torch.traced_broadcast(seed, mesh.get_group(axis))
         else:
-            try:
+            with peer_errors(mesh.get_group(axis), "the exchange of a dropout seed"):
                 dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
-            except RuntimeError as error:
-                raise_peer_error(error, mesh.get_group(axis), "the exchange of a dropout seed")
     return seed
 
 

@@ -33,7 +33,7 @@ def attention_of_shards(
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: sinks besides those of the context.
+        NotImplementedError: sinks besides those of the context; in compiled code, any context with sinks.
     """
     if _torch.is_traced(q):
         keys = _keys_in_context(is_causal, parts_of(mask))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter_single
-from cp_dtensor.comm.faults import raise_peer_error
+from cp_dtensor.comm.faults import peer_errors
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,8 @@ class SequenceRanks:
         gathered = mine.contiguous()
         for group in self._groups:
             of_group = gathered.new_empty(group.size(), *gathered.shape)
-            try:
+            with peer_errors(group, "an all-gather"):
                 all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
-            except RuntimeError as error:
-                raise_peer_error(error, group, "an all-gather")
             gathered = of_group
         return gathered.view(self.size, *mine.shape)
 
@@ -110,9 +108,7 @@ class SequenceRanks:
         mine = blocks.contiguous()
         for group in reversed(self._groups):
             block = mine.new_empty(mine.numel() // group.size())
-            try:
+            with peer_errors(group, "a sum over ranks"):
                 reduce_scatter_single(block, mine.view(-1), group=group)
-            except RuntimeError as error:
-                raise_peer_error(error, group, "a sum over ranks")
             mine = block
         return mine.view(blocks.shape[1:])
