@@ -150,7 +150,10 @@ def _changes_for(kind: str) -> Iterator[dict[str, Any]]:
     import transformers
 
     config_class = getattr(transformers, kind).config_class
-    default = config_class().to_dict()
+    try:
+        default = config_class().to_dict()
+    except Exception as error:
+        raise ValueError(f"no small {kind}: {type(error).__name__} in its configuration") from error
     named = {*default, *getattr(config_class, "attribute_map", {}), *signature(config_class.__init__).parameters}
     for others in _OTHERWISE:
         sizes = {name: value for name, value in {**SMALL, **others}.items() if name in named and value is not None}
