@@ -9,7 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from cp_dtensor import _torch
 from cp_dtensor.api.active_context import with_inherited
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.config import (
@@ -174,12 +176,11 @@ def explain(
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
     found = estimates(spec, axes[0], axes[1] if len(axes) > 1 else None, config.transport)
-    dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}/{v_head_dim}"
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
-        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {dims}{latents}, batch {batch_size}, "
-        f"{_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
+        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
+        f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
         assumption, names, found, fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
@@ -275,7 +276,11 @@ def _axes_of(
     names, all_axes = axis_names(mesh), sequence_ranks(mesh)
     if all_axes.inner is not None and ranks.inner is None:  # an axis of one rank is left out
         names = names[:1] if all_axes.inner.size() == 1 else names[1:]
-    if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
+    if isinstance(mesh, dist.ProcessGroup):
+        on_gpus = _torch.uses_nccl(mesh, torch.device("cuda"))
+    else:
+        on_gpus = mesh.device_type == "cuda"
+    if hardware is None and on_gpus:
         device = torch.device("cuda", torch.cuda.current_device())
         axes = [axis for axis in axes_of(ranks, device, itemsize) if axis is not None]
         assumption = f"measured: {torch.cuda.get_device_name(device)}; " + "; ".join(

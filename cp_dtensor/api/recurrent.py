@@ -78,8 +78,7 @@ def gated_delta_rule(
     Source: Gated Delta Networks (arXiv 2412.06464). Arguments as `chunk_gated_delta_rule` of flash-linear-attention.
     """
     _check_dtypes("gated_delta_rule", q=q, k=k, v=v)
-    if g is not None:
-        _check_heads("gated_delta_rule", v, g=g)
+    _check_heads("gated_delta_rule", v, beta=beta, **({} if g is None else {"g": g}))
     return _recurrence(
         "gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh,
         layout, cu_seqlens, seq_len, method,
@@ -116,6 +115,7 @@ def kda(
     Source: Kimi Linear (arXiv 2510.26692). Arguments as `chunk_kda` of flash-linear-attention.
     """
     _check_dtypes("kda", q=q, k=k, v=v)
+    _check_heads("kda", v, beta=beta)
     checked_tensor("kda", "g", g)
     if g.dim() != 4:
         raise ValueError(f"kda expects g (batch, tokens, heads, K), a decay of each key channel, got {tuple(g.shape)}")
@@ -204,21 +204,25 @@ def mamba2(
     Source: Mamba-2 (arXiv 2405.21060). Arguments as `mamba_chunk_scan_combined` of mamba_ssm.
     """
     _check_dtypes("mamba2", x=x, B=B, C=C)
-    checked_tensor("mamba2", "A", A)
+    if not x.dim() == B.dim() == C.dim() == 4 or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
+        raise ValueError(
+            "mamba2 expects x (batch, tokens, heads, P), B and C (batch, tokens, groups, N); got x "
+            f"{tuple(x.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
+        )
     _check_heads("mamba2", x, dt=dt)
-    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
-        if per_head is not None and tuple(per_head.shape) not in {
-            (x.size(2),),
-            tuple(x.shape[2:] if name == "D" else ()),
-        }:
+    heads, width, states = x.size(2), x.size(3), B.size(3)
+    checked_tensor("mamba2", "A", A)
+    _check_parameters("mamba2", x, [(heads,)], A=A, dt_bias=dt_bias)
+    _check_parameters("mamba2", x, [(heads,), (heads, width)], D=D)
+    if initial_states is not None:
+        checked_tensor("mamba2", "initial_states", initial_states)
+        if initial_states.dim() != 4 or tuple(initial_states.shape[1:]) != (heads, width, states):
             raise ValueError(
-                f"mamba2 expects {name} of one number for each of {x.size(2)} heads, got {tuple(per_head.shape)}"
+                f"mamba2 expects initial_states (..., {heads}, {width}, {states}), got {tuple(initial_states.shape)}"
             )
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
-    dt = F.softplus(dt) if dt_softplus else dt
-    if tuple(dt_limit) != (0.0, float("inf")):
-        dt = dt.clamp(*dt_limit)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     state = None if initial_states is None else initial_states.transpose(-1, -2)
     result = _recurrence(
         "mamba2", C, B, x.to(wide) * dt.unsqueeze(-1), dt * A.to(wide), None, 1.0, state,
@@ -251,6 +255,19 @@ def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor | None) ->
             )
 
 
+def _check_parameters(owner: str, x: torch.Tensor, shapes: list[tuple[int, ...]], **given: torch.Tensor | None) -> None:
+    """Refuses parameters of other shapes, and plain ones beside a DTensor x."""
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        checked_tensor(owner, name, tensor)
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"{owner} expects {name} of shape {expected}, got {tuple(tensor.shape)}")
+        if isinstance(x, DTensor) and not isinstance(tensor, DTensor):
+            raise TypeError(f"{owner} of DTensors expects {name} to be a DTensor, got a plain tensor")
+
+
 def _recurrence(
     owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
     scale: float | None, initial: torch.Tensor | None, returns_state: bool, normalizes: bool, mesh: Mesh | None,
@@ -265,8 +282,6 @@ def _recurrence(
         )
     if not q.size(2) or v.size(2) % q.size(2) or not q.is_floating_point():
         raise ValueError(f"{owner} expects floating tensors, and heads of v to be a multiple of those of q; {received}")
-    if beta is not None:
-        _check_heads(owner, v, beta=beta)
     if g is not None:
         checked_tensor(owner, "g", g)
         if g.shape not in (v.shape[:3], (*v.shape[:3], k.size(3))):

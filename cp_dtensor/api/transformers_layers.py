@@ -86,15 +86,17 @@ def _refuse_states(has_states: bool) -> None:
 
 
 def _refuse_others(layer: str, others: dict[str, Any]) -> None:
-    for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
-        if others.get(name) is not None:
+    """Refuses keyword arguments, unless they ask for nothing."""
+    for name, value in others.items():
+        if value is None or value is False:
+            continue
+        if name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
             raise NotImplementedError(
                 f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
                 "mask=Documents(...) to the context"
             )
-    for name in ("z", "initial_states", "return_final_states", "final_states_out"):
-        if others.get(name) is not None and others[name] is not False:
-            raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {others[name]!r}")
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {shown}")
 
 
 _REPLACED: MappingProxyType[str, Function] = MappingProxyType({

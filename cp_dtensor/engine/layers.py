@@ -180,6 +180,7 @@ class AffineScan(SequenceLayer):
 
     def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
         assert seq_len is not None
+        call.check_edges(edges, seq_len)
         return seq_len
 
     def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:

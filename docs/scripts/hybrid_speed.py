@@ -283,7 +283,7 @@ def _compared(kind: str, part: str, got: Tensors, expected: Tensors) -> str:
 
 
 def _limit_settings(count: int) -> None:
-    """Makes kernels try the first settings only, each three times: all of them take minutes to compile."""
+    """Makes kernels try some settings only, each three times: all of them take minutes to compile."""
     os.environ["FLA_CACHE_RESULTS"] = "0"  # timings of processes side by side
     if not count or DEVICE.type != "cuda":
         return
@@ -292,7 +292,8 @@ def _limit_settings(count: int) -> None:
     original = Autotuner.__init__
 
     def few(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
-        some = configs[:: max(len(configs) // count, 1)][:count]
+        places = {int((place + 0.5) * len(configs) / count) for place in range(count)}
+        some = [configs[place] for place in sorted(places)]
         original(self, fn, names, some, *arguments, **{**options, "do_bench": _quick})
 
     mock.patch.object(Autotuner, "__init__", few).start()

@@ -47,7 +47,7 @@ DOCUMENTS = [0, 200, 203, LENGTH]
 @needs_package
 @pytest.mark.parametrize(("is_delta", "by_channel"), [(True, False), (True, True), (False, False), (False, True)])
 def test_kernels_of_the_package(is_delta: bool, by_channel: bool) -> None:
-    x = torch.zeros(1, 1, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(1, 1, 2, WIDTH, device="cuda", dtype=torch.bfloat16)
     assert _small_error(x, x, by_channel, is_delta) == ""
 
 

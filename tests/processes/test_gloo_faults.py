@@ -153,8 +153,17 @@ def _raises_in_the_body(rank: int, group: Any, method: str) -> None:
         raise error
 
 
+def _check_arguments_keep_their_error() -> None:
+    """All ranks report them at once, and no connection is lost."""
+    group = dist.new_group(group_desc="cp")
+    with pytest.raises(RuntimeError, match=r"(?i)split sizes") as raised:
+        faults.all_to_all_single(torch.zeros(4), torch.zeros(4), group, "an exchange", ([1] * RANKS, [2] * RANKS))
+    assert not isinstance(raised.value, PeerError)
+
+
 def _faults(rank: int) -> list[str]:
     """Returns the errors of this rank, fault after fault, each in a group of its own."""
+    _check_arguments_keep_their_error()
     errors = []
     cases = [*product((_skips,), ("allgather", "alltoall", "ulysses")), (_is_too_late, "alltoall")]
     cases += [(_skips_a_shift, "alltoall")]
