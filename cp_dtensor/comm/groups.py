@@ -49,7 +49,7 @@ class SequenceRanks:
         return cls(mesh.get_group(outer), mesh.get_group(inner), tuple(members.flatten().tolist()))
 
     def __post_init__(self) -> None:
-        if self.inner is None:
+        if self.inner is None and not self.members:
             object.__setattr__(self, "members", tuple(dist.get_process_group_ranks(self.outer)))
         inner_rank, inner_size = (0, 1) if self.inner is None else (self.inner.rank(), self.inner.size())
         object.__setattr__(self, "rank", self.outer.rank() * inner_size + inner_rank)
