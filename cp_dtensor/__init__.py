@@ -4,7 +4,7 @@ import os
 
 from cp_dtensor.api.context import context_parallel
 from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
-from cp_dtensor.api.explain import explain
+from cp_dtensor.api.explain import explain, explain_recurrence
 from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.api.mla import context_parallel_mla
@@ -58,6 +58,7 @@ __all__ = [
     "disable_context_parallel_dispatcher",
     "enable_context_parallel_dispatcher",
     "explain",
+    "explain_recurrence",
     "gated_delta_rule",
     "halo",
     "imbalance",

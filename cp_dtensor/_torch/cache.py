@@ -25,6 +25,12 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_capture(work: str, remedy: str) -> None:
+    """Refuses work of this stream that a CUDA graph cannot capture, while one is captured."""
+    if capturing():
+        raise RuntimeError(f"{work}, which a CUDA graph cannot capture: {remedy} before capturing")
+
+
 def is_in_cuda_graph(device: torch.device) -> bool:
     """True if launches and allocations on a CUDA device belong to a CUDA graph that is being made."""
     return torch.cuda.is_current_stream_capturing() or _is_in_memory_of_graphs(device)

@@ -39,9 +39,12 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend of CUDA tensors."""
-    # A look-up in torch takes longer than a launch.
-    return _backend_names.get(group, None, lambda: group._get_backend(device).name())
+    """The name of the backend of CUDA tensors, "" if there is none."""
+
+    def name() -> str:
+        return group._get_backend(device).name() if torch.device("cuda") in group._device_types else ""
+
+    return _backend_names.get(group, None, name)  # a look-up in torch takes longer than a launch
 
 
 def start_all_to_all(

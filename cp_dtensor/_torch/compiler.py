@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
@@ -95,7 +95,8 @@ def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager
         if fullname != name:
             return None
         finders.remove(finder)
-        spec = PathFinder.find_spec(fullname, path, target)
+        specs = (each.find_spec(fullname, path, target) for each in list(finders))
+        spec = next((each for each in specs if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

@@ -129,8 +129,13 @@ def config_around(
     if state is None or not (layout or mask):
         return None
     around: AttentionConfig = state[0].config
-    if around.ranks.global_ranks() != ranks.global_ranks():
+    if not around.ranks.shares_sequence_with(ranks):
         return None
+    if layout and not ranks.is_in_order_of(around.ranks):
+        raise ValueError(
+            f"{owner} got the ranks of the context around it in another order, {list(ranks.members)} (the context's: "
+            f"{list(around.ranks.members)}), and no layout: pass the context's mesh, or layout="
+        )
     if state[1] == _torch.current_backward():
         return around
     if (layout and around.layout != HeadTail()) or (mask and around.mask not in (None, Full())):

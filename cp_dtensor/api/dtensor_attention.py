@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_dtensor import _torch
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
-from cp_dtensor.comm.faults import raise_peer_error
+from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend
@@ -120,10 +120,9 @@ class LocalCall(NamedTuple):
         by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
         names = mesh.mesh_dim_names
         placed = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), names)
-        groups = [mesh.get_group(axis) for axis in placed.axes]
         if method == "auto":
             method = "ring" if placed.ulysses_axis is None else "hybrid"
-        elif len(groups) != {"ulysses": 1, "hybrid": 2}.get(method, len(groups)):
+        elif len(placed.axes) != {"ulysses": 1, "hybrid": 2}.get(method, len(placed.axes)):
             axes = "one mesh axis" if method == "ulysses" else "two mesh axes"
             raise ValueError(
                 f'method "{method}" expects DTensors whose keys and values are sharded along the sequence over {axes}; '
@@ -133,7 +132,7 @@ class LocalCall(NamedTuple):
         local_k, local_v = (to_local(x, placed.kv, placed.grad_kv) for x in (k, v))
         config = AttentionConfig(
             # Without such an axis each rank is alone; its plans are cached for any of its groups.
-            SequenceRanks.over(groups or [mesh.get_group(0)]), Contiguous(), method, transport_by_name(rotate_method),
+            SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method, transport_by_name(rotate_method),
             deterministic,
             placed=PlacedPartition(q.size(2), k.size(2), local_q.size(0), placed, shape, _coordinate(mesh)),
         )  # fmt: skip
@@ -160,7 +159,7 @@ def sequence_ranks_of(*tensors: torch.Tensor) -> SequenceRanks:
     sharded = on_one_mesh(*tensors)
     by_axis = zip(*(tensor.placements for tensor in sharded), strict=True)
     axes = [axis for axis, placements in enumerate(by_axis) if any(map(on_seq, placements))]
-    return SequenceRanks.over([sharded[0].device_mesh.get_group(axis) for axis in axes[:2] or [0]])
+    return SequenceRanks.along(sharded[0].device_mesh, axes[:2] or [0])
 
 
 @dataclass(frozen=True)
@@ -298,10 +297,8 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if _torch.is_traced(local):
             seed = _torch.traced_broadcast(seed, mesh.get_group(axis))
         else:
-            try:
+            with peer_errors(mesh.get_group(axis), "the exchange of a dropout seed"):
                 dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
-            except RuntimeError as error:
-                raise_peer_error(error, mesh.get_group(axis), "the exchange of a dropout seed")
     return seed
 
 

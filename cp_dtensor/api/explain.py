@@ -5,23 +5,51 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from cp_dtensor import _torch
 from cp_dtensor.api.active_context import with_inherited
-from cp_dtensor.engine.config import AttentionConfig, Mesh, axis_names, checked_mask, checked_seq_len, sequence_ranks
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.config import (
+    AttentionConfig,
+    Mesh,
+    axis_names,
+    checked_length,
+    checked_mask,
+    checked_seq_len,
+    refuse_other_lengths,
+    sequence_ranks,
+)
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
+from cp_dtensor.engine.layers import recurrence_spec
 from cp_dtensor.engine.planner import axes_of, call_spec
+from cp_dtensor.engine.recurrence_cost import recurrence_estimates, slower_axis
+from cp_dtensor.engine.sequence import document_edges
 from cp_dtensor.plan.cost import TOLERANCE
 from cp_dtensor.plan.hardware import GPUS, NETWORK, NODE, Hardware, named
+from cp_dtensor.plan.rows import SequenceLayout
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
+_FIRST = f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward'
 _RULE = (
-    f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward\n'
+    f"{_FIRST}\n"
     f"K/V by: symm_mem if ranks share memory, else the first of allgather and alltoall within {TOLERANCE - 1:.0%}"
 )
 Assumed = Hardware | str
+RECURRENCES: Mapping[str, tuple[bool, str, bool]] = MappingProxyType(
+    {
+        "gated_delta_rule": (True, "by head", False),
+        "kda": (True, "by channel", False),
+        "linear_attention": (False, "by head", False),
+        "mamba2": (False, "by head", True),  # its values are x dt
+    }
+)
+"""By name of a layer: whether maps are matrices, its decays, and whether its values are float32."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +66,7 @@ class Explanation:
     rank expands its own latents, and K/V are sent."""
     chosen: str
     """The method that `method="auto"` takes on such hardware."""
+    rule: str = _RULE
 
     def __str__(self) -> str:
         over_axes = [f"over {name}" for name in self.axes]
@@ -53,11 +82,13 @@ class Explanation:
             )
             for name, each in self.methods.items()
         ]
+        if all(each.transport == "-" for each in self.methods.values()):  # no rings
+            header, *rows = ((row[0], *row[2:]) for row in (header, *rows))
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
         ]
-        return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), _RULE))
+        return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), self.rule))
 
     def _received(self, estimate: Estimate) -> list[str]:
         """Table cells: MiB that a rank receives over each axis."""
@@ -124,19 +155,13 @@ def explain(
         "batch_size": batch_size,
         "v_head_dim": v_head_dim,
     }
-    for name, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
+    _check_numbers(numbers, dtype)
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=False)
     config = with_inherited("explain", config, layout=layout is None, mask=mask is None)
     mask = config.mask if mask is None else mask
-    names, all_axes, ranks = axis_names(mesh), sequence_ranks(mesh), config.ranks
-    if all_axes.inner is not None and ranks.inner is None:  # an axis of one rank is left out
-        names = names[:1] if all_axes.inner.size() == 1 else names[1:]
+    ranks = config.ranks
     lengths = checked_seq_len(seq_len)
     partition = config.partition(lengths, batch_size)
     shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
@@ -151,28 +176,123 @@ def explain(
         value_dim=None if latent_dims is None else v_head_dim,
     )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
-    if hardware is None and not isinstance(mesh, torch.distributed.ProcessGroup) and mesh.device_type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-        axes = [axis for axis in axes_of(ranks, device, dtype.itemsize) if axis is not None]
-        assumption = f"measured: {torch.cuda.get_device_name(device)}; " + "; ".join(
-            f"{name}: {axis.hardware.link_speed / 1e9:.0f} GB/s, {'' if axis.shares_memory else 'no '}shared memory"
-            for name, axis in zip(names, axes, strict=True)
-        )
-    else:
-        groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
-        axes, assumption = _assumed(hardware, names, [group.size() for group in groups], dtype.itemsize)
+    axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
     found = estimates(spec, axes[0], axes[1] if len(axes) > 1 else None, config.transport)
-    dims = f"{head_dim}" if v_head_dim == head_dim else f"{head_dim}/{v_head_dim}"
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
-        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {dims}{latents}, batch {batch_size}, "
-        f"{_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
+        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
+        f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
         assumption, names, found, fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)
     return explanation
+
+
+def explain_recurrence(
+    mesh: Mesh, *, seq_len: int, heads: int, key_heads: int | None = None, key_dim: int = 128, value_dim: int = 128,
+    layer: str = "gated_delta_rule", batch_size: int = 1, dtype: torch.dtype = torch.bfloat16,
+    layout: Layout | None = None, cu_seqlens: Any = None, hardware: Assumed | Mapping[str, Assumed] | None = None,
+    quiet: bool = False,
+) -> Explanation:  # fmt: skip
+    """Predicts time, bytes and memory of every method of a recurrent layer, and prints the table on rank 0.
+
+    Args:
+        mesh: the ranks that share the sequence, as for `gated_delta_rule`.
+        seq_len: the global number of tokens.
+        heads: H of v (of x for "mamba2").
+        key_heads: H' of q and k (of B and C); None: as many.
+        key_dim, value_dim: K and V (of "mamba2" N and P).
+        layer: "gated_delta_rule", "kda", "linear_attention" (with a decay of each head) or "mamba2".
+        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
+            these ranks, else `HeadTail()`.
+        cu_seqlens: positions where documents begin and end; None for one document.
+        batch_size, dtype, hardware, quiet: as for `explain`.
+
+    Returns:
+        the predictions; `str()` is the table. Methods that the heads or the ranks do not allow are left out, and
+        "relayout" where each rank has one run already.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+
+    A gated delta net of 64 heads over two H100s:
+
+        explain_recurrence(mesh, seq_len=131072, heads=64, hardware="H100").chosen
+    """
+    if layer not in RECURRENCES:
+        raise ValueError(f"expected layer to be one of {', '.join(RECURRENCES)}, got {layer!r}")
+    key_heads = heads if key_heads is None else key_heads
+    numbers = {
+        "heads": heads, "key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim, "batch_size": batch_size
+    }  # fmt: skip
+    _check_numbers(numbers, dtype)
+    if heads % key_heads:
+        raise ValueError(f"expected heads to be a multiple of key_heads, got {heads} and {key_heads}")
+    checked_length(seq_len)
+    config = AttentionConfig.of(mesh, "auto", layout, None, debug=False)
+    config = with_inherited("explain_recurrence", config, layout=layout is None, mask=False)
+    ranks, edges = config.ranks, document_edges("explain_recurrence", cu_seqlens)
+    refuse_other_lengths(config.layout, seq_len, "explain_recurrence")
+    is_delta, decays, wide_values = RECURRENCES[layer]
+
+    def rows(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(batch_size, 1, *shape, dtype=of, device="meta")
+
+    values = rows(heads, value_dim, of=torch.float32 if wide_values else dtype)
+    keys = rows(key_heads, key_dim)
+    g = rows(heads, *[key_dim] * (decays == "by channel"), of=torch.float32)
+    sequence = SequenceLayout(config.layout, seq_len, ranks.size, 0, edges)
+    spec = recurrence_spec([values, keys, keys, g, rows(heads) if is_delta else None], sequence)
+    axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
+    found = recurrence_estimates(spec, slower_axis(axes), one_axis=len(axes) == 1)
+    of_keys = "" if key_heads == heads else f":{key_heads}"
+    explanation = Explanation(
+        f"{layer} of {seq_len:,} tokens on {ranks.size} ranks, {heads}{of_keys} heads of {key_dim}/{value_dim}, batch "
+        f"{batch_size}, {dtype}, {_short(config.layout)}",
+        assumption, names, found, fastest(found), _FIRST,
+    )  # fmt: skip
+    if ranks.rank == 0 and not quiet:
+        print(explanation, flush=True)
+    return explanation
+
+
+def _check_numbers(numbers: Mapping[str, int], dtype: torch.dtype) -> None:
+    """Refuses numbers below 1, and dtypes that are not floating.
+
+    Raises:
+        TypeError, ValueError: such arguments.
+    """
+    for name, value in numbers.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
+
+
+def _axes_of(
+    mesh: Mesh, ranks: SequenceRanks, hardware: Assumed | Mapping[str, Assumed] | None, itemsize: int
+) -> tuple[list[Axis], tuple[str, ...], str]:
+    """The axes, their names, and a line about their hardware, which is measured on GPUs if none is assumed."""
+    names, all_axes = axis_names(mesh), sequence_ranks(mesh)
+    if all_axes.inner is not None and ranks.inner is None:  # an axis of one rank is left out
+        names = names[:1] if all_axes.inner.size() == 1 else names[1:]
+    if isinstance(mesh, dist.ProcessGroup):
+        on_gpus = _torch.uses_nccl(mesh, torch.device("cuda"))
+    else:
+        on_gpus = mesh.device_type == "cuda"
+    if hardware is None and on_gpus:
+        device = torch.device("cuda", torch.cuda.current_device())
+        axes = [axis for axis in axes_of(ranks, device, itemsize) if axis is not None]
+        assumption = f"measured: {torch.cuda.get_device_name(device)}; " + "; ".join(
+            f"{name}: {axis.hardware.link_speed / 1e9:.0f} GB/s, {'' if axis.shares_memory else 'no '}shared memory"
+            for name, axis in zip(names, axes, strict=True)
+        )
+        return axes, names, assumption
+    groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
+    axes, assumption = _assumed(hardware, names, [group.size() for group in groups], itemsize)
+    return axes, names, assumption
 
 
 def _assumed(

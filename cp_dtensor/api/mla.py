@@ -12,11 +12,11 @@ from cp_dtensor.spec.masks import Mask
 
 
 def context_parallel_mla(
-    q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, *, up: torch.Tensor, mesh: Mesh | None = None,
+    q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, *, up: torch.Tensor, mesh: Mesh,
     method: str = "auto", is_causal: bool = False, mask: Mask | None = None, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, scale: float | None = None, layout: Layout | None = None,
-    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
+    layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
+    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Multi-head latent attention (MLA) of a sequence that is sharded over the ranks of `mesh`.
 
@@ -44,8 +44,8 @@ def context_parallel_mla(
             expands latents before it sends K/V where that is predicted to be faster: on one rank, and on GPUs where
             expanding the rows of all ranks takes longer than the link saves (few heads or short sequences over fast
             links; see `explain`).
-        mesh, is_causal, mask, attn_mask, dropout_p, sinks, layout, rotate_method, deterministic, return_lse, seq_len,
-            debug: as for `context_parallel_attention`; also what a context around the call gives.
+        mesh, is_causal, mask, attn_mask, dropout_p, sinks, softcap, layout, rotate_method, deterministic, return_lse,
+            seq_len, debug: as for `context_parallel_attention`; also what a context around the call gives.
         scale: factor of the logits; None is 1 / sqrt(Dn + Dr).
 
     Returns:
@@ -72,7 +72,7 @@ def context_parallel_mla(
     _check(q, latent, k_rope, up)
     of_heads = up.unflatten(0, (q.size(1), -1))
     latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
-    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks, up=of_heads)
+    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks, up=of_heads, softcap=softcap)
     out, lse = attend_shards(
         "context_parallel_mla", q, latent, k_rope, modifiers, scale, lengths, return_lse, mesh, method, layout,
         rotate_method, debug, deterministic, mask, is_causal,

@@ -196,7 +196,7 @@ class _ContextForward:
 def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
     """The sinks of the context around a call, if that is over these ranks."""
     outer = innermost_context()
-    if outer is None or outer.sinks is None or outer.config.ranks.global_ranks() != ranks.global_ranks():
+    if outer is None or outer.sinks is None or not outer.config.ranks.shares_sequence_with(ranks):
         return None
     current_context()  # refuses a backward that may not belong to the context
     return outer.sinks

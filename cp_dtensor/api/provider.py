@@ -9,7 +9,7 @@ from cp_dtensor.api.active_context import current_context, innermost_context, op
 from cp_dtensor.api.context import sdpa_of_shards
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.attend import attend_traced, modifiers_of
-from cp_dtensor.engine.compiled_spec import CallKeys, compiled_spec_of, keys_of
+from cp_dtensor.engine.compiled_spec import CallKeys, Parts, compiled_spec_of, keys_of, made_of, parts_of
 from cp_dtensor.engine.config import check_qkv, checked_mask, refuse_dtensors
 from cp_dtensor.engine.named_masks import is_name
 from cp_dtensor.spec.masks import Mask
@@ -26,17 +26,17 @@ def attention_of_shards(
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), this rank's shards; H may be a multiple of Hkv.
         attn_mask: as of SDPA in a context, or the tensor of a mask function of transformers.
         is_causal, dropout_p, scale, sinks, softcap: as for `context_parallel_attention`.
-        mask: one more mask; not in compiled code.
+        mask: one more mask.
 
     Returns:
         out (B, H, S, Dv).
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: sinks besides those of the context.
+        NotImplementedError: sinks besides those of the context; in compiled code, any context with sinks.
     """
     if _torch.is_traced(q):
-        keys = _keys_in_context(is_causal)
+        keys = _keys_in_context(is_causal, parts_of(mask))
         if keys is None:
             return None
         check_qkv(q, k, v, enable_gqa=True)
@@ -55,9 +55,9 @@ def attention_of_shards(
 
 
 @_torch.constant_in_trace
-def _keys_in_context(is_causal: bool) -> CallKeys | None:
+def _keys_in_context(is_causal: bool, mask_parts: Parts | None) -> CallKeys | None:
     """Keys of the call in the context of code that is traced; None outside of contexts."""
-    of_module, mask = _torch.traced_scope(), checked_mask(None, is_causal)
+    of_module, mask = _torch.traced_scope(), checked_mask(made_of(mask_parts), is_causal)
     if of_module is not None:
         return keys_of(compiled_spec_of(of_module).config(), mask)
     context = innermost_context()

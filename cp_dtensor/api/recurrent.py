@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor.api.sequence_arguments import checked_tensor, layer
 from cp_dtensor.engine.config import Mesh
 from cp_dtensor.engine.layers import LinearRecurrence
+from cp_dtensor.engine.recurrence import METHODS
 from cp_dtensor.spec.layouts import Layout
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -21,7 +22,7 @@ def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor, *,
     mesh: Mesh | None = None, layout: Layout | None = None, scale: float | None = None,
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """Gated delta rule of a sharded sequence, the linear attention of Qwen3-Next.
 
@@ -29,10 +30,13 @@ def gated_delta_rule(
 
         S_t = exp(g_t) S_{t-1} + beta_t k_t^T (v_t - exp(g_t) k_t S_{t-1}),  o_t = scale q_t S_t
 
-    Each rank computes how its runs of consecutive tokens map a state. The ranks exchange these maps, H K (K + V)
-    numbers of a run whatever its length, and compose them in the order of positions. Differentiable. Arithmetic of
-    torch operations is in float32 (float64 for float64). With the extra `hybrid`, bfloat16 and float16 on GPUs go
-    through the kernels of flash-linear-attention, which round the factors of products to that dtype and sum in float32.
+    Differentiable. With `method="scan"`, each rank computes how its runs of consecutive tokens map a state. The ranks
+    exchange these maps, H K (K + V) numbers of a run whatever its length, and compose them in the order of positions.
+    With "heads", ranks exchange rows for heads, as Ulysses attention does.
+
+    Arithmetic of torch operations is in float32 (float64 for float64). With the extra `hybrid`, bfloat16 and float16 on
+    GPUs go through the kernels of flash-linear-attention, which round the factors of products to that dtype and sum in
+    float32.
 
     Args:
         q, k: (B, T, H', K), this rank's tokens in `layout` order; T may differ between ranks, and be 0.
@@ -51,6 +55,9 @@ def gated_delta_rule(
         cu_seqlens: ascending positions in the whole sequence where documents begin and end, as integers or a tensor.
             None takes those of the `Documents` mask of the context around the call; `[0]` is one document.
         seq_len: tokens of the whole sequence. If None, and no context knows it, the ranks exchange their local lengths.
+        method: "scan", "heads", where H is a multiple of the ranks along one mesh axis, or "relayout": rows travel to
+            adjacent chunks, where runs are few, are scanned there, and travel back. "auto" takes the one that is
+            predicted to be fastest (`explain_recurrence` prints predictions; on CPUs always "scan").
 
     Returns:
         out: (B, T, H, V) in v's dtype; a DTensor placed as v for DTensors. With `output_final_state`, also the final
@@ -71,11 +78,10 @@ def gated_delta_rule(
     Source: Gated Delta Networks (arXiv 2412.06464). Arguments as `chunk_gated_delta_rule` of flash-linear-attention.
     """
     _check_dtypes("gated_delta_rule", q=q, k=k, v=v)
-    if g is not None:
-        _check_heads("gated_delta_rule", v, g=g)
+    _check_heads("gated_delta_rule", v, beta=beta, **({} if g is None else {"g": g}))
     return _recurrence(
         "gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh,
-        layout, cu_seqlens, seq_len,
+        layout, cu_seqlens, seq_len, method,
     )  # fmt: skip
 
 
@@ -83,7 +89,7 @@ def kda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
     mesh: Mesh | None = None, layout: Layout | None = None, scale: float | None = None,
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """Kimi delta attention of a sharded sequence: `gated_delta_rule` with a decay of each channel of the keys.
 
@@ -92,7 +98,7 @@ def kda(
     Args:
         g: (B, T, H, K), logarithms of the decays, <= 0.
         q, k, v, beta, mesh, layout, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            seq_len: as for `gated_delta_rule`.
+            seq_len, method: as for `gated_delta_rule`.
 
     Returns:
         as `gated_delta_rule`.
@@ -109,12 +115,13 @@ def kda(
     Source: Kimi Linear (arXiv 2510.26692). Arguments as `chunk_kda` of flash-linear-attention.
     """
     _check_dtypes("kda", q=q, k=k, v=v)
+    _check_heads("kda", v, beta=beta)
     checked_tensor("kda", "g", g)
     if g.dim() != 4:
         raise ValueError(f"kda expects g (batch, tokens, heads, K), a decay of each key channel, got {tuple(g.shape)}")
     return _recurrence(
         "kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh, layout,
-        cu_seqlens, seq_len,
+        cu_seqlens, seq_len, method,
     )  # fmt: skip
 
 
@@ -122,7 +129,7 @@ def linear_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None, *,
     mesh: Mesh | None = None, layout: Layout | None = None, scale: float | None = None,
     initial_state: torch.Tensor | None = None, output_final_state: bool = False, cu_seqlens: Any = None,
-    seq_len: int | None = None,
+    seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """Causal linear attention of a sharded sequence, without a softmax; gated with `g`.
 
@@ -133,7 +140,7 @@ def linear_attention(
     Args:
         g: logarithms of the decays, <= 0: (B, T, H) one of each head (RetNet, Lightning, Mamba-2), (B, T, H, K) one of
             each key channel (GLA), or None for none.
-        q, k, v, mesh, layout, scale, initial_state, output_final_state, cu_seqlens, seq_len: as for
+        q, k, v, mesh, layout, scale, initial_state, output_final_state, cu_seqlens, seq_len, method: as for
             `gated_delta_rule`.
 
     Returns:
@@ -153,7 +160,7 @@ def linear_attention(
     _check_dtypes("linear_attention", q=q, k=k, v=v)
     return _recurrence(
         "linear_attention", q, k, v, g, None, scale, initial_state, output_final_state, False, mesh, layout, cu_seqlens,
-        seq_len,
+        seq_len, method,
     )  # fmt: skip
 
 
@@ -162,7 +169,7 @@ def mamba2(
     D: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")), mesh: Mesh | None = None, layout: Layout | None = None,
     initial_states: torch.Tensor | None = None, return_final_states: bool = False, cu_seqlens: Any = None,
-    seq_len: int | None = None,
+    seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
     """State-space layer of Mamba-2 (SSD) of a sharded sequence.
 
@@ -181,7 +188,7 @@ def mamba2(
         dt_limit: the smallest and the largest dt.
         initial_states: (batch, H, P, N), or (documents, H, P, N); else as `initial_state` of `gated_delta_rule`.
         return_final_states: True also returns the final states, in the same shape.
-        mesh, layout, cu_seqlens, seq_len: as for `gated_delta_rule`.
+        mesh, layout, cu_seqlens, seq_len, method: as for `gated_delta_rule`.
 
     Returns:
         (batch, T, H, P) in x's dtype, and the final states if asked for. Gradients of A, D and dt_bias are shares.
@@ -197,25 +204,29 @@ def mamba2(
     Source: Mamba-2 (arXiv 2405.21060). Arguments as `mamba_chunk_scan_combined` of mamba_ssm.
     """
     _check_dtypes("mamba2", x=x, B=B, C=C)
-    checked_tensor("mamba2", "A", A)
+    if not x.dim() == B.dim() == C.dim() == 4 or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
+        raise ValueError(
+            "mamba2 expects x (batch, tokens, heads, P), B and C (batch, tokens, groups, N); got x "
+            f"{tuple(x.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
+        )
     _check_heads("mamba2", x, dt=dt)
-    for name, per_head in (("A", A), ("D", D), ("dt_bias", dt_bias)):
-        if per_head is not None and tuple(per_head.shape) not in {
-            (x.size(2),),
-            tuple(x.shape[2:] if name == "D" else ()),
-        }:
+    heads, width, states = x.size(2), x.size(3), B.size(3)
+    checked_tensor("mamba2", "A", A)
+    _check_parameters("mamba2", x, [(heads,)], A=A, dt_bias=dt_bias)
+    _check_parameters("mamba2", x, [(heads,), (heads, width)], D=D)
+    if initial_states is not None:
+        checked_tensor("mamba2", "initial_states", initial_states)
+        if initial_states.dim() != 4 or tuple(initial_states.shape[1:]) != (heads, width, states):
             raise ValueError(
-                f"mamba2 expects {name} of one number for each of {x.size(2)} heads, got {tuple(per_head.shape)}"
+                f"mamba2 expects initial_states (..., {heads}, {width}, {states}), got {tuple(initial_states.shape)}"
             )
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
-    dt = F.softplus(dt) if dt_softplus else dt
-    if tuple(dt_limit) != (0.0, float("inf")):
-        dt = dt.clamp(*dt_limit)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     state = None if initial_states is None else initial_states.transpose(-1, -2)
     result = _recurrence(
         "mamba2", C, B, x.to(wide) * dt.unsqueeze(-1), dt * A.to(wide), None, 1.0, state,
-        return_final_states, False, mesh, layout, cu_seqlens, seq_len,
+        return_final_states, False, mesh, layout, cu_seqlens, seq_len, method,
     )  # fmt: skip
     out, final = result if isinstance(result, tuple) else (result, None)
     if D is not None:
@@ -244,11 +255,26 @@ def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor | None) ->
             )
 
 
+def _check_parameters(owner: str, x: torch.Tensor, shapes: list[tuple[int, ...]], **given: torch.Tensor | None) -> None:
+    """Refuses parameters of other shapes, and plain ones beside a DTensor x."""
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        checked_tensor(owner, name, tensor)
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"{owner} expects {name} of shape {expected}, got {tuple(tensor.shape)}")
+        if isinstance(x, DTensor) and not isinstance(tensor, DTensor):
+            raise TypeError(f"{owner} of DTensors expects {name} to be a DTensor, got a plain tensor")
+
+
 def _recurrence(
     owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
     scale: float | None, initial: torch.Tensor | None, returns_state: bool, normalizes: bool, mesh: Mesh | None,
-    layout: Layout | None, cu_seqlens: Any, seq_len: int | None,
+    layout: Layout | None, cu_seqlens: Any, seq_len: int | None, method: str,
 ) -> Result:  # fmt: skip
+    if method not in ("auto", *METHODS):
+        raise ValueError(f"{owner} expects method to be one of {('auto', *METHODS)}, got {method!r}")
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
         raise ValueError(
@@ -256,8 +282,6 @@ def _recurrence(
         )
     if not q.size(2) or v.size(2) % q.size(2) or not q.is_floating_point():
         raise ValueError(f"{owner} expects floating tensors, and heads of v to be a multiple of those of q; {received}")
-    if beta is not None:
-        _check_heads(owner, v, beta=beta)
     if g is not None:
         checked_tensor(owner, "g", g)
         if g.shape not in (v.shape[:3], (*v.shape[:3], k.size(3))):
@@ -272,7 +296,8 @@ def _recurrence(
                 f"{tuple(initial.shape)}"
             )
     operation = LinearRecurrence, (
-        owner, k.size(3) ** -0.5 if scale is None else float(scale), bool(normalizes), bool(returns_state)
+        owner, k.size(3) ** -0.5 if scale is None else float(scale), bool(normalizes), bool(returns_state),
+        method,
     )  # fmt: skip
     out, final = layer(
         owner, [v, q, k, g, beta, initial], ["BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"], operation, mesh, layout,

@@ -21,7 +21,7 @@ from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, seque
 from cp_dtensor.engine.layers import traced_layer
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
 from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
-from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.documents import Documents, ascending
 from cp_dtensor.spec.layouts import Contiguous, Layout, TorchChunk
 from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union, is_integer
 
@@ -60,7 +60,7 @@ def moved_rows(
     if torch.compiler.is_dynamo_compiling():
         key, rows = _traced_call(owner, place, operation, cu_seqlens is None, dim == 0)
         known = -1 if place.seq_len is None else place.seq_len
-        out = traced_moved(key, local, _edges_in_trace(cu_seqlens), dim, known, rows)
+        out = traced_moved(key, local, _edges_in_trace(owner, cu_seqlens), dim, known, rows)
     else:
         call, edges = _call(owner, place, made_of(operation), cu_seqlens, dim == 0)
         out = moved(call, local, dim, call.length(local, dim, place.seq_len, edges), edges)
@@ -89,7 +89,7 @@ def layer(
     if torch.compiler.is_dynamo_compiling():
         key, _ = _traced_call(owner, place, operation, cu_seqlens is None, False)
         known = -1 if place.seq_len is None else place.seq_len
-        out, state = traced_layer(key, local, _edges_in_trace(cu_seqlens), known)
+        out, state = traced_layer(key, local, _edges_in_trace(owner, cu_seqlens), known)
         final = state if state.numel() else None
     else:
         call, edges = _call(owner, place, made_of(operation), cu_seqlens, False)
@@ -103,6 +103,7 @@ def runs_of_rank(owner: str, mesh: Mesh, layout: Layout | None, cu_seqlens: Any,
     """The runs of this rank within documents."""
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
     call, edges = _call(owner, place, None, cu_seqlens, dim_is_first=True)
+    call.check_edges(edges, seq_len)
     return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
 
 
@@ -167,10 +168,10 @@ def _constants(
     return sequence_calls.key_of(call), rows
 
 
-def _edges_in_trace(cu_seqlens: Any) -> torch.Tensor | None:
+def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
     if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
         return cu_seqlens
-    return torch.tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+    return torch.tensor(ascending(cu_seqlens, owner, "cu_seqlens"), dtype=torch.int64, device="cpu")
 
 
 def _documents_of(owner: str, mask: Mask | None) -> tuple[int, ...]:
@@ -248,7 +249,7 @@ class _Place:
             return context.config.ranks
         if self.axes is None:
             return sequence_ranks(self.mesh)
-        return SequenceRanks.over([self.mesh.get_group(axis) for axis in self.axes])
+        return SequenceRanks.along(self.mesh, self.axes)
 
     def local(self, x: torch.Tensor) -> torch.Tensor:
         """The local part of x, which has no partial sums."""

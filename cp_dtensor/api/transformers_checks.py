@@ -47,9 +47,18 @@ def problems_of(model: nn.Module) -> list[str]:
     """One line for each kind of layer that would be wrong in a context, with the names of the layers."""
     found: dict[str, list[str]] = {}
     inside = {part for module in model.modules() if is_caught(module) for part in module.modules()}
+    seen = {part for module in model.modules() if is_attention(module) for part in module.modules()}
     for name, module in model.named_modules():
-        for problem in () if module in inside else _problems_of_module(module):
+        problems = () if module in inside else _problems_of_module(module)
+        if _mixes_unseen(module, seen | inside):
+            problems = (
+                *problems,
+                f"{type(module).__name__} computes attention by operations that a context does not see",
+            )
+        for problem in problems:
             found.setdefault(problem, []).append(name or type(model).__name__)
+    if is_model(model) and not found and not seen and not inside and getattr(model.config, "num_hidden_layers", None):
+        found["none of its layers calls attention that a context sees"] = [type(model).__name__]
     return [f"{_shortened(names)}: {problem}" for problem, names in found.items()]
 
 
@@ -77,6 +86,13 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         yield f"{kind} has a position bias of positions within this rank's shard"
     elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         yield f"{kind} scales queries by positions within this rank's shard (attn_temperature_tuning)"
+    elif getattr(module, "trigram_input", False):
+        yield f"{kind} joins the embeddings of neighbouring tokens of this rank's shard only (trigram_input)"
+
+
+def _mixes_unseen(module: nn.Module, seen: set[nn.Module]) -> bool:
+    """True for attention of which no part calls, and which is not part of, a layer in `seen`."""
+    return "attention" in type(module).__name__.lower() and seen.isdisjoint(module.modules())
 
 
 def _mixes(kind: str) -> bool:

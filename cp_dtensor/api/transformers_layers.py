@@ -22,7 +22,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.recurrent import gated_delta_rule, kda, mamba2
 from cp_dtensor.api.sequence import causal_conv1d
 from cp_dtensor.api.sequence_arguments import IN_CONTEXT
-from cp_dtensor.api.transformers_private import kernel_name
+from cp_dtensor.api.transformers_private import MODELING_UTILS, kernel_name
 
 Function = Callable[..., Any]
 _CONTEXT: Any = IN_CONTEXT
@@ -37,7 +37,7 @@ def _convolution(
 ) -> torch.Tensor:
     _refuse_others("a convolution", others)
     if activation in ("silu", "swish", None):
-        out = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation, mesh=_CONTEXT)
+        out = causal_conv1d(x.transpose(1, 2).to(weight.dtype), weight, bias, activation=activation, mesh=_CONTEXT)
         return out.transpose(1, 2).to(x.dtype)
     raise NotImplementedError(f'a convolution of shards has the activation "silu" or none, got {activation!r}')
 
@@ -86,15 +86,17 @@ def _refuse_states(has_states: bool) -> None:
 
 
 def _refuse_others(layer: str, others: dict[str, Any]) -> None:
-    for name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
-        if others.get(name) is not None:
+    """Refuses keyword arguments, unless they ask for nothing."""
+    for name, value in others.items():
+        if value is None or value is False:
+            continue
+        if name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
             raise NotImplementedError(
                 f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
                 "mask=Documents(...) to the context"
             )
-    for name in ("z", "initial_states", "return_final_states", "final_states_out"):
-        if others.get(name) is not None and others[name] is not False:
-            raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {others[name]!r}")
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {shown}")
 
 
 _REPLACED: MappingProxyType[str, Function] = MappingProxyType({
@@ -109,6 +111,9 @@ _REPLACED: MappingProxyType[str, Function] = MappingProxyType({
     "selective_state_update": _one_token,
 })  # fmt: skip
 """By the name of a kernel: the function of shards."""
+
+_ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "flex_attention"})
+"""Names by which a layer calls attention that a context sees."""
 
 
 # Functions that a layer calls
@@ -125,9 +130,10 @@ def _is_caught(kind: type[nn.Module]) -> bool:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True if a layer calls the attention function of its model's `attn_implementation`."""
-    methods = [each for each in vars(type(module)).values() if inspect.isfunction(each)]
-    return any("ALL_ATTENTION_FUNCTIONS" in _names_in(inspect.unwrap(each).__code__) for each in methods)
+    """True if a layer calls the attention function of its model's `attn_implementation`, or one of torch."""
+    kinds = (kind for kind in type(module).__mro__ if kind is not nn.Module and kind.__module__ != MODELING_UTILS)
+    methods = (each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each))
+    return any(not _ATTENTION.isdisjoint(_names_in(inspect.unwrap(each).__code__)) for each in methods)
 
 
 def _functions_of(kind: type[nn.Module]) -> Iterator[tuple[Any, str, str]]:

@@ -137,13 +137,17 @@ class ModelMask(NamedMask):
                 f"and {q_len} x {kv_len} pairs are too many to evaluate: give the context a mask="
             )
         utils = sys.modules[MASKING_UTILS]
+
+        def of_row(batch: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
+            return function(batch + row, *places)
+
         rows: list[list[Span]] = []
         step = max((1 << 24) // max(kv_len, 1), 1)
         for first in range(0, q_len, step):
             seen = _original(utils.sdpa_mask)(
-                batch_size=row + 1, q_length=min(step, q_len - first), kv_length=kv_len, q_offset=first,
-                mask_function=function, allow_is_causal_skip=False, use_vmap=self.use_vmap,
-            )[row]  # fmt: skip
+                batch_size=1, q_length=min(step, q_len - first), kv_length=kv_len, q_offset=first,
+                mask_function=of_row, allow_is_causal_skip=False, use_vmap=self.use_vmap,
+            )[0]  # fmt: skip
             if seen.size(0) != 1:
                 raise NotImplementedError("the mask function of this model differs between heads")
             rows += [_kept_ranges(each) for each in seen[0].tolist()]

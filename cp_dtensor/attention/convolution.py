@@ -27,11 +27,11 @@ def causal_convolution(
         (B, rows of all ranges, C).
     """
     before = weight.size(1) - 1
-    rows = torch.cat([torch.arange(start - before, stop - before, device=extended.device) for start, stop in tokens])
-    if not rows.numel():  # torch refuses fewer rows than K; the gradients are zeros
+    count = sum(stop - start for start, stop in tokens)
+    if not count:  # torch refuses fewer rows than K; the gradients are zeros
         out = extended[:, :0] * weight[:, 0]
         return out if bias is None else out + bias
     out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
-    if out.size(1) > rows.numel():
-        out = out.index_select(1, rows)
+    if out.size(1) > count:
+        out = torch.cat([out[:, start - before : stop - before] for start, stop in tokens], 1)
     return out if activation is None else F.silu(out)

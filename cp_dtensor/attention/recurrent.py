@@ -131,21 +131,25 @@ class ChunkedRecurrence:
             state = self.decay[each] * state + self.k[each].transpose(-1, -2) @ values
         return state[..., -width:], state[..., :-width]
 
-    def outputs(self, states: Sequence[Tensor | None]) -> Tensor:
-        """Outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece."""
-        outs = []
+    def outputs(self, states: Sequence[Tensor | None], final: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece.
+
+        Also the state that leaves each piece, if `final`.
+        """
+        outs, leaving = [], []
         for chunks, entering in zip(self.chunks, states, strict=True):
             state = self._no_state() if entering is None else entering
             for each in chunks:
                 values = self.v[each] if self.erased is None else self.v[each] - self.erased[each] @ state
                 outs.append(self.q[each] @ state + self.weights[each] @ values)
                 state = self.decay[each] * state + self.k[each].transpose(-1, -2) @ values
+            leaving += [state] * final
         if not outs:
             given = [state for state in states if state is not None]
             nothing = zero_of(self.q, self.k, self.v, self.weights, self.decay, *given)
-            return (self.v.transpose(0, 1).transpose(2, 3).flatten(1, 2) + nothing).to(self.dtype)
+            return (self.v.transpose(0, 1).transpose(2, 3).flatten(1, 2) + nothing).to(self.dtype), leaving
         of_chunks = torch.stack(outs, 1).transpose(2, 3).flatten(1, 2)
-        return of_chunks.index_select(1, self.rows).to(self.dtype)
+        return of_chunks.index_select(1, self.rows).to(self.dtype), leaving
 
     def _no_state(self) -> Tensor:
         _, batch, heads, _, width = self.q.shape

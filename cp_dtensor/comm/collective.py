@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
-from cp_dtensor.comm.faults import raise_peer_error
+from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
 from cp_dtensor.plan.plan import RoutePiece, Stages, Step, TilePlan, gathered_plan, ring_plan
@@ -53,16 +53,12 @@ def _start_packed(
     targets, counts = _by_rank(incoming)
     buffer = torch.cat(sent) if sent else like.new_empty(0, width)
     received = like.new_empty(sum(counts), width)
-    try:
+    with peer_errors(group, "an exchange of rows"):
         work = dist.all_to_all_single(received, buffer, counts, sent_counts, group=group, async_op=True)
-    except RuntimeError as error:
-        raise_peer_error(error, group, "an exchange of rows")
 
     def wait() -> None:
-        try:
+        with peer_errors(group, "an exchange of rows"):
             work.wait()
-        except RuntimeError as error:
-            raise_peer_error(error, group, "an exchange of rows")
         for rows, arrived in zip(targets, received.split([rows.size(0) for rows in targets]), strict=True):
             rows.copy_(arrived)
 

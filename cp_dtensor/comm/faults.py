@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from cp_dtensor._torch import group_store
 REPORT_SECONDS = 5.0
 """Time after an error for which a rank waits for the reports of others. One that began to wait later by more than that
 has not reported yet, and is named as well."""
+_OF_CONNECTIONS = re.compile("timed? ?out|connection|transport", re.IGNORECASE)
+"""Words in errors of gloo that are not of arguments; NCCL has classes of errors."""
 
 
 class PeerError(RuntimeError):
@@ -23,30 +27,37 @@ class PeerError(RuntimeError):
     """
 
 
-def raise_peer_error(error: RuntimeError, group: dist.ProcessGroup, what: str) -> NoReturn:
-    """Raises the error of a collective as a `PeerError` that names the ranks that did not come.
+@contextmanager
+def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Context of a collective, whose errors become a `PeerError` that names the ranks that did not come.
+
+    Wrong arguments, which all ranks report at once, keep torch's error, as do `PeerError` and `torch.OutOfMemoryError`.
 
     Args:
-        error: the error that torch raised; `PeerError` and `torch.OutOfMemoryError` are raised again as they are.
         group: the group of the collective.
         what: the exchange, such as "an exchange of K/V".
     """
-    if isinstance(error, (PeerError, torch.OutOfMemoryError)):
-        raise error
-    reports = reports_of(group, what, REPORT_SECONDS)
-    if reports is None:
-        cause = "the store of the group does not answer, so the process that holds it may have ended"
-    elif missing := [rank for rank in range(group.size()) if rank not in reports]:
-        cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
-    elif len({*reports.values()}) > 1:
-        waited = "; ".join(f"rank {rank} for {each}" for rank, each in sorted(reports.items()))
-        cause = f"the ranks waited for different exchanges, as where only some of them have debug=True: {waited}"
-    else:
-        cause = "it failed on every rank, so one of them was late or a connection was lost"
-    reported = (str(error).splitlines() or [repr(error)])[0]
-    raise PeerError(
-        f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: {reported}"
-    ) from error
+    try:
+        yield
+    except (PeerError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        reported = (str(error).splitlines() or [repr(error)])[0]
+        reports = reports_of(group, what, REPORT_SECONDS)
+        if reports is None:
+            cause = "the store of the group does not answer, so the process that holds it may have ended"
+        elif missing := [rank for rank in range(group.size()) if rank not in reports]:
+            cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
+        elif len({*reports.values()}) > 1:
+            waited = "; ".join(f"rank {rank} for {each}" for rank, each in sorted(reports.items()))
+            cause = f"the ranks waited for different exchanges, as where only some of them have debug=True: {waited}"
+        elif isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(reported):
+            cause = "it failed on every rank, so one of them was late or a connection was lost"
+        else:
+            raise
+        raise PeerError(
+            f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: {reported}"
+        ) from error
 
 
 def all_to_all_single(
@@ -63,10 +74,8 @@ def all_to_all_single(
         sizes: elements from each rank, and for each rank; None for equal parts.
     """
     into, out_of = sizes or (None, None)
-    try:
+    with peer_errors(group, what):
         dist.all_to_all_single(received, sent, into, out_of, group=group)
-    except RuntimeError as error:
-        raise_peer_error(error, group, what)
 
 
 def described(group: dist.ProcessGroup) -> str:

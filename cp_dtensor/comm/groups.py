@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter_single
-from cp_dtensor.comm.faults import raise_peer_error
+from cp_dtensor.comm.faults import peer_errors
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class SequenceRanks:
 
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup | None = None
-    members: frozenset[int] = field(default=frozenset(), compare=False)
-    """Global ranks of all of them; empty if unknown."""
+    members: tuple[int, ...] = field(default=(), compare=False)
+    """Global ranks of all of them, in their order; empty if unknown, as for two groups that have only names."""
     rank: int = field(init=False, compare=False)
     """This rank's place among those that share the sequence."""
     size: int = field(init=False, compare=False)
@@ -37,7 +38,19 @@ class SequenceRanks:
         """The ranks of one axis or two, the outer axis first."""
         return cls(groups[0], groups[1] if len(groups) > 1 else None)
 
+    @classmethod
+    def along(cls, mesh: DeviceMesh, axes: Sequence[int]) -> SequenceRanks:
+        """The ranks along one or two dims of a mesh, the outer one first."""
+        if len(axes) == 1:
+            return cls(mesh.get_group(axes[0]))
+        outer, inner = axes
+        here = tuple(slice(None) if axis in axes else place for axis, place in enumerate(mesh.get_coordinate() or ()))
+        members = mesh.mesh[here] if outer < inner else mesh.mesh[here].T
+        return cls(mesh.get_group(outer), mesh.get_group(inner), tuple(members.flatten().tolist()))
+
     def __post_init__(self) -> None:
+        if self.inner is None and not self.members:
+            object.__setattr__(self, "members", tuple(dist.get_process_group_ranks(self.outer)))
         inner_rank, inner_size = (0, 1) if self.inner is None else (self.inner.rank(), self.inner.size())
         object.__setattr__(self, "rank", self.outer.rank() * inner_size + inner_rank)
         object.__setattr__(self, "size", self.outer.size() * inner_size)
@@ -56,15 +69,22 @@ class SequenceRanks:
         """The global ranks of `members`; if they are unknown, those on this rank's axes."""
         return set(self.members) or {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
 
+    def shares_sequence_with(self, other: SequenceRanks) -> bool:
+        """True if both have the same ranks, along the same axes or others."""
+        mine, others = self.global_ranks(), other.global_ranks()
+        return self == other or (self.size == other.size and (mine <= others or others <= mine))
+
+    def is_in_order_of(self, other: SequenceRanks) -> bool:
+        """True if each of the ranks has the same place in `other`."""
+        return self.members == other.members if self.members and other.members else self.outer == other.outer
+
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gathers (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""
         gathered = mine.contiguous()
         for group in self._groups:
             of_group = gathered.new_empty(group.size(), *gathered.shape)
-            try:
+            with peer_errors(group, what):
                 all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
-            except RuntimeError as error:
-                raise_peer_error(error, group, what)
             gathered = of_group
         return gathered.view(self.size, *mine.shape)
 
@@ -89,9 +109,7 @@ class SequenceRanks:
         mine = blocks.contiguous()
         for group in reversed(self._groups):
             block = mine.new_empty(mine.numel() // group.size())
-            try:
+            with peer_errors(group, "a sum over ranks"):
                 reduce_scatter_single(block, mine.view(-1), group=group)
-            except RuntimeError as error:
-                raise_peer_error(error, group, "a sum over ranks")
             mine = block
         return mine.view(blocks.shape[1:])

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label, prepared
+from cp_dtensor._torch.cache import refuse_capture
 from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
@@ -170,7 +171,7 @@ def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRow
     """The exchange of a call, if `obstacle_to_shared_memory` returns None.
 
     Args:
-        shape: shape of this rank's tensors, with all heads.
+        spec: shapes of this rank's tensors, with all heads.
         stages: for each stage, the heads and rows of queries, and those of keys and values.
     """
     d, dv = spec.head_dim * spec.itemsize, spec.v_head_dim * spec.itemsize
@@ -332,11 +333,7 @@ def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -
     table: _Table | None = workspace.tables.get(key)
     if table is not None:
         return table
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "the copies of a head exchange have to be uploaded, which a CUDA graph cannot capture: run one forward and "
-            "backward of this size before capturing"
-        )
+    refuse_capture("the copies of a head exchange have to be uploaded", "run one forward and backward of this size")
     address = workspace.kv_address if to_heads else workspace.grads_address
     pieces = tuple(
         piece._replace(source=address(piece.peer) + piece.source)

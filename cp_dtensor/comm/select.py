@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import all_gather_single, prepared
-from cp_dtensor._torch.cache import GroupCache
+from cp_dtensor._torch.cache import GroupCache, refuse_capture
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
@@ -41,11 +41,7 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
     """
 
     def measure() -> Hardware:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                'rotate_method "auto" has to measure the links of this group, which a CUDA graph cannot '
-                "capture: run one call before capturing, or name a transport"
-            )
+        refuse_capture('"auto" has to measure the links of this group', "name a transport, or run one call")
         return prepared(lambda: measure_bandwidth(group, device))
 
     hardware = _measured.get(group, None, measure)
@@ -89,12 +85,15 @@ class Auto(TransportMethod):
             log_once("comm", logging.INFO, "K/V by allgather: on CPUs nothing is predicted")
             return AllGather()
         obstacle = p2p_obstacle(group, device)
+        if obstacle is None:
+            log_once("comm", logging.INFO, f"K/V by symm_mem over {group.size()} ranks, which share memory")
+            return SymmetricMemory()
         hardware = hardware_of(group, device, spec.itemsize)
-        chosen = choose(spec, group.size(), hardware, obstacle is None)
-        why = "ranks share memory" if obstacle is None else f"predicted fastest without shared memory ({obstacle})"
+        chosen = choose(spec, group.size(), hardware, shares_memory=False)
         log_once(
             "comm", logging.INFO,
-            f"K/V by {chosen.name} over {group.size()} ranks at {hardware.link_speed / 1e9:.3g} GB/s: {why}",
+            f"K/V by {chosen.name} over {group.size()} ranks at {hardware.link_speed / 1e9:.3g} GB/s: predicted "
+            f"fastest without shared memory ({obstacle})",
         )  # fmt: skip
         return chosen
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import SymmetricBuffer, cuda_driver, group_timeout, prepared, symmetric_buffer, uses_nccl
-from cp_dtensor._torch.cache import GroupCache, capturing
+from cp_dtensor._torch.cache import GroupCache, capturing, refuse_capture
 from cp_dtensor._torch.cuda_driver import fill_bytes
 from cp_dtensor.comm.faults import PeerError, described, named
 from cp_dtensor.comm.flags import Flag, Flags, WaitStatus
@@ -47,11 +47,7 @@ def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """
 
     def probe() -> str | None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the ranks have to test if they can share memory, which a CUDA graph cannot capture: run one call "
-                "before capturing"
-            )
+        refuse_capture("the ranks have to test if they can share memory", "run one call")
         return prepared(lambda: probe_p2p(group, device))
 
     return _obstacles.get(group, device.type, probe)  # a group may have tensors on several types of device
@@ -254,17 +250,12 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
         PeerError: an earlier call of the group waited longer than the timeout of the group.
         RuntimeError: memory has to be mapped while a CUDA graph is captured.
     """
-    capturing = torch.cuda.is_current_stream_capturing()
     with _lock:
         held, failure = _current.get(group), _failure(group)
     if failure is not None:
         raise PeerError(str(failure)) from failure
     if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
-        if capturing:
-            raise RuntimeError(
-                "the ranks have to map shared memory, which a CUDA graph cannot capture: run one forward and "
-                "backward of this size before capturing"
-            )
+        refuse_capture("the ranks have to map shared memory", "run one forward and backward of this size")
         if held is not None:
             kv_bytes, grad_bytes = _grown(kv_bytes, held.kv_bytes), _grown(grad_bytes, held.grad_bytes)
             # Peers may be reading the old memory until all ranks are here.
@@ -274,7 +265,7 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
         held = prepared(lambda: Workspace(group, device, _round_up(kv_bytes), _round_up(grad_bytes)))
         with _lock:
             _current[group] = held
-    if capturing:
+    if torch.cuda.is_current_stream_capturing():
         _pin(group, held)
     return held
 

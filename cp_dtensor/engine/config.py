@@ -74,8 +74,7 @@ def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
     if mesh.ndim == 1:
         return SequenceRanks(mesh.get_group())
     inner = inner_axis(mesh)
-    members = frozenset(mesh.mesh.flatten().tolist())
-    return SequenceRanks(mesh.get_group(1 - inner), mesh.get_group(inner), members)
+    return SequenceRanks.along(mesh, (1 - inner, inner))
 
 
 def axis_names(mesh: Mesh) -> tuple[str, ...]:

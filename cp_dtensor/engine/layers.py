@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +17,16 @@ from cp_dtensor._torch.tensors import no_autocast, wide_dtype
 from cp_dtensor.attention.convolution import causal_convolution
 from cp_dtensor.attention.fla_recurrence import FlaRecurrence, fla_serves
 from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.cost_model import fastest
+from cp_dtensor.engine.planner import axes_of
+from cp_dtensor.engine.recurrence import METHODS, Rows, axis_of_heads
+from cp_dtensor.engine.recurrence_cost import RecurrenceSpec, recurrence_estimates, slower_axis
 from cp_dtensor.engine.scan import scanned
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, rows_of, sequence_calls
-from cp_dtensor.plan.rows import Edges, Extended
+from cp_dtensor.plan.rows import Edges, Extended, SequenceLayout
 from cp_dtensor.plan.scan import scan_plan
+from cp_dtensor.spec.logs import log_once
 
 Tensors = Sequence[Tensor | None]
 MOST_TENSORS = 6
@@ -76,44 +84,64 @@ class LinearRecurrence(SequenceLayer):
     normalizes: bool
     """True if q and k are divided by their norms first."""
     returns_state: bool
+    method: str = "auto"
+    """Key of `METHODS`, or "auto"."""
 
     def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
         assert tensors[0] is not None
         self._check_states(tensors[0], tensors[-1], edges)
+        self._check_heads(tensors[0], call.ranks)
         return super().length(call, tensors, seq_len, edges)
 
     def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
-        v, q, k, g, beta, initial = tensors
+        *given, initial = tensors
+        v = given[0]
+        assert v is not None
+        outs, finals = [], []
+        for (start, stop), sequence in call.sequences(seq_len, v.size(0), edges):
+            rows = [x if x is None else x[start:stop] for x in given]
+            states = None
+            if initial is not None:  # (documents, B, H, K, V)
+                states = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(v))
+            by_method = METHODS[self._method(rows, sequence, call.ranks)]
+            out, ends = by_method(self._prepared, rows, sequence, call.ranks, states, self.returns_state)
+            outs.append(out.to(v.dtype))
+            if ends is not None:
+                finals.append(ends.squeeze(1) if edges else ends.squeeze(0))
+        return torch.cat(outs), torch.cat(finals) if finals else None
+
+    def _prepared(self, rows: Rows, lengths: Sequence[int]) -> ChunkedRecurrence | FlaRecurrence:
+        v, q, k, g, beta = rows
         assert v is not None
         assert q is not None
         assert k is not None
-        given = q
+        chunk = BY_CHANNEL_CHUNK if g is not None and g.dim() == 4 else CHUNK
+        has_kernels = fla_serves(q, v, chunk == BY_CHANNEL_CHUNK, beta is not None, lengths)
+        v = v.to(q.dtype if has_kernels else v.dtype)
         if self.normalizes:
             q, k = _normalized(q), _normalized(k)
         if q.size(2) != v.size(2):
             q, k = (x.repeat_interleave(v.size(2) // x.size(2), 2) for x in (q, k))
-        rank, documents = call.ranks.rank, max(len(edges) - 1, 1)
-        chunk = BY_CHANNEL_CHUNK if g is not None and g.dim() == 4 else CHUNK
-        outs, finals = [], []
-        for (start, stop), sequence in call.sequences(seq_len, v.size(0), edges):
-            lengths = [last - first for first, last in sequence.pieces(rank)]
-            plan = scan_plan(sequence, rank, self.returns_state)
-            g_, beta_ = (x if x is None else x[start:stop] for x in (g, beta))
-            has_kernels = fla_serves(given, v, chunk == BY_CHANNEL_CHUNK, beta is not None, lengths)
-            v_ = v[start:stop].to(given.dtype if has_kernels else v.dtype)
-            recurrence = (FlaRecurrence if has_kernels else ChunkedRecurrence).of(
-                q[start:stop], k[start:stop], v_, g_, beta_, self.scale, lengths, chunk
-            )
-            of_group = None
-            if initial is not None:  # (documents, B, H, K, V)
-                of_group = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(v))
-            entering, ends = scanned(
-                *recurrence.maps(plan.sent), plan, call.ranks, of_group, documents, self.returns_state
-            )
-            outs.append(recurrence.outputs(entering).to(v.dtype))
-            if ends is not None:
-                finals.append(ends.squeeze(1) if edges else ends.squeeze(0))
-        return torch.cat(outs), torch.cat(finals) if finals else None
+        recurrence = FlaRecurrence if has_kernels else ChunkedRecurrence
+        return recurrence.of(q, k, v, g, beta, self.scale, lengths, chunk)
+
+    def _method(self, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks) -> str:
+        """The method of a call, alike on every rank; "auto" takes the one that is predicted to be fastest."""
+        v = rows[0]
+        assert v is not None
+        if self.method != "auto":
+            return self.method
+        if not self._is_predicted(v, ranks):
+            return "scan"
+        spec = recurrence_spec(rows, sequence)
+        axes = [axis for axis in axes_of(ranks, v.device, v.dtype.itemsize) if axis is not None]
+        found = recurrence_estimates(spec, slower_axis(axes), one_axis=axis_of_heads(ranks) is not None)
+        times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
+        log_once("engine", logging.INFO, f'{self.owner}: "auto" takes {fastest(found)}, the first within 5%: {times}')
+        return fastest(found)
+
+    def _is_predicted(self, v: Tensor, ranks: SequenceRanks) -> bool:
+        return ranks.size > 1 and v.device.type == "cuda"  # the cost model is of GPUs
 
     def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         v, q, *_ = tensors
@@ -121,6 +149,15 @@ class LinearRecurrence(SequenceLayer):
         assert q is not None
         rows = v.size(0) if documents is None else documents
         return ((rows, v.size(2), q.size(3), v.size(3)), wide_dtype(v)) if self.returns_state else None
+
+    def _check_heads(self, v: Tensor, ranks: SequenceRanks) -> None:
+        """Refuses the exchange of heads where these do not divide, and over two axes."""
+        axis = axis_of_heads(ranks)
+        if self.method == "heads" and (axis is None or v.size(2) % ranks.size):
+            raise ValueError(
+                f'{self.owner} with method "heads" expects ranks along one mesh axis and a multiple of their number as '
+                f'heads, got {v.size(2)} heads and {ranks.size} ranks along {1 + (axis is None)}: use method="auto"'
+            )
 
     def _check_states(self, v: Tensor, initial: Tensor | None, edges: Edges) -> None:
         """Refuses states of documents in several batch rows, and another number of them."""
@@ -143,6 +180,7 @@ class AffineScan(SequenceLayer):
 
     def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
         assert seq_len is not None
+        call.check_edges(edges, seq_len)
         return seq_len
 
     def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
@@ -175,6 +213,18 @@ class AffineScan(SequenceLayer):
         state = tensors[0]
         assert state is not None
         return ((documents or 1, *state.shape[1:]), state.dtype) if self.returns_state else None
+
+
+def recurrence_spec(rows: Rows, sequence: SequenceLayout) -> RecurrenceSpec:
+    """The numbers that the cost of a recurrent layer depends on."""
+    v, q, *_ = rows
+    assert v is not None
+    assert q is not None
+    of_token = [math.prod(x.shape[2:]) * x.dtype.itemsize for x in rows if x is not None]
+    return RecurrenceSpec(
+        sequence, v.size(0), v.size(2), q.size(3), v.size(3), sum(of_token),
+        v.size(2) * v.size(3) * q.dtype.itemsize, rows[4] is not None,
+    )  # fmt: skip
 
 
 def _normalized(x: Tensor) -> Tensor:

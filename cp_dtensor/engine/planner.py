@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.cache import GroupCache
 from cp_dtensor._torch.tensors import on_device
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.select import (
@@ -56,7 +57,7 @@ from cp_dtensor.spec.masks import Mask, as_plain
 _WIDE_GRADIENTS_FROM = 4
 """Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
 _plans: WeakKeyDictionary[dist.ProcessGroup, LRUCache[AttentionPlan]] = WeakKeyDictionary()
-_axes: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[Axis, Axis]]] = WeakKeyDictionary()
+_axes = GroupCache[tuple[Axis, Axis]]()
 """Outer and inner axis with the values of the slowest ranks, by the outer group and the name of the inner one."""
 
 
@@ -103,12 +104,11 @@ def _log_plan(
 ) -> None:
     """Logs the method, layout, transport and backend of a kind of call."""
     sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
-    dims = f"{spec.head_dim}" if spec.head_dim == spec.v_head_dim else f"{spec.head_dim}/{spec.v_head_dim}"
     layout, mask = (text if len(text) <= 80 else f"{text[:60]}...)" for text in (str(config.layout), str(spec.mask)))
     log_once(
         "engine", logging.INFO,
         f"attention of {lengths[0]:,} queries to {lengths[1]:,} keys on {sizes} ranks, batch {spec.batch_size}, "
-        f"{spec.q_heads}:{spec.kv_heads} heads of {dims}, {spec.dtype}, {mask}, {layout}: "
+        f"{spec.q_heads}:{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, {mask}, {layout}: "
         f"{_described(plan)} (method={config.method!r}, rotate_method={config.transport.name!r})",
     )  # fmt: skip
 
@@ -294,18 +294,19 @@ def axes_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> tuple[
     """The outer and the inner axis with the values of the slowest ranks. A collective at the first call."""
     if ranks.inner is None:
         return _axis_of(ranks.outer, device, itemsize), None
-    known = _axes.setdefault(ranks.outer, {})
-    name = f"{_torch.name_of_group(ranks.inner)} {itemsize}"
-    if name not in known:
-        outer, inner = (_axis_of(group, device, itemsize) for group in (ranks.outer, ranks.inner))
+    both = ranks.outer, ranks.inner
+
+    def slowest() -> tuple[Axis, Axis]:
+        outer, inner = (_axis_of(group, device, itemsize) for group in both)
         # Other ranks are in other groups, which have measured other values.
         mine = [value for axis in (outer, inner) for value in (axis.hardware.link_speed, float(axis.shares_memory))]
         weakest = ranks.gather(torch.tensor(mine, dtype=torch.float64, device=device)).amin(0).tolist()
-        known[name] = (
+        return (
             Axis(outer.size, replace(outer.hardware, link_speed=weakest[0]), bool(weakest[1])),
             Axis(inner.size, replace(inner.hardware, link_speed=weakest[2]), bool(weakest[3])),
         )
-    return known[name]
+
+    return _axes.get(ranks.outer, (_torch.name_of_group(ranks.inner), itemsize), slowest)
 
 
 def _axis_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Axis:

@@ -32,7 +32,7 @@ def scanned(
         width = flat.size(1)
         sent = torch.cat([flat, state.flatten(1)], 1)
         sent = torch.nn.functional.pad(sent, (0, 0, 0, plan.slots - sent.size(0)))
-        by_rank = _Gathered.apply(sent, ranks, False)
+        by_rank = gathered(sent, ranks)
         for document, chain in plan.chains:
             here = [place for place, link in enumerate(chain) if link.rank == plan.rank]
             current = None if initial is None or document is None else initial[document]
@@ -55,6 +55,12 @@ def scanned(
         return entering, None
     ends = [finals.get(each, state.new_zeros(()) if initial is None else initial[each]) for each in range(documents)]
     return entering, torch.stack([end.expand(state.shape[1:]) for end in ends])
+
+
+def gathered(x: Tensor, ranks: SequenceRanks) -> Tensor:
+    """A tensor of every rank (ranks, ...), all-gathered; the gradient is the sum over ranks of those of the results."""
+    result: Tensor = _Gathered.apply(x, ranks, False)
+    return result
 
 
 def _applied(transition: Tensor, state: Tensor) -> Tensor:

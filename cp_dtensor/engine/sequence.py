@@ -67,14 +67,18 @@ class SequenceCall:
                 f"{self.owner}: got {local} local tokens (dim {dim} of {tuple(x.shape)}) on rank {ranks.rank} of "
                 f"{ranks.size}, expected {expected} of {seq_len} tokens in {self.layout}"
             )
-        if edges:
-            if edges[-1] > seq_len:
-                raise ValueError(
-                    f"{self.owner}: got cu_seqlens up to {edges[-1]}, expected at most the length of the sequence, "
-                    f"{seq_len}"
-                )
-            refuse_ids_and_lengths(edges, seq_len, self.owner, "cu_seqlens")
+        self.check_edges(edges, seq_len)
         return seq_len
+
+    def check_edges(self, edges: Edges, seq_len: int) -> None:
+        """Refuses documents beyond the sequence, and what looks like their ids or lengths."""
+        if edges and edges[-1] > seq_len:
+            raise ValueError(
+                f"{self.owner}: got cu_seqlens up to {edges[-1]}, expected at most the length of the sequence, "
+                f"{seq_len}"
+            )
+        if edges:
+            refuse_ids_and_lengths(edges, seq_len, self.owner, "cu_seqlens")
 
     def sequences(self, seq_len: int, batch_size: int, edges: Edges) -> list[tuple[Span, SequenceLayout]]:
         """The sequence for each group of batch rows that are divided alike."""

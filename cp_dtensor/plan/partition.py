@@ -148,11 +148,14 @@ class CallSpec(CachedHash):
         """Bytes of what travels of one token and key/value head, all batch rows."""
         return self.batch_size * sum(self.kv_dims) * self.itemsize
 
+    @property
+    def dims(self) -> str:
+        """Head dims as text, "128"; "192/128" if those of values differ."""
+        return f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
+
     def __str__(self) -> str:
-        heads = f"{self.q_heads}:{self.kv_heads} heads of {self.head_dim}"
-        values = "" if self.head_dim == self.v_head_dim else f" (values of {self.v_head_dim})"
         latents = "" if self.latent_dims is None else f" from latents of {' + '.join(map(str, self.latent_dims))}"
-        return f"{self.dtype} on {self.device_type}, {heads}{values}{latents}"
+        return f"{self.dtype} on {self.device_type}, {self.q_heads}:{self.kv_heads} heads of {self.dims}{latents}"
 
 
 Segments = tuple[Segment, ...]

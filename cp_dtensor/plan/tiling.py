@@ -186,6 +186,10 @@ class ShapeTiling(Tiling):
         return tuple(found)
 
     def gathered_rows(self, rank: int) -> GatheredRows:
+        return self._all_rows
+
+    @cached_property
+    def _all_rows(self) -> GatheredRows:
         return rows_in_order(self.groups[0].kv_by_rank)
 
     def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:

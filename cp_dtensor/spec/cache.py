@@ -21,7 +21,7 @@ MOST_BYTES = 64 << 20
 
 
 class LRUCache(Generic[V]):
-    """LRU cache that drops the least recently used entries when the rest take `most_bytes`.
+    """LRU cache that drops the least recently used entries while all take more than `most_bytes`.
 
     The size of an entry is that of key and value by `estimated_bytes`, when it is added and again when the next one is,
     since values may compute parts of themselves at first use. Objects that entries share count in each of them.

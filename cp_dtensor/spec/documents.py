@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, pairwise, zip_longest
+from operator import index
 from typing import Any
 
 from cp_dtensor.spec.cache import lru_cached
@@ -68,9 +69,9 @@ class Documents(CachedHash, Mask):
         (0, 2, 5)
         """
         numbers = _as_lists(lengths)
-        if not isinstance(numbers, list) or any(int(length) != length or length < 0 for length in numbers):
+        if not isinstance(numbers, list) or any(not hasattr(each, "__index__") or each < 0 for each in numbers):
             raise ValueError(f"Documents expects lengths to be one list of integers >= 0, got {lengths!r}")
-        return cls([0, *accumulate(map(int, numbers))], within=within)
+        return cls([0, *accumulate(map(index, numbers))], within=within)
 
     @classmethod
     def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:

@@ -22,7 +22,7 @@ class CachedHash:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))  # type: ignore[arg-type]
+        return hash(tuple([getattr(self, each.name) for each in fields(self)]))  # type: ignore[arg-type]
 
     def __hash__(self) -> int:
         return self._hash
@@ -203,8 +203,8 @@ class Striped(Layout):
     block: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"Striped: expected block to be an integer >= 1, got {self.block!r}")
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 1:
+            raise ValueError(f"Striped expects block to be an integer >= 1, got {self.block!r}")
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         period = self.block * world_size

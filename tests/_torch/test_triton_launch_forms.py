@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.compiled_subprocess import run_uninterpreted
 
-_CALLS, _NEIGHBOURS = 100, 30
+_CALLS, _NEIGHBOURS = 50, 30
 _Option = TypeVar("_Option")
 
 

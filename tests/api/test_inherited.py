@@ -17,7 +17,9 @@ from support.problems import shard
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
@@ -39,9 +41,11 @@ from cp_dtensor import (
     explain,
     local_positions,
     ring_attention,
+    shift,
     ulysses_attention,
     varlen_attention,
 )
+from cp_dtensor.api.extension import attention_of_shards
 from cp_dtensor.integrations.unified import UnifiedAttnMode
 
 RANKS, LENGTH = 2, 12
@@ -262,3 +266,47 @@ def test_recomputation(form: str, use_reentrant: bool) -> None:
             out.sum().backward()
 
     run_ranks(RANKS, body)
+
+
+def test_dtensors_over_two_axes() -> None:
+    """The mask of the context, and the documents in it, for calls of DTensors sharded along both axes."""
+    q = torch.randn(1, 2, LENGTH, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen = torch.block_diag(torch.ones(5, 5), torch.ones(7, 7)).tril().bool()
+    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=seen)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        query = distribute_tensor(q, mesh, [Shard(2), Shard(2)], src_data_rank=None)
+        x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+        with context_parallel(mesh, mask=MASK, layout=Contiguous(), seq_len=LENGTH):
+            out: Any = context_parallel_attention(query, query, query)
+            shifted: Any = shift(x, 1, dim=0)
+        torch.testing.assert_close(out.full_tensor(), expected, rtol=0, atol=1e-12)
+        assert shifted.full_tensor().tolist() == [0, 0, 1, 2, 3, 0, 5, 6, 7, 8, 9, 10]
+
+    run_ranks(4, body)
+
+
+def test_the_ranks_of_the_context_in_another_order_are_refused() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+        with context_parallel(mesh, layout=Contiguous()):
+            assert local_positions(mesh, 4).tolist() == [[0, 2, 1, 3][rank]]
+            with pytest.raises(ValueError, match=r"another order, \[0, 1, 2, 3\] \(the context's: \[0, 2, 1, 3\]\)"):
+                local_positions(dist.group.WORLD, 4)
+            assert local_positions(dist.group.WORLD, 4, Contiguous()).tolist() == [rank]
+
+    run_ranks(4, body)
+
+
+def test_the_mask_of_a_provider_in_traced_code() -> None:
+    def attend(q: torch.Tensor) -> Any:
+        return attention_of_shards(q, q, q, mask=Documents([0, 1, 2, 3, 4]))
+
+    def body(rank: int) -> None:
+        q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+        with context_parallel(dist.group.WORLD, layout=Contiguous(), seq_len=4):  # type: ignore[arg-type]
+            torch.testing.assert_close(attend(q), q)
+            torch.testing.assert_close(make_fx(attend)(q)(q), q)
+
+    run_ranks(1, body)

@@ -30,6 +30,12 @@ def test_each_mask_and_layout_by_each_method(ranks: int, layout: Layout, mask: M
     check_latents([LatentCase(problem, layout, tuple(way.items())) for way in WAYS[1]], (ranks,))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_softcap(ranks: int) -> None:
+    problem = LatentProblem(29, 29, Causal(), batch=2, softcap=0.8)
+    check_latents([LatentCase(problem, layout, tuple(way.items())) for way in WAYS[1] for layout in LAYOUTS], (ranks,))
+
+
 @st.composite
 def cases(draw: st.DrawFn, axes: int) -> LatentCase:
     q_len, batch = draw(st.integers(1, 26)), draw(st.integers(1, 2))
@@ -38,7 +44,7 @@ def cases(draw: st.DrawFn, axes: int) -> LatentCase:
     problem = LatentProblem(
         q_len, kv_len, mask, batch, draw(st.integers(1, 7)), is_causal=draw(st.booleans()),
         bias=draw(st.sampled_from(["", "", "", "boolean bhs", "additive hs", "additive s"])), sinks=draw(st.booleans()),
-        scale=draw(st.sampled_from([None, 0.7, -0.3])),
+        scale=draw(st.sampled_from([None, 0.7, -0.3])), softcap=draw(st.sampled_from([0.0, 0.0, 0.8])),
     )  # fmt: skip
     options = draw(st.sampled_from(WAYS[axes]))
     return LatentCase(problem, draw(st.sampled_from(LAYOUTS)), tuple(options.items()), draw(st.integers(0, 1000)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.collectives import kinds, recorded_collectives
 from support.ranks import run_ranks
 from support.sequences import Sequence, recurrence, sequences
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,17 +44,17 @@ def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-def problem(kind: str, batch: int, length: int) -> dict[str, torch.Tensor]:
+def problem(kind: str, batch: int, length: int, heads: int = HEADS) -> dict[str, torch.Tensor]:
     """The tensors of a layer, whole."""
-    heads = 1 if kind in ("gated_delta_rule", "gla") else HEADS
-    tensors = {"q": normal(batch, length, heads, K), "k": normal(batch, length, heads, K, seed=1)}
-    tensors["v"] = normal(batch, length, HEADS, V, seed=2)
+    of_keys = 1 if kind in ("gated_delta_rule", "gla") else heads
+    tensors = {"q": normal(batch, length, of_keys, K), "k": normal(batch, length, of_keys, K, seed=1)}
+    tensors["v"] = normal(batch, length, heads, V, seed=2)
     if kind in ("gated_delta_rule", "simple_gla"):
-        tensors["g"] = F.logsigmoid(normal(batch, length, HEADS, seed=3))
+        tensors["g"] = F.logsigmoid(normal(batch, length, heads, seed=3))
     if kind in ("kda", "gla"):
-        tensors["g"] = 3 * F.logsigmoid(normal(batch, length, HEADS, K, seed=3))
+        tensors["g"] = 3 * F.logsigmoid(normal(batch, length, heads, K, seed=3))
     if kind in ("gated_delta_rule", "delta_rule", "kda"):
-        tensors["beta"] = normal(batch, length, HEADS, seed=4).sigmoid()
+        tensors["beta"] = normal(batch, length, heads, seed=4).sigmoid()
         tensors["k"] = F.normalize(tensors["k"], dim=-1)
     return tensors
 
@@ -69,16 +69,17 @@ def layer(kind: str, tensors: dict[str, torch.Tensor], **options: Any) -> Any:
 
 def check(
     kind: str, sequence: Sequence, with_states: bool, mesh_shape: tuple[int, ...] = (),
-    change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None, method: str = "scan",
 ) -> None:  # fmt: skip
     """Compares out, final states and all gradients on every rank with one process, token by token."""
     batch = 1 if with_states and sequence.edges else sequence.batch
-    whole = problem(kind, batch, sequence.length)
+    heads = HEADS if method != "heads" else sequence.ranks * (1 + sequence.length % 2)
+    whole = problem(kind, batch, sequence.length, heads)
     change(whole)
     for leaf in whole.values():
         leaf.requires_grad_()
     documents = len(sequence.edges) - 1 if sequence.edges and len(sequence.edges) > 1 else 1
-    initial = normal(documents, batch, HEADS, K, V, seed=5).requires_grad_() if with_states else None
+    initial = normal(documents, batch, heads, K, V, seed=5).requires_grad_() if with_states else None
     reference = Sequence(**{**vars(sequence), "edges": None if sequence.edges == (0,) else sequence.edges})
     wanted, finals = recurrence(
         reference, whole["q"], whole["k"], whole["v"], whole.get("g"), whole.get("beta"), 0.5, initial
@@ -104,7 +105,7 @@ def check(
             state = initial.detach().squeeze(1 if sequence.edges and len(sequence.edges) > 1 else 0)
             leaves.append(state.clone().requires_grad_())
             options = {"initial_state": leaves[-1], "output_final_state": True}
-        result = layer(kind, mine, mesh=mesh, scale=0.5, **options, **sequence.options())
+        result = layer(kind, mine, mesh=mesh, scale=0.5, method=method, **options, **sequence.options())
         if initial is None:
             return result.detach(), None, torch.autograd.grad(result, leaves, sequence.shard(grad_out, rank))
         out, ends = result
@@ -112,7 +113,8 @@ def check(
         if grad_finals is not None:  # a share of each rank
             outs.append(ends)
             grads.append(grad_finals.view(ends.shape) * (rank + 1) / sum(range(sequence.ranks + 1)))
-        return out.detach(), ends.detach(), torch.autograd.grad(outs, leaves, grads)
+        used = torch.autograd.grad(outs, leaves, grads, allow_unused=True, materialize_grads=True)
+        return out.detach(), ends.detach(), used
 
     results = run_ranks(sequence.ranks, body)
     for rank, (out, ends, grads_here) in enumerate(results):
@@ -130,6 +132,37 @@ def check(
 @given(st.sampled_from(KINDS), sequences(longest=20), st.booleans())
 def test_layers(kind: str, sequence: Sequence, with_states: bool) -> None:
     check(kind, sequence, with_states)
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(KINDS), sequences(longest=16, most_ranks=4), st.booleans(), st.sampled_from(["heads", "relayout"])
+)
+def test_other_methods(kind: str, sequence: Sequence, with_states: bool, method: str) -> None:
+    check(kind, sequence, with_states, method=method)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_heads_along_an_axis_beside_one_of_one_rank(shape: tuple[int, int]) -> None:
+    check("kda", Sequence(7, 2, HeadTail(), 1, (0, 3, 7)), True, shape, method="heads")
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    def body(rank: int) -> None:
+        mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_node", "cp_gpu"))
+        options: dict[str, Any] = {"layout": Contiguous(), "method": "heads"}
+        with pytest.raises(ValueError, match=r'"heads" expects .* one mesh axis .* got 2 heads and 4 ranks along 1'):
+            layer("kda", problem("kda", 1, 3), mesh=dist.group.WORLD, **options)
+        with pytest.raises(ValueError, match="got 4 heads and 4 ranks along 2"):
+            layer("kda", problem("kda", 1, 3, 4), mesh=mesh, **options)
+        with pytest.raises(
+            ValueError, match=r"method to be one of \('auto', 'scan', 'relayout', 'heads'\), got 'ring'"
+        ):
+            layer("kda", problem("kda", 1, 3), mesh=dist.group.WORLD, method="ring")
+
+    with recorded_collectives() as collectives:
+        run_ranks(4, body)
+    assert not [each for each in collectives if "AllToAll" in each.kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,9 +196,9 @@ def test_small_decays_keep_their_digits_after_strong_ones(kind: str) -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta_rule", "gla"])
-def test_two_axes(kind: str) -> None:
-    check(kind, Sequence(13, 4, HeadTail(), 1, (2, 5, 13)), True, (2, 2))
+@pytest.mark.parametrize(("kind", "method"), [("gated_delta_rule", "scan"), ("gla", "scan"), ("kda", "relayout")])
+def test_two_axes(kind: str, method: str) -> None:
+    check(kind, Sequence(13, 4, HeadTail(), 1, (2, 5, 13)), True, (2, 2), method=method)
 
 
 @settings(max_examples=20)
@@ -332,17 +365,18 @@ def test_strong_decays_stay_finite() -> None:
 
 
 def test_dtensors() -> None:
-    tensors, sequence = problem("gated_delta_rule", 2, 11), Sequence(11, 2, Contiguous())
+    tensors, sequence = problem("gated_delta_rule", 2, 11, 4), Sequence(11, 2, Contiguous())
     tensors["q"], tensors["k"] = (tensors[name].expand(2, 11, 2, K) for name in "qk")
     wanted, _ = recurrence(sequence, **tensors, scale=0.5)
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         placed = {name: distribute_tensor(x, mesh, [Shard(1), Shard(2)]) for name, x in tensors.items()}
-        out = gated_delta_rule(**placed, scale=0.5)
-        assert isinstance(out, DTensor)
-        assert tuple(out.placements) == (Shard(1), Shard(2))
-        equal(out.full_tensor(), wanted)
+        for method in ("scan", "heads"):
+            out = gated_delta_rule(**placed, scale=0.5, method=method)
+            assert isinstance(out, DTensor)
+            assert tuple(out.placements) == (Shard(1), Shard(2))
+            equal(out.full_tensor(), wanted)
         with pytest.raises(NotImplementedError, match="takes and returns no states"):
             gated_delta_rule(**placed, output_final_state=True)
 
@@ -385,33 +419,9 @@ def test_example_of_affine_scan() -> None:
     assert run_ranks(2, body) == [0, 1]
 
 
-BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "expects q and k", {"q": normal(1, 3, 2)}),
-    (ValueError, "expects q and k", {"k": normal(1, 4, 1, K)}),
-    (ValueError, "multiple of those of q", {"q": normal(1, 3, 4, K), "k": normal(1, 3, 4, K)}),
-    (ValueError, r"beta \(batch, tokens, heads\)", {"beta": normal(1, 3, 1)}),
-    (ValueError, r"g \(batch, tokens, heads\)", {"g": normal(1, 3, 1)}),
-    (TypeError, "v to be a torch.Tensor", {"v": [1]}),
-    (ValueError, "expects q, k, v of one dtype", {"v": normal(1, 3, HEADS, V).float()}),
-    (ValueError, "initial state", {"initial_state": normal(1, HEADS, V, K)}),
-    (ValueError, "one batch row|initial state", {"initial_state": normal(3, HEADS, K, V)}),
-]
+def test_mamba2_clamps_steps_below_zero() -> None:
+    def body(rank: int) -> list[float]:
+        one = torch.ones(1, 2, 1, 1)
+        return mamba2(one, -one[..., 0], -one[0, 0, 0], one, one, mesh=dist.group.WORLD).flatten().tolist()  # type: ignore[union-attr]
 
-
-def test_refused_before_any_exchange() -> None:
-    def body(rank: int) -> None:
-        for kind, message, changed in BAD:
-            with pytest.raises(kind, match=message):
-                gated_delta_rule(**{**problem("gated_delta_rule", 1, 3), **changed}, mesh=dist.group.WORLD)
-
-    with recorded_collectives() as collectives:
-        run_ranks(2, body)
-    assert not collectives
-
-
-def test_different_calls_are_refused_on_every_rank() -> None:
-    def body(rank: int) -> None:
-        tensors = problem("gated_delta_rule", 1, 3)
-        gated_delta_rule(**tensors, mesh=dist.group.WORLD, layout=Striped() if rank else HeadTail())  # type: ignore[arg-type]
-
-    assert all("the call of rank" in str(error) for error in errors_by_rank(2, body))
+    assert run_ranks(1, body) == [[0, 0]]

@@ -274,6 +274,10 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ValueError, "activation",
         lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4), mesh=dist.group.WORLD, activation="relu"),
     ),
+    (
+        ValueError, "one dtype, got torch.float32, torch.float64",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4, dtype=torch.float64), mesh=dist.group.WORLD),
+    ),
 ]  # fmt: skip
 
 

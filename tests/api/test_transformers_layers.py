@@ -46,6 +46,13 @@ def test_the_gate_of_a_scan_is_refused_by_name() -> None:
         _REPLACED["mamba_chunk_scan_combined"](ONE, step, step[0, 0], ONE, ONE, chunk_size=2, z=ONE)
 
 
+def test_arguments_that_nothing_here_knows_are_refused_by_name() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"a linear-attention layer .* expects A_log to be None, got a tensor"
+    ):
+        _REPLACED["chunk_kda"](ONE, ONE, ONE, ONE, ONE[..., 0], use_gate_in_kernel=False, A_log=ONE)
+
+
 def test_a_call_of_a_model_looks_at_each_class_once() -> None:
     model, looked_at = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)]), []
     functions_of = transformers_layers._functions_of

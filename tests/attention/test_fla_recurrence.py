@@ -52,6 +52,11 @@ def problem(is_delta: bool, by_channel: bool, batch: int, length: int) -> dict[s
     return {**tensors, "beta": normal(2).sigmoid()} if is_delta else tensors
 
 
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla_recurrence, "CHECKED", (70, 33))
+
+
 def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
     if "beta" not in tensors:
         return linear_attention(**tensors, **options)  # type: ignore[arg-type, return-value]
@@ -61,25 +66,32 @@ def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
 
 @each_kind
 @pytest.mark.parametrize(
-    "sequence",
+    ("method", "sequence"),
     [
-        Sequence(11, 3, HeadTail(), 2),
-        Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12)),
-        Sequence(8, 2, Striped(2), 2, (0, 3, 8)),
+        ("scan", Sequence(11, 3, HeadTail(), 2)),
+        ("scan", Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12))),
+        ("scan", Sequence(8, 2, Striped(2), 2, (0, 3, 8))),
+        ("heads", Sequence(9, 2, Striped(2), 1, (0, 3, 9))),
     ],
-    ids=lambda each: str(each.layout),
+    ids=str,
 )
-def test_ranks_have_the_results_and_gradients_of_one(is_delta: bool, by_channel: bool, sequence: Sequence) -> None:
+def test_ranks_have_the_results_and_gradients_of_one(
+    is_delta: bool, by_channel: bool, method: str, sequence: Sequence
+) -> None:
     whole = {
         name: x.requires_grad_() for name, x in problem(is_delta, by_channel, sequence.batch, sequence.length).items()
     }
-    wanted, _ = recurrence(sequence, whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5)
+    wanted, ends = recurrence(sequence, whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5)
     grad_out = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.autograd.grad(wanted, list(whole.values()), grad_out)
 
     def body(rank: int) -> None:
         mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
-        out = layer(mine, mesh=dist.group.WORLD, scale=0.5, **sequence.options())
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "scale": 0.5, "method": method, **sequence.options()}
+        if method == "heads":
+            final: Any = layer(mine, output_final_state=True, **options)[1]
+            torch.testing.assert_close(final.detach(), ends.detach().squeeze(1), rtol=1e-5, atol=1e-5)
+        out = layer(mine, **options)
         grads = torch.autograd.grad(out, list(mine.values()), sequence.shard(grad_out, rank))
         torch.testing.assert_close(out.detach(), sequence.shard(wanted.detach(), rank), rtol=1e-5, atol=1e-5)
         for got, of_whole in zip(grads, expected, strict=True):
@@ -101,7 +113,7 @@ def test_ranks_have_the_results_and_gradients_of_one(is_delta: bool, by_channel:
 
 @each_kind
 def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, by_channel: bool) -> None:
-    q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
+    q, v = torch.zeros(1, 1, 3, 8, dtype=torch.float64), torch.zeros(1, 1, 3, 4, dtype=torch.float64)
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()):
         assert fla_recurrence._small_error(q, v, by_channel, is_delta) == ""
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended(1.1)):

@@ -292,7 +292,7 @@ def test_when_nothing_can_do_it_every_backend_says_why() -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(NotImplementedError) as caught:
         choose_backend(replace(CPU, v_head_dim=32))
     message = str(caught.value)
-    assert "4:4 heads of 64 (values of 32)" in message
+    assert "4:4 heads of 64/32" in message
     assert "FLASH_ATTENTION: head dims of q and v differ (64 and 32)" in message
     for name in ("MATH", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
         assert f"{name} is disabled by sdpa_kernel" in message

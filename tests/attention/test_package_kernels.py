@@ -7,9 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,11 +252,8 @@ def interval_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> Interv
 
 @pytest.fixture
 def flex(fresh: Patch) -> Patch:
-    """CPUs in place of the streams of GPUs, and tiles of any size."""
+    """Tiles of any size."""
     fresh.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
-    fresh.setattr(cudnn_flex, "_planning_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    fresh.setattr(cudnn_flex.PlannedTile, "_used_on_current_stream", lambda self, device: None)
-    fresh.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     return fresh
 
 

@@ -105,7 +105,7 @@ def _layers(rank: int) -> None:
         options: dict[str, Any] = {"mesh": mesh, "layout": HeadTail(), "cu_seqlens": cu_seqlens}
         k = torch.nn.functional.normalize(q, dim=-1)
         out, final = gated_delta_rule(
-            q, k, v * 2.0, g, g.exp(), initial_state=state, output_final_state=True, **options
+            q, k, v * 2.0, g, g.exp(), initial_state=state, output_final_state=True, method="heads", **options
         )  # fmt: skip
         out = out + linear_attention(q, k, v, g.unsqueeze(-1).expand_as(q), **options)
         entering = affine_scan(final, state, mesh=mesh, seq_len=4, layout=Striped(1), cu_seqlens=[0])

@@ -11,6 +11,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Balanced, Batched, Documents, Full, PerDocument, explain
+from cp_dtensor.api import explain as api
 from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.select import ROTATE_METHODS
@@ -120,6 +121,15 @@ def test_explain_prints_one_table_and_returns_what_is_in_it(capsys: pytest.Captu
     assert "over ring  over ulysses" in printed
     assert "assumed: ring: H200, NVLink 4, 330 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in printed
     assert "the first row within 5% of the fastest" in printed
+
+
+def test_a_process_group_of_gpus_is_measured_as_a_mesh_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api._torch, "uses_nccl", lambda group, device: device.type == "cuda")
+    monkeypatch.setattr(api, "axes_of", lambda ranks, device, itemsize: (axis(ranks.size, 123e9), None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    (found,) = run_ranks(1, lambda rank: explain(dist.group.WORLD, seq_len=4096, q_heads=8, quiet=True))
+    assert found.assumption == "measured: GPU; the group: 123 GB/s, shared memory"
 
 
 def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,15 +6,17 @@ import random
 
 import pytest
 import torch
+from support.cases import examples
 from support.package_kernels import check, check_interval_tiles, drawn, flash4, only_cudnn_flex, relative, tiles_of
 
 from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask, PrefixLM, SlidingWindow, Striped
-from cp_dtensor.attention.backends import cudnn_flex
+from cp_dtensor.attention.backends import cudnn_flex, interval
 from cp_dtensor.attention.backends.aten import CudnnAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, planned_tile
 from cp_dtensor.attention.backends.flash4 import PACKAGE as FLASH4
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
+from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
 from cp_dtensor.attention.backends.packages import Package, has_package_kernels
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, TileMask
 from cp_dtensor.tools.parsing import lognormal_documents
@@ -103,15 +105,46 @@ def test_flex_under_masks(kind: str, rank: int) -> None:
     check_interval_tiles(tiles_of(mask, LENGTH, batch, layout, rank), (8, 2), (128, 128))
 
 
-@needs_flex
-def test_flex_under_random_masks() -> None:
-    draw = random.Random()
-    for rank in (0, 1, 0, 1):
-        length = draw.randint(300, 1500)
-        documents = lognormal_documents(length, draw.randint(10, 400), 1.0, draw.randrange(1 << 30))
-        mask = documents & SlidingWindow(draw.randint(1, 300), draw.randint(0, 300))
-        print(length, mask)  # shown if it fails
-        check_interval_tiles(tiles_of(mask, length, 1, HeadTail(), rank), (8, 2), (128, 128))
+def any_mask(draw: random.Random, length: int) -> Mask:
+    """Returns a union of 1 to 4 masks of intervals; in some of them rows see nothing."""
+
+    def documents() -> Mask:
+        edges = sorted(draw.randint(0, length) for _ in range(draw.randint(2, 9)))
+        return Documents([0, *edges], within=window())  # rows behind the last one see nothing
+
+    def window() -> Mask:
+        return SlidingWindow(draw.randint(0, 200), draw.choice([0, draw.randint(0, 100)]))
+
+    def one() -> Mask:
+        return draw.choice(
+            [documents, window, lambda: PrefixLM(draw.randint(1, length)), lambda: documents() & window()]
+        )()
+
+    mask = one()
+    for _ in range(draw.randrange(4)):
+        mask = mask | one()
+    return mask
+
+
+@pytest.mark.timeout(1200)  # for many cases
+@pytest.mark.parametrize("kernel", [pytest.param("cudnn", marks=needs_flex), "triton"])
+def test_random_masks(kernel: str) -> None:
+    seed = random.randrange(1 << 30)
+    for case in range(seed, seed + examples(4)):
+        draw = random.Random(case)
+        length, batch = draw.randint(150, 700), draw.randint(1, 2)
+        masks = [any_mask(draw, length) for _ in range(batch)]
+        layout = draw.choice([HeadTail(), Contiguous(), Striped(8)])
+        heads, dims = draw.choice([((4, 2), (64, 64)), ((2, 2), (128, 128))])  # each pair is compiled once
+        print(case, length, masks, layout, heads, dims)  # shown if it fails
+        mask = masks[0] if batch == 1 else Batched(masks)
+        tiles = tiles_of(mask, length, batch, layout, draw.randrange(2))
+        if kernel == "cudnn" and tiles:
+            check_interval_tiles(tiles, heads, dims)
+        for tile in tiles if kernel == "triton" else ():
+            (first, last), (start, stop) = tile.q, tile.kv
+            shape = tile.batch[1] - tile.batch[0], *heads, last - first, stop - start
+            check(IntervalAttention(), tile.mask, shape, dims, seed=case)
 
 
 @needs_flex
@@ -126,17 +159,64 @@ def test_flex_of_other_dtypes_in_any_memory(dtype: torch.dtype, memory: str) -> 
     check_interval_tiles(tiles_of(DOCUMENTS, LENGTH, 1, HeadTail(), 0), (8, 2), (128, 128), dtype, memory=memory)
 
 
-@needs_flex
-def test_flex_of_a_million_tokens_against_our_kernels() -> None:
-    (tile,) = tiles_of(SlidingWindow(4096, 0), 1 << 20, 1, Contiguous(), 0, 1)
-    q, k, v = (drawn(1, heads, 1 << 20, 128, torch.bfloat16, seed) for seed, heads in enumerate((2, 1, 1)))
-    planned = planned_tile(tile.mask, Geometry.of(q, k, v))
-    assert planned is not None
-    assert planned.nbytes < 100 << 20
-    ours, _ = cudnn_flex._INTERVALS.forward(q, k, v, tile.mask, 0.1)
+@pytest.mark.parametrize("kernel", [pytest.param("cudnn", marks=needs_flex), "triton"])
+@pytest.mark.parametrize("kind", ["window", "documents"])
+def test_some_rows_and_columns_of_a_million_tokens(kernel: str, kind: str) -> None:
+    length, width = 1 << 20, 64
+    mask = SlidingWindow(4096, 0) if kind == "window" else lognormal_documents(length, 2048, 1.0)
+    (tile,) = tiles_of(mask, length, 1, Contiguous(), 0, 1)
+    q, k, v, grad_out = (drawn(1, heads, length, 128, torch.bfloat16, seed) for seed, heads in enumerate((2, 1, 1, 2)))
+    backend = CudnnFlexAttention() if kernel == "cudnn" else IntervalAttention()
+    if kernel == "cudnn":
+        planned = planned_tile(tile.mask, Geometry.of(q, k, v))
+        assert planned is not None
+        assert planned.nbytes < 100 << 20
     with only_cudnn_flex():
-        out, _ = CudnnFlexAttention().forward(q, k, v, tile.mask, 0.1)
-    assert relative(out, ours.double()) < 6e-3
+        out, lse = backend.forward(q, k, v, tile.mask, 0.1)
+        dq, dk, dv = backend.backward(grad_out, q, k, v, out, lse, tile.mask, 0.1)
+    intervals = tile_rows(tile.mask, q.device).mask.intervals
+    assert intervals is not None
+    lo, hi = (x.flatten().long() for x in intervals)
+
+    def weights(rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Softmax weights and their gradients, (2, rows, columns), in float64, from the lse of the kernel."""
+        column = torch.arange(length, device="cuda")[columns]
+        seen = (column >= lo[rows, None]) & (column < hi[rows, None])
+        queries, keys, values = q[0, :, rows].double(), k[0, :, columns].double(), v[0, :, columns].double()
+        found = (queries @ keys.mT * 0.1 - lse[0, :, rows, None].double()).exp() * seen
+        delta = (grad_out[0, :, rows].double() * out[0, :, rows].double()).sum(-1, keepdim=True)
+        return found, found * (grad_out[0, :, rows].double() @ values.mT - delta) * 0.1
+
+    for first in (0, length // 2 + 77, length - width):
+        rows = slice(first, first + width)
+        columns = slice(int(lo[rows].min()), int(hi[rows].max()))
+        found, slopes = weights(rows, columns)
+        assert float((found.sum(-1) - 1).abs().max()) < 1e-2, "the lse is that of these columns"
+        assert relative(out[0, :, rows], found @ v[0, :, columns].double()) < 6e-3
+        assert relative(dq[0, :, rows], slopes @ k[0, :, columns].double()) < 6e-3
+        columns, seeing = rows, ((lo < rows.stop) & (hi > rows.start)).nonzero()
+        rows = slice(int(seeing.min()), int(seeing.max()) + 1)
+        found, slopes = weights(rows, columns)
+        assert relative(dv[0, 0, columns], (found.mT @ grad_out[0, :, rows].double()).sum(0)) < 6e-3
+        assert relative(dk[0, 0, columns], (slopes.mT @ q[0, :, rows].double()).sum(0)) < 6e-3
+
+
+@needs_flex
+def test_dropped_plans_keep_their_memory_until_tiles_are_done() -> None:
+    tile, *_ = tiles_of(DOCUMENTS, LENGTH, 1, HeadTail(), 0)
+    rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
+    q, k, v = (drawn(1, *shape, 128, torch.bfloat16, 0) for shape in ((8, rows), (2, columns), (2, columns)))
+    with only_cudnn_flex():
+        want, _ = CudnnFlexAttention().forward(q, k, v, tile.mask, 0.1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # cycles: 0.1 s, in which the tile below waits
+        got, _ = CudnnFlexAttention().forward(q, k, v, tile.mask, 0.1)
+        interval._cached_rows.clear()
+        for seed in range(10):  # each may get the memory of the one before
+            cudnn_flex._planned.clear()
+            other, *_ = tiles_of(lognormal_documents(LENGTH, 50, 1.0, seed), LENGTH, 1, HeadTail(), 0)
+            assert planned_tile(other.mask, Geometry.of(q, k, v)) is not None
+    assert torch.equal(got, want)
 
 
 @needs_flex

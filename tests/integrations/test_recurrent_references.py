@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,17 +25,41 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def compare(ours: Any, theirs: Any, *tensors: torch.Tensor) -> None:
-    """Compares outputs and gradients at 3e-6, relative to the largest value: theirs subtract sums of decays."""
+class _Double:
+    """The module torch, in which float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def in_double(function: Any) -> Iterator[None]:
+    """Makes a function that casts to float32 cast to float64: its own rounding is up to 3e-6."""
+    names = inspect.unwrap(function).__globals__
+    with mock.patch.dict(names, {"torch": _Double()}), mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
+def compare(ours: Any, theirs: Any, function: Any, *tensors: torch.Tensor) -> None:
+    """Compares outputs and gradients with theirs in float64: ours in float32 at 1e-6 of the largest, in float64 1e-9.
+
+    `theirs` calls `function` of transformers.
+    """
+
+    def results(call: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
+        out = call(*leaves)
+        assert out.dtype == dtype
+        return [out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape, seed=99).to(dtype))]
 
     def body(rank: int) -> None:
-        results = []
-        for function in (ours, theirs):
-            leaves = [x.clone().requires_grad_() for x in tensors]
-            out = function(*leaves)
-            results.append([out.detach(), *torch.autograd.grad(out, leaves, normal(*out.shape, seed=99))])
-        for one, other in zip(*results, strict=True):
-            assert (one - other).abs().max() <= 3e-6 * max(1.0, float(other.abs().max()))
+        with in_double(function):
+            expected = results(theirs, torch.float64)
+        for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-9)):
+            for one, other in zip(results(ours, dtype), expected, strict=True):
+                assert (one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
 
     run_ranks(1, body)
 
@@ -44,7 +72,7 @@ def test_gated_delta_rule_of_qwen3_next(normed: bool) -> None:
     compare(
         lambda *x: gated_delta_rule(*x, mesh=dist.group.WORLD, use_qk_l2norm_in_kernel=normed),
         lambda *x: theirs(*x, use_qk_l2norm_in_kernel=normed)[0],
-        q, k, v, g, beta,
+        theirs, q, k, v, g, beta,
     )  # fmt: skip
 
 
@@ -53,7 +81,7 @@ def test_short_convolution_of_lfm2() -> None:
     compare(
         lambda x, weight, bias: causal_conv1d(x, weight, bias, mesh=dist.group.WORLD),
         lambda x, weight, bias: theirs(x.transpose(1, 2), weight, bias).transpose(1, 2),
-        normal(2, 9, 5), normal(5, 3, seed=1), normal(5, seed=2),
+        theirs, normal(2, 9, 5), normal(5, 3, seed=1), normal(5, seed=2),
     )  # fmt: skip
 
 
@@ -65,6 +93,7 @@ def test_scan_of_mamba2() -> None:
     compare(
         lambda x, dt, a, b, c, d, bias: mamba2(x, dt, a, b, c, D=d, dt_bias=bias, mesh=dist.group.WORLD, **options),
         lambda x, dt, a, b, c, d, bias: theirs(x, dt, a, b, c, 16, D=d, dt_bias=bias, **options),
+        theirs,
         *tensors,
     )
 
@@ -76,5 +105,5 @@ def test_delta_attention_of_kimi_linear() -> None:
     compare(
         lambda *x: kda(*x, mesh=dist.group.WORLD, use_qk_l2norm_in_kernel=True),
         lambda *x: theirs(*x, use_qk_l2norm_in_kernel=True)[0],
-        q, k, v, g, beta,
+        theirs, q, k, v, g, beta,
     )  # fmt: skip

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_dtensor.comm import select
 from cp_dtensor.comm.collective import AllGather, AllToAll, Staging
 from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
 from cp_dtensor.comm.symm_mem import SymmetricMemory
@@ -108,6 +112,13 @@ def test_elsewhere_the_choice_is_near_the_best(length: int, link_speed: float) -
 
 def test_one_rank_alone_sends_nothing() -> None:
     assert seconds(AllGather(), 8192, 1) > 0
+
+
+def test_links_are_not_measured_where_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "p2p_obstacle", lambda *_: None)
+    monkeypatch.setattr(select, "hardware_of", lambda *_: pytest.fail("measured"))
+    ranks: Any = SimpleNamespace(size=lambda: 8)
+    assert select.Auto().for_call(shape(8192, 8), ranks, torch.device("cuda")) == SymmetricMemory()
 
 
 def test_ranks_without_heads_choose_too() -> None:

@@ -168,9 +168,9 @@ def test_contiguous_is_not_balanced() -> None:
     assert causal_pairs(Contiguous(), 16, 4) == [10, 26, 42, 58]
 
 
-@pytest.mark.parametrize("block", [0, -1, 1.5, "2", None])
+@pytest.mark.parametrize("block", [0, -1, 1.5, "2", None, True])
 def test_stripes_need_a_block_of_at_least_one_token(block: object) -> None:
-    with pytest.raises(ValueError, match=f"expected block to be an integer >= 1, got {block!r}"):
+    with pytest.raises(ValueError, match=f"Striped expects block to be an integer >= 1, got {block!r}"):
         Striped(block)  # type: ignore[arg-type]
 
 

@@ -125,6 +125,7 @@ def test_masks_that_torch_has_kernels_of(mask: Mask, q_len: int, kv_len: int, pl
         (lambda: Documents([0, 2], torch.tensor(2)), r"cu_seqlens_k to be one list of integers, got tensor\(2\)"),
         (lambda: Documents.from_lengths(3), r"lengths to be one list of integers >= 0, got 3"),
         (lambda: Documents.from_lengths([3, -4]), r"lengths to be one list of integers >= 0, got \[3, -4\]"),
+        (lambda: Documents.from_lengths([[1, 2], [3]]), r"lengths to be one list .*, got \[\[1, 2\], \[3\]\]"),
         (lambda: Documents.from_lengths([3, 2.5]), r"lengths to be one list of integers >= 0, got \[3, 2.5\]"),
         (lambda: Documents.from_ids(3), r"ids to be a list or a tensor, \(S,\) or \(B, S\), got 3"),
         (lambda: Batched(Causal()), r"Batched expects a list, .* got one mask: Causal"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import sys
@@ -55,6 +56,7 @@ def _run(
     rank: int, ranks: int, port: int, program: Path | str, arguments: tuple[str, ...], folder: Path, output: Path
 ) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    gc.freeze()
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_USE_AGENT_STORE="True", CUDA_VISIBLE_DEVICES="")
     os.chdir(folder)

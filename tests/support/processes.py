@@ -6,6 +6,7 @@ Starting processes takes time, and processes keep their imports and compiled cod
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -27,7 +28,13 @@ from support.ranks import RanksFailed
 
 T = TypeVar("T")
 _START_SECONDS = 120
-_IMPORTED_ONCE = ["torch.distributed.tensor.parallel", "torch._inductor.compile_fx", "pytest", "hypothesis"]
+_IMPORTED_ONCE = [
+    "torch.distributed.tensor.parallel",
+    "torch._inductor.compile_fx",
+    "pytest",
+    "hypothesis",
+    "cp_dtensor",
+]
 
 
 class RemoteTraceback(Exception):
@@ -139,6 +146,7 @@ def way_to_start(backend: str) -> Any:
 
 def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
     """Main loop of a process: returns (result, error, traceback) of each body, until one raises or the pipe closes."""
+    gc.freeze()  # imported modules, which each garbage collection would visit
     torch.set_num_threads(1)
     device = None
     if backend == "nccl":

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
-_TIMEOUT_SECONDS = 10
+_TIMEOUT_SECONDS = 120 if torch.cuda.is_available() else 10  # on GPUs kernels are compiled
 _PATIENCE_SECONDS = 3  # time for other ranks to end by themselves after an error, before they are woken
 
 if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and looks for it on destruction
@@ -30,10 +30,15 @@ if torch.backends.cuda.is_built() and not torch.cuda.is_available():
 
 
 class RanksFailed(Exception):
-    """Error of some ranks; `errors` has the exception of each rank, None for ranks that returned."""
+    """Error of some ranks; `errors` has the exception of each rank, None for ranks that returned.
+
+    The message begins with errors of the ranks themselves: pytest's summary shows its first line. Other ranks were
+    waiting for them in a collective, which SystemExit ends.
+    """
 
     def __init__(self, errors: list[BaseException | None]) -> None:
-        super().__init__("\n".join(f"rank {rank}: {error!r}" for rank, error in enumerate(errors)))
+        by_rank = sorted(enumerate(errors), key=lambda each: each[1] is None or isinstance(each[1], SystemExit))
+        super().__init__("\n".join(f"rank {rank}: {error!r}" for rank, error in by_rank))
         self.errors = errors
 
 
@@ -70,7 +75,13 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
         for thread in threads:
             thread.join(_TIMEOUT_SECONDS)
             if thread.is_alive():
-                raise TimeoutError(f"ranks still run after {_TIMEOUT_SECONDS} s: a collective that not all have joined")
+                late = TimeoutError(
+                    f"ranks still run after {_TIMEOUT_SECONDS} s: a collective that not all have joined"
+                )
+                threaded.ProcessLocalGroup.exception_handle(late)  # or they would join collectives of the next test
+                for each in threads:
+                    each.join(_PATIENCE_SECONDS)
+                raise late
     _raise(errors)
     return results
 

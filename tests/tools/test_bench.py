@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.forked_programs import launch
 
 from cp_dtensor.comm.select import TRANSPORTS
 from cp_dtensor.tools.bench.cases import Case, Heads, grid
@@ -234,12 +233,9 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--seq-lens", "64", "--heads", "4:2", "--head-dim", "16", "--dtype", "float32", "--repeats", "3"]
     arguments += ["--warm-ms", "5"]
     arguments += ["--device", "cpu", "--graph", "--output", str(tmp_path / "out"), "--trace", str(tmp_path / "trace")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, "-m", "cp_dtensor", "bench", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    printed = launch(2, "cp_dtensor", "bench", *arguments, folder=tmp_path)
     report = (tmp_path / "out" / "bench.md").read_text()
-    assert report in done.stdout
+    assert report in printed
     assert "-m cp_dtensor bench --seq-lens 64 --heads 4:2" in report
     assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "trace").glob("ours-allgather-64-4x2-rank[01].json.gz"))) == 2
@@ -249,9 +245,9 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert {(each.method, each.pass_name) for each in found.rows} == {
         (each.name, pass_name) for each in expected for pass_name in ("fwd", "fwdbwd")
     }
-    assert "rows of 12 methods on 2 CPU ranks, 64 tokens, about" in done.stderr
-    assert "refused" not in done.stderr
-    assert f"[{sum(each.status == 'measured' for each in found.rows)}/" in done.stderr
+    assert "rows of 12 methods on 2 CPU ranks, 64 tokens, about" in printed
+    assert not re.search(r"^\[.*refused", printed, re.MULTILINE)  # no line of progress
+    assert f"[{sum(each.status == 'measured' for each in found.rows)}/" in printed
     for each in found.rows:
         assert each.method in report
         if each.method.startswith("torch-"):  # which has nothing for CPUs

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.tensors import aligned, current_stream, empty_in_order_of, unit_stride
+from cp_dtensor._torch.streams import Readers, made_beside
+from cp_dtensor._torch.tensors import aligned, empty_in_order_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
@@ -190,15 +191,10 @@ class PlannedTile:
 
     plan: Any
     """None for a tile whose plan would be too large."""
-    tensors: tuple[Tensor, ...] = ()
-    """The plan's memory. It was allocated on the stream that made the plan."""
+    nbytes: int = 0
+    """Bytes of the plan."""
+    readers: Readers | None = None
     _kernels: dict[Any, Any] = field(default_factory=dict)
-    _streams: set[int] = field(default_factory=set)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plan."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
     def forward_kernel(self, *tensors: Tensor) -> Any | None:
         """The kernel for q, k, v, out and lse of these strides; None if it would be new under CUDA graph capture."""
@@ -210,7 +206,8 @@ class PlannedTile:
         return self._kernel(tensors, lambda: _functions().backward(*tensors, self.plan))
 
     def _kernel(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any | None:
-        self._used_on_current_stream(tensors[0].device)
+        assert self.readers is not None
+        self.readers.add_current()
         key = tuple(tensor.stride() for tensor in tensors)
         kernel = self._kernels.get(key)
         if kernel is None and not capturing():
@@ -219,14 +216,6 @@ class PlannedTile:
                 kernel.check_support()
                 kernel.compile()
         return kernel
-
-    def _used_on_current_stream(self, device: torch.device) -> None:
-        """Keeps the plan's memory, once it is dropped, until the work on this stream is done."""
-        handle = _torch.current_stream_handle(device)
-        if handle not in self._streams and not capturing():  # captured plans are pinned in the cache
-            self._streams.add(handle)
-            for tensor in self.tensors:
-                tensor.record_stream(current_stream(device))
 
 
 _planned = LRUCache[PlannedTile](MOST_BYTES, least=1, pins=capturing)
@@ -245,24 +234,23 @@ def planned_tile(mask: TileMask, geometry: Geometry) -> PlannedTile | None:
 
 
 def _plan_tile(mask: IntervalMask, geometry: Geometry) -> PlannedTile:
-    """Makes a plan on a stream of its own, and waits for it: any stream may use it."""
+    """Makes a plan beside the current stream, which may have much to do yet. Any stream may use it."""
     row_mask = tile_rows(mask, geometry.device).mask
-    stream = _planning_stream(geometry.device)
-    try:
-        with torch.cuda.stream(stream), quiet():
+
+    def made() -> PlannedTile:
+        with quiet():
             if plan_bytes(row_mask, geometry) > MOST_BYTES:
                 return PlannedTile(None)
             ends = end_points(row_mask, geometry)
             plan = _functions().create_mask_plan(ends, *geometry.samples(), build_backward=True)
-            stream.synchronize()
+        tensors = _functions().plan_tensors(plan)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        return PlannedTile(plan, nbytes, Readers(geometry.device, tensors))
+
+    try:
+        return made_beside(geometry.device, made)
     except torch.OutOfMemoryError:
         return PlannedTile(None)
-    return PlannedTile(plan, _functions().plan_tensors(plan))
-
-
-@lru_cache(maxsize=64)
-def _planning_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # beside attention that fills the device
 
 
 def end_points(mask: RowMask, geometry: Geometry) -> Tensor:

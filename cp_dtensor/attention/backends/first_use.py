@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,24 +84,29 @@ class SmallTile:
 
     def forward_error(self, forward: Callable[..., tuple[Tensor, ...] | None]) -> str:
         """Computes the tile by `AttentionBackend.forward` of a kernel; returns "" or what is wrong."""
-        return _errors(("out", "lse"), forward(*self.inputs, self.mask, self.scale), self.result)
+        return wrong_result(("out", "lse"), forward(*self.inputs, self.mask, self.scale), self.result)
 
     def backward_error(self, backward: Callable[..., tuple[Tensor, ...] | None]) -> str:
         """Computes the tile's gradients by `AttentionBackend.backward` of a kernel; returns "" or what is wrong."""
         (q, k, v), (out, lse) = self.inputs, self.result
         out = torch.empty_like(self.grad_out).copy_(out)
         grads = backward(self.grad_out, q, k, v, out, lse.float(), self.mask, self.scale)
-        return _errors(("dq", "dk", "dv"), grads, self.grads)
+        return wrong_result(("dq", "dk", "dv"), grads, self.grads)
 
 
-def _errors(names: tuple[str, ...], got: tuple[Tensor, ...] | None, expected: tuple[Tensor, ...]) -> str:
+def wrong_result(
+    names: Sequence[str], got: Sequence[Tensor] | None, expected: Sequence[Tensor], largest: float = LARGEST_ERROR
+) -> str:
+    """The first result of a small problem that differs from float64, in words; "" if none does by more than `largest`
+    of its largest element.
+    """
     if got is None:
-        return "a small tile is not computed"
+        return "a small problem is not computed"
     for name, one, other in zip(names, got, expected, strict=True):
         finite = other.isfinite()
         if one.shape != other.shape or not torch.equal(finite, one.isfinite()):
-            return f"{name} of a small tile has another shape, or is not finite where it should be"
+            return f"{name} of a small problem has another shape, or is not finite where it should be"
         error = float((one.double() - other)[finite].abs().max() / other[finite].abs().max().clamp(min=1e-2))
-        if error > LARGEST_ERROR:
-            return f"{name} of a small tile is wrong by {error:.1e} of its largest element"
+        if error > largest:
+            return f"{name} of a small problem is wrong by {error:.1e} of its largest element"
     return ""

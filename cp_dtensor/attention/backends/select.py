@@ -199,13 +199,13 @@ _choose = lru_cached(_chosen)
 
 def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -> None:
     """Logs the backend of full and causal tiles; a warning if it is torch's slowest one on a GPU, unasked."""
-    dims = f"{spec.head_dim}" if spec.head_dim == spec.v_head_dim else f"{spec.head_dim}/{spec.v_head_dim}"
     why = f" ({'; '.join(refusals)})" if refusals else ""
     is_asked_for = all(" is disabled " in each for each in refusals)
     falls_back = chosen.name == "MATH" and spec.device_type == "cuda" and not is_asked_for
     log_once(
         "attention", logging.WARNING if falls_back else logging.INFO,
-        f"{chosen.name} computes full and causal tiles of {spec.dtype}, head dim {dims}, on {spec.device_type}{why}",
+        f"{chosen.name} computes full and causal tiles of {spec.dtype}, head dim {spec.dims}, on {spec.device_type}"
+        f"{why}",
     )  # fmt: skip
 
 

@@ -1,0 +1,140 @@
+"""Cost model of recurrent layers: time, bytes and memory of each method. The same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from cp_dtensor.engine.cost_model import Axis, Estimate
+from cp_dtensor.plan.hardware import Hardware
+from cp_dtensor.plan.rows import SequenceLayout
+from cp_dtensor.spec.layouts import CachedHash, Contiguous, shard_lengths
+
+CHUNK = 64
+"""Tokens of a chunk of the kernels."""
+_BLOCK = 64
+"""Columns of the state that a thread block of the kernels has."""
+_TRAFFIC = 8.0
+"""Bytes that the kernels of forward take the time of, over those of q, k, v and the output. Counted from the tensors
+that flash-linear-attention's kernels read and write: 4; as many again for small matrix products."""
+_CHUNK_SECONDS = 1.5e-6
+"""Seconds of a chunk in the kernel that passes a state from chunk to chunk."""
+_BACKWARD = 2.5
+"""Time of backward over forward."""
+_LINK_SECONDS = 30e-6
+"""Host time to compose one map."""
+
+
+@dataclass(frozen=True)
+class RecurrenceSpec(CachedHash):
+    """A recurrent layer on one rank: all that its cost depends on."""
+
+    sequence: SequenceLayout
+    batch_size: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    token_bytes: int
+    """Bytes of a token's arguments, all heads."""
+    out_bytes: int
+    """Bytes of a token's output, all heads."""
+    is_delta: bool
+    """True if maps of states are matrices (delta rules), not diagonals."""
+    __hash__ = CachedHash.__hash__
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of the map of a run, in float32."""
+        width = self.key_dim if self.is_delta else 1
+        return 4 * self.batch_size * self.heads * self.key_dim * (width + self.value_dim)
+
+
+def slower_axis(axes: Sequence[Axis]) -> Axis:
+    """All ranks as one axis with the slowest links, which exchanges over all axes wait for."""
+    hardware = min((axis.hardware for axis in axes), key=lambda each: each.link_speed)
+    return Axis(math.prod(axis.size for axis in axes), hardware, shares_memory=False)
+
+
+def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = True) -> dict[str, Estimate]:
+    """An estimate for each method that the layer and the ranks allow; the first is preferred if times are equal.
+
+    Args:
+        axis: the ranks, see `slower_axis`.
+        one_axis: False for ranks along two mesh axes, which exchange no heads.
+    """
+    sequence = spec.sequence
+    found = {"scan": _scan(spec, sequence, axis)}
+    if one_axis and spec.heads % sequence.world_size == 0:
+        seconds = _local(
+            spec, sequence.seq_len, _longest(spec, sequence.seq_len), spec.heads // sequence.world_size,
+            spec.value_dim, axis.hardware,
+        )  # fmt: skip
+        found["heads"] = _exchanged("heads", spec, axis, seconds, _BACKWARD * seconds, 0.0, 0.0)
+    if max(_runs(sequence, rank)[0] for rank in range(sequence.world_size)) > 1:
+        there = SequenceLayout(Contiguous(), sequence.seq_len, sequence.world_size, 0, sequence.edges)
+        scan = _scan(spec, there, axis)
+        found["relayout"] = _exchanged(
+            "relayout", spec, axis, scan.forward, scan.backward, scan.outer_bytes, scan.memory
+        )  # fmt: skip
+    return found
+
+
+def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimate:
+    """A pass with more columns, which gives maps and queries of states; the exchange; and products with states."""
+    runs, longest = map(max, zip(*(_runs(sequence, rank) for rank in range(sequence.world_size)), strict=True))
+    tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size))
+    # Of a run with several documents, the first and the last go on elsewhere.
+    maps = runs * (2 if len(sequence.edges) > 2 else 1)
+    links, gathered = maps * axis.size, float(maps * axis.size * spec.map_bytes)
+    columns = spec.value_dim + (spec.key_dim if spec.is_delta else 0)
+    rows = float(spec.batch_size * tokens * spec.heads)
+    products = 2 * rows * (spec.key_dim + 4 * spec.value_dim) / axis.hardware.memory_speed
+    computed = _local(spec, tokens, _longest(spec, longest), spec.heads, columns, axis.hardware) + products
+    composed = links * _LINK_SECONDS + 3 * gathered / axis.hardware.memory_speed
+    received = gathered * (axis.size - 1) / axis.size
+    exchange = axis.hardware.link_latency + received / axis.hardware.link_speed
+    forward = computed + composed + exchange
+    backward = _BACKWARD * computed + 2 * composed + exchange
+    # Values with more columns, and outputs; without the delta rule queries in float32, and outputs.
+    widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * columns)
+    return Estimate("scan", "-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)
+
+
+def _exchanged(
+    method: str, spec: RecurrenceSpec, axis: Axis, forward: float, backward: float, received: float, memory: float
+) -> Estimate:  # fmt: skip
+    """The estimate of a layer whose arguments and output travel."""
+    sequence = spec.sequence
+    tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size)) * spec.batch_size
+    size = float(tokens * (spec.token_bytes + spec.out_bytes))
+    moved = size * (axis.size - 1) / axis.size
+    hardware = axis.hardware
+    seconds = 4 * hardware.link_latency + moved / hardware.link_speed + 4 * size / hardware.memory_speed
+    return Estimate(
+        method, "-", forward + seconds, backward + seconds, received + 2 * moved, 0.0, memory + 2 * size
+    )  # fmt: skip
+
+
+def _local(spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, hardware: Hardware) -> float:
+    """Seconds of the kernels of forward: bytes, and the chunks that follow each other in the passing of states."""
+    rows = float(spec.batch_size * tokens * heads)
+    moved = 2 * rows * 2 * (spec.key_dim + columns)
+    blocks = spec.batch_size * heads * -(-columns // _BLOCK)
+    steps = max(longest / CHUNK, tokens / CHUNK * blocks / hardware.multiprocessors)
+    return _TRAFFIC * moved / hardware.memory_speed + steps * _CHUNK_SECONDS
+
+
+def _longest(spec: RecurrenceSpec, run: int) -> int:
+    """Tokens of the longest piece of a run: a document, or the run."""
+    edges = (0, *spec.sequence.edges, spec.sequence.seq_len)
+    return min(run, max(stop - start for start, stop in pairwise(edges)))
+
+
+def _runs(sequence: SequenceLayout, rank: int) -> tuple[int, int]:
+    """The number of a rank's runs, about, and the length of the longest."""
+    segments = sequence.layout.segments(sequence.seq_len, rank, sequence.world_size, sequence.group)
+    filled = [each for each in segments if each.length]
+    count = sum(1 if each.is_contiguous else -(-each.length // each.block) for each in filled)
+    return count, max((each.length if each.is_contiguous else each.block for each in filled), default=0)

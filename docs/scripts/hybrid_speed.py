@@ -1,0 +1,339 @@
+"""Local work of sharded gated delta nets and KDA on one GPU: the price of scans, and of kernels with fewer heads.
+
+python docs/scripts/hybrid_speed.py --tokens 32768 262144 --seconds 90 --json speed.json
+
+Needs flash-linear-attention (package fla-core). Of every way to divide a layer over n ranks, one rank's part is timed,
+without exchanges:
+
+one GPU     the package's kernel, all heads, all tokens
+scan        this library's: the map of 1/n of the tokens, and their outputs by the entering state
+cp_context  the package's own context parallelism of 1/n of the tokens, on a rank in the middle
+heads       the package's kernel, 1/n of the heads, all tokens
+torch       this library's torch operations on one GPU, 1/8 of the heads
+
+"of ideal" is the time on one GPU, over n times that of the part. Results are compared with float64 first. Processes
+compile the kernels side by side; only `--settings` of each kernel's settings are tried (0: all, minutes). What does not
+fit in memory or in `--seconds` is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from cp_dtensor.attention.fla_recurrence import FlaRecurrence
+from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence
+from cp_dtensor.tools.bench.report import markdown_table
+
+KERNELS = {
+    "gated delta net": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "KDA": ("fla.ops.kda", "chunk_kda"),
+}
+RANKS = (2, 4)
+WIDTH = 128
+CHECKED = 512
+"""Tokens of the comparison with float64."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Tensors = list[torch.Tensor]
+
+
+def main() -> None:
+    """Prints the table; ends with status 1 if a result is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 262144])
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--settings", type=int, default=2, help="settings that are tried of each kernel, 0 for all")
+    parser.add_argument("--seconds", type=float, default=90, help="rows that would begin later are left out")
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--compile", nargs=2, metavar=("KIND", "PART"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    begun = time.perf_counter()
+    _limit_settings(arguments.settings)
+    if arguments.compile:
+        kind, part = arguments.compile
+        _passes(_parts(kind)[part], *_problem(kind, CHECKED, _heads(part, arguments.heads)))
+        return
+    print(f"torch {torch.__version__}, {_device_name()}, {arguments.heads} heads of {WIDTH}", flush=True)
+    compiled = _compiled_side_by_side(arguments)
+    print(f"kernels compiled after {time.perf_counter() - begun:.0f} s", *compiled, sep="\n", flush=True)
+    errors = [line for kind in KERNELS for line in _checked(kind, arguments.heads)]
+    print(*errors, sep="\n", flush=True)
+    rows = list(_measured(arguments, begun))
+    print(markdown_table(tuple(rows[0]), [tuple(row.values()) for row in rows]) if rows else "nothing was timed")
+    print(f"{time.perf_counter() - begun:.0f} s in all")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"device": _device_name(), "errors": errors, "rows": rows}, indent=1))
+    sys.exit(any("WRONG" in line for line in errors))
+
+
+def _measured(arguments: argparse.Namespace, begun: float) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the table."""
+    for tokens in arguments.tokens:
+        for kind in KERNELS:
+            alone: tuple[float, float] | None = None
+            for part in _parts(kind):
+                if part == "torch" and tokens > 32768:
+                    continue
+                name, _, ranks = part.partition(" of ")
+                count, local = int(ranks or 1), tokens
+                if name in ("scan", "cp_context"):
+                    local = tokens // count
+                row: dict[str, Any] = {"layer": kind, "tokens": tokens, "part": part}
+                if time.perf_counter() - begun > arguments.seconds:
+                    yield {**row, "forward ms": "no time", "both ms": "", "of ideal": "", "GiB": ""}
+                    continue
+                try:
+                    problem = _problem(kind, local, _heads(part, arguments.heads))
+                    forward, both, memory = _timed(_parts(kind)[part], *problem)
+                except Exception as error:  # out of memory, or a kernel that does not compile here
+                    text = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+                    yield {**row, "forward ms": text, "both ms": "", "of ideal": "", "GiB": ""}
+                    continue
+                finally:
+                    problem = ()
+                    if DEVICE.type == "cuda":
+                        torch.cuda.empty_cache()
+                if part == "one GPU":
+                    alone = forward, both
+                ideal = ""
+                if alone is not None and part != "torch":
+                    ideal = " ".join(
+                        f"{100 * one / (count * mine):.0f}%" for one, mine in zip(alone, (forward, both), strict=True)
+                    )
+                times = {"forward ms": f"{1e3 * forward:.2f}", "both ms": f"{1e3 * both:.2f}"}
+                yield {**row, **times, "of ideal": ideal, "GiB": f"{memory:.1f}"}
+
+
+def _parts(kind: str) -> dict[str, Callable[..., Tensors]]:
+    """By name: the results of a part, of q, k, v, g, beta and an entering state."""
+    parts: dict[str, Callable[..., Tensors]] = {"one GPU": lambda *x: _alone(kind, *x)}
+    for ranks in RANKS:
+        parts[f"scan of {ranks}"] = lambda *x: _scan(FlaRecurrence, *x)
+        parts[f"cp_context of {ranks}"] = lambda *x: _cp_context(kind, _Group(1, 3), *x[:5])
+        parts[f"heads of {ranks}"] = lambda *x: _alone(kind, *x)
+    parts["torch"] = lambda *x: [_recurrence(ChunkedRecurrence, *x[:5]).outputs([x[5]])[0]]
+    return parts
+
+
+def _heads(part: str, heads: int) -> int:
+    if part == "torch":
+        return max(heads // 8, 1)
+    return heads // int(part.split()[-1]) if part.startswith("heads") else heads
+
+
+def _alone(kind: str, *tensors: torch.Tensor) -> Tensors:
+    q, k, v, g, beta, _ = tensors
+    module, name = KERNELS[kind]
+    return [getattr(import_module(module), name)(q, k, v, g=g, beta=beta, scale=WIDTH**-0.5)[0]]
+
+
+def _recurrence(
+    recurrence: type[ChunkedRecurrence | FlaRecurrence], *layer: torch.Tensor
+) -> ChunkedRecurrence | FlaRecurrence:
+    q, k, v, g, beta = layer
+    chunk = BY_CHANNEL_CHUNK if g.dim() == 4 else CHUNK
+    return recurrence.of(q, k, v, g, beta, WIDTH**-0.5, [q.size(1)], chunk)
+
+
+def _scan(recurrence: type[ChunkedRecurrence | FlaRecurrence], *tensors: torch.Tensor) -> Tensors:
+    *layer, entering = tensors
+    prepared = _recurrence(recurrence, *layer)
+    return [*prepared.maps([0]), prepared.outputs([entering])[0]]
+
+
+@dataclass
+class _Group:
+    """Stands for a process group: all-gathers find what other ranks have sent before, and zeros else."""
+
+    rank: int
+    size: int
+    sent: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """By index of the all-gather and rank; ranks of a group share it."""
+    gathers: int = 0
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        self.sent[self.gathers, self.rank] = mine
+        found = [self.sent.get((self.gathers, rank), torch.zeros_like(mine)) for rank in range(self.size)]
+        self.gathers += 1
+        return torch.stack(found)
+
+
+def _cp_context(kind: str, group: _Group, *layer: torch.Tensor) -> Tensors:
+    q, k, v, g, beta = layer
+    module, name = KERNELS[kind]
+    kernel, context = getattr(import_module(module), name), import_module("fla.ops.cp.context")
+    edges = torch.tensor([0, q.size(1)], dtype=torch.int32, device=q.device)
+    around = context.FLACPContext(
+        group=group, cu_seqlens=edges, cu_seqlens_cpu=edges.cpu(), is_first_rank=group.rank == 0,
+        is_last_rank=group.rank == group.size - 1, pre_num_ranks=group.rank,
+        post_num_ranks=group.size - 1 - group.rank,
+    )  # fmt: skip
+    exchange: Any = import_module("fla.ops.cp.chunk_delta_h")
+    exchange.all_gather_into_tensor = lambda mine, group: (group.gather(mine), None)
+    exchange.dist = SimpleNamespace(get_rank=lambda group: group.rank, get_world_size=lambda group: group.size)
+    return [kernel(q, k, v, g=g, beta=beta, scale=WIDTH**-0.5, cu_seqlens=edges, cp_context=around)[0]]
+
+
+def _problem(kind: str, tokens: int, heads: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v, g, beta and an entering state that have gradients."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(1, tokens, heads, *shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+
+    q, k, v = normal(WIDTH), F.normalize(normal(WIDTH), dim=-1), normal(WIDTH)
+    g = 0.02 * F.logsigmoid(normal(WIDTH) if kind == "KDA" else normal()).float()  # so that states pass through
+    entering = torch.randn(1, heads, WIDTH, WIDTH, generator=generator, device=DEVICE)
+    return tuple(x.requires_grad_() for x in (q, k, v, g, normal().sigmoid(), entering))
+
+
+def _passes(part: Callable[..., Tensors], *leaves: torch.Tensor) -> None:
+    _backward(part(*leaves), leaves)
+
+
+def _backward(results: Tensors, leaves: tuple[torch.Tensor, ...]) -> None:
+    torch.autograd.grad(results, leaves, [torch.ones_like(x) for x in results], allow_unused=True)
+
+
+def _timed(part: Callable[..., Tensors], *leaves: torch.Tensor) -> tuple[float, float, float]:
+    """Seconds of forward and of both passes, medians, and the most memory in GiB."""
+    _passes(part, *leaves)  # kernels choose their settings
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    forward, both = [], []
+    for _ in range(3):
+        started = _now()
+        results = part(*leaves)
+        middle = _now()
+        _backward(results, leaves)
+        del results
+        both.append(_now() - started)
+        forward.append(middle - started)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else 0.0
+    return statistics.median(forward), statistics.median(both), memory
+
+
+def _now() -> float:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# Comparison with float64
+
+
+def _checked(kind: str, heads: int) -> Iterator[str]:
+    """Yields a line for each part with its largest error, relative to the largest element."""
+    leaves = _problem(kind, CHECKED, heads)
+    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
+    grad = torch.randn(leaves[2].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    truth = _scan(ChunkedRecurrence, *wide)
+    grads = [*(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) for x in truth[:2]), grad]
+    yield _line(kind, "scan", _scan(FlaRecurrence, *leaves), leaves, truth, wide, grads)
+    truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])[0]]
+    yield _line(kind, "one GPU", _alone(kind, *leaves), leaves[:5], truth, wide[:5], [grad])
+    # Two ranks, one after the other: backward of the second one first.
+    truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])[0]]
+    halves = [[x.detach().chunk(2, 1)[rank].contiguous().requires_grad_() for x in leaves[:5]] for rank in range(2)]
+    first = _Group(0, 2)
+    second = _Group(1, 2, first.sent)
+    outs = [_cp_context(kind, group, *half)[0] for group, half in zip((first, second), halves, strict=True)]
+    found = [
+        torch.autograd.grad(outs[rank], halves[rank], grad.chunk(2, 1)[rank].to(outs[rank].dtype)) for rank in (1, 0)
+    ]
+    together = [torch.cat([one, other], 1) for other, one in zip(*found, strict=True)]
+    expected = torch.autograd.grad(truth, wide[:5], grad.double())
+    yield _compared(kind, "cp_context", [torch.cat(outs, 1), *together], [*truth, *expected])
+
+
+def _line(
+    kind: str, part: str, results: Tensors, leaves: tuple[torch.Tensor, ...], truth: Tensors,
+    wide: tuple[torch.Tensor, ...], grads: Tensors,
+) -> str:  # fmt: skip
+    got = torch.autograd.grad(results, leaves, [x.to(y.dtype) for x, y in zip(grads, results, strict=True)])
+    expected = torch.autograd.grad(truth, wide, [x.double() for x in grads])
+    return _compared(kind, part, [*results, *got], [*truth, *expected])
+
+
+def _compared(kind: str, part: str, got: Tensors, expected: Tensors) -> str:
+    errors = [
+        float((x.detach() - y.detach()).abs().max() / y.detach().abs().max())
+        for x, y in zip(got, expected, strict=True)
+    ]
+    verdict = "right" if all(error <= 3e-2 for error in errors) else "WRONG"
+    return f"{kind}, {part}: {verdict}, errors {', '.join(f'{error:.1e}' for error in errors)}"
+
+
+# Kernels of the package
+
+
+def _limit_settings(count: int) -> None:
+    """Makes kernels try some settings only, each three times: all of them take minutes to compile."""
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # timings of processes side by side
+    if not count or DEVICE.type != "cuda":
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def few(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
+        places = {int((place + 0.5) * len(configs) / count) for place in range(count)}
+        some = [configs[place] for place in sorted(places)]
+        original(self, fn, names, some, *arguments, **{**options, "do_bench": _quick})
+
+    mock.patch.object(Autotuner, "__init__", few).start()
+
+
+def _quick(call: Callable[[], object], quantiles: list[float] | None = None, **options: Any) -> list[float]:
+    """Milliseconds of a call, as `triton.testing.do_bench` returns them."""
+    call()
+    times = []
+    for _repeat in range(3):
+        started = _now()
+        call()
+        times.append(1e3 * (_now() - started))
+    return [statistics.median(times)] * len(quantiles or [0.5])
+
+
+def _compiled_side_by_side(arguments: argparse.Namespace) -> list[str]:
+    """Fills the cache of compiled kernels by a process for each kind and part; returns errors."""
+    if DEVICE.type != "cuda":
+        return []
+    options = [f"--heads={arguments.heads}", f"--settings={arguments.settings}"]
+    parts = ["one GPU", "scan of 2", "cp_context of 2", "heads of 2", "heads of 4"]  # others have the same kernels
+    started = [
+        (kind, part, subprocess.Popen(
+            [sys.executable, __file__, *options, "--compile", kind, part], stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True,
+        ))
+        for kind in KERNELS for part in parts
+    ]  # fmt: skip
+    errors = []
+    for kind, part, process in started:
+        text = process.communicate()[1].strip().splitlines()
+        if process.returncode:
+            errors.append(f"{kind}, {part}: {text[-1][:200] if text else 'failed'}")
+    return errors
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+
+
+if __name__ == "__main__":
+    main()

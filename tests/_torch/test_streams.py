@@ -1,0 +1,72 @@
+"""Tensors made beside the current stream, with stand-ins for streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cp_dtensor._torch import streams
+
+GPU = torch.device("cuda:0")
+
+
+class Streams:
+    """Records what is launched, waited for and noted on which stream."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current, self.is_capturing, self.seen = "compute", False, list[tuple[str, str]]()
+        beside = SimpleNamespace(synchronize=lambda: self.seen.append(("waited", "beside")))
+        patch.setattr(streams, "_stream_beside", lambda device: beside)
+        patch.setattr(streams, "capturing", lambda: self.is_capturing)
+        patch.setattr(streams, "current_stream_handle", lambda device: hash(self.current))
+        patch.setattr(streams, "current_stream", lambda device: self.current)
+        patch.setattr(torch.cuda, "stream", lambda stream: self.on("beside"))
+
+    @contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        before, self.current = self.current, name
+        yield
+        self.current = before
+
+    def tensor(self) -> Any:
+        """A tensor made on the current stream."""
+        self.seen.append(("made", self.current))
+        return SimpleNamespace(record_stream=lambda stream: self.seen.append(("read", stream)))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+def test_the_host_waits_for_the_stream_beside_alone(fake: Streams) -> None:
+    streams.made_beside(GPU, fake.tensor)
+    assert fake.seen == [("made", "beside"), ("waited", "beside")]
+    assert fake.current == "compute"
+
+
+def test_each_reading_stream_is_noted_once(fake: Streams) -> None:
+    readers = streams.Readers(GPU, [fake.tensor(), fake.tensor()])
+    fake.seen.clear()
+    for name in ("compute", "other", "compute", "other"):
+        with fake.on(name):
+            readers.add_current()
+    assert fake.seen == [("read", "compute")] * 2 + [("read", "other")] * 2
+
+
+def test_capture_sees_every_launch_and_notes_nothing(fake: Streams) -> None:
+    fake.is_capturing = True
+    streams.Readers(GPU, [streams.made_beside(GPU, fake.tensor)]).add_current()
+    assert fake.seen == [("made", "compute")]
+    fake.is_capturing = False
+
+
+def test_cpus_have_no_streams(fake: Streams) -> None:
+    cpu = torch.device("cpu")
+    streams.Readers(cpu, [streams.made_beside(cpu, fake.tensor)]).add_current()
+    assert fake.seen == [("made", "compute")]

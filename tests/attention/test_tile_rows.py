@@ -1,0 +1,44 @@
+"""Tables of tiles under masks, beside the intervals of their masks row by row."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.package_kernels import tiles_of
+
+from cp_dtensor import Balanced, Batched, Contiguous, Documents, HeadTail, PrefixLM, SlidingWindow, Striped
+from cp_dtensor.attention.backends.interval import TileRows
+from cp_dtensor.plan.tiles import IntervalMask
+
+LENGTH = 61
+DOCUMENTS = Documents([0, 7, 7, 20, 48, LENGTH])
+LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(4), Balanced(DOCUMENTS, LENGTH)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_see_what_the_mask_says(layout: object) -> None:
+    draw = random.Random(1)
+    masks = [DOCUMENTS, SlidingWindow(9, 3), PrefixLM(11), DOCUMENTS & SlidingWindow(draw.randint(1, 12), 0)]
+    if not isinstance(layout, Balanced):
+        masks.append(Batched([DOCUMENTS, Documents([0, 3, 50])]))
+    for mask in masks:
+        batch = 2 if isinstance(mask, Batched) else 1
+        for tile in tiles_of(mask, LENGTH, batch, layout, draw.randrange(2)):  # type: ignore[arg-type]
+            assert isinstance(tile.mask, IntervalMask)
+            rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
+            tables = TileRows(tile.mask, torch.device("cpu"))
+            assert tables.mask.intervals is not None
+            lo, hi = (torch.atleast_2d(x) for x in tables.mask.intervals)
+            seen = torch.zeros(len(lo), columns, dtype=torch.bool)
+            for batch_row in range(len(lo)):
+                wanted = [
+                    span if span[0] < span[1] else (0, 0) for span in tile.mask.intervals(rows, columns, batch_row)
+                ]
+                assert list(zip(lo[batch_row].tolist(), hi[batch_row].tolist(), strict=True)) == wanted
+                for start, stop in wanted:
+                    seen[batch_row, start:stop] = True
+            value = torch.full((len(lo), 1, columns, 1), torch.nan)
+            (kept,) = tables.without_hidden(value)
+            assert torch.equal(kept[:, 0, :, 0].isnan(), seen), "0 in columns that no row sees"

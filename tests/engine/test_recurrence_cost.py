@@ -1,0 +1,144 @@
+"""Predictions of the methods of recurrent layers, beside what calls send, and `explain_recurrence`."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collectives import recorded_collectives
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, explain_recurrence, gated_delta_rule, linear_attention
+from cp_dtensor.engine import layers
+from cp_dtensor.engine.cost_model import Axis, fastest
+from cp_dtensor.engine.layers import LinearRecurrence
+from cp_dtensor.engine.recurrence_cost import RecurrenceSpec, recurrence_estimates
+from cp_dtensor.plan.hardware import Hardware
+from cp_dtensor.plan.rows import SequenceLayout
+
+NVLINK, NETWORK = Hardware.of("H200"), Hardware.of("H200, InfiniBand NDR")
+
+
+def spec(tokens: int, layout: Layout, ranks: int = 4, heads: int = 64) -> RecurrenceSpec:
+    """A gated delta net in bfloat16 with heads of 128."""
+    sequence = SequenceLayout(layout, tokens, ranks)
+    return RecurrenceSpec(sequence, 1, heads, 128, 128, heads * (3 * 256 + 6), heads * 256, is_delta=True)
+
+
+def chosen(given: RecurrenceSpec, hardware: Hardware, **options: Any) -> str:
+    axis = Axis(given.sequence.world_size, hardware, shares_memory=False)
+    return fastest(recurrence_estimates(given, axis, **options))
+
+
+def test_choices() -> None:
+    """Short sequences and fast links favour heads, slow links states; stripes have too many runs for states."""
+    assert chosen(spec(8192, HeadTail()), NVLINK) == "heads"
+    assert chosen(spec(131072, HeadTail()), NVLINK) == "scan"
+    assert chosen(spec(8192, HeadTail()), NETWORK) == "scan"
+    assert chosen(spec(32768, Striped(16)), NETWORK) == "heads"
+    assert chosen(spec(32768, Striped(16), heads=63), NETWORK) == "relayout"
+    assert chosen(spec(32768, Striped(16)), NVLINK, one_axis=False) == "relayout"
+    # Few heads of a long sequence leave a GPU idle.
+    assert chosen(spec(1 << 20, Contiguous(), heads=4), NVLINK) == "scan"
+
+
+@pytest.mark.parametrize("is_delta", [True, False])
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [(method, layout) for method in ("scan", "heads") for layout in (HeadTail(), Striped(1))]
+    + [("relayout", Striped(1))],  # how many rows stay depends on the layouts
+    ids=str,
+)
+def test_bytes_are_those_that_calls_send(layout: Layout, method: str, is_delta: bool) -> None:
+    """Of 16 tokens a rank. Ranks keep a quarter of what they exchange."""
+
+    def body(rank: int) -> None:
+        q, k, v = (torch.randn(2, 16, 4, dim, requires_grad=True) for dim in (3, 3, 5))
+        g, beta = -torch.rand(2, 16, 4), torch.rand(2, 16, 4)
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "layout": layout, "seq_len": 64, "method": method}
+        out = gated_delta_rule(q, k, v, g, beta, **options) if is_delta else linear_attention(q, k, v, g, **options)
+        out.sum().backward()  # type: ignore[union-attr]
+
+    with recorded_collectives() as collectives:
+        run_ranks(4, body)
+    sent = sum(x.nbytes for each in collectives if each.rank == 0 for x in each.sent)
+    numbers = 4 * (3 + 3 + 5 + 1 + is_delta)
+    given = RecurrenceSpec(SequenceLayout(layout, 64, 4), 2, 4, 3, 5, 4 * numbers, 4 * 4 * 5, is_delta)
+    found = recurrence_estimates(given, Axis(4, NVLINK, shares_memory=False))[method]
+    if method == "relayout":  # of rows, what stays is not sent; a map to each rank, and the sums of all
+        states = (1 + 4) * given.map_bytes
+        assert found.outer_bytes == sent - states + 2 * 3 * given.map_bytes
+    elif method == "heads":
+        assert found.outer_bytes == sent * 3 / 4
+    else:  # an all-gather sends a rank's maps to three others; a reduce-scatter has those of all four
+        runs = 2 if layout == HeadTail() else 16
+        assert sent == (1 + 4) * runs * given.map_bytes
+        assert found.outer_bytes == 2 * 3 * runs * given.map_bytes
+
+
+def test_the_call_takes_what_is_predicted() -> None:
+    """As on GPUs, where links are measured."""
+    taken: list[str] = []
+
+    def by(name: str) -> Any:
+        method = layers.METHODS[name]
+
+        def call(*arguments: Any) -> Any:
+            taken.append(name)
+            return method(*arguments)
+
+        return call
+
+    def body(rank: int) -> None:
+        q, k, v = (torch.randn(1, 8, 4, 2) for _ in range(3))
+        linear_attention(q, k, v, mesh=dist.group.WORLD, layout=Striped(1))
+
+    with (
+        mock.patch.object(layers, "METHODS", {name: by(name) for name in layers.METHODS}),
+        mock.patch.object(LinearRecurrence, "_is_predicted", return_value=True),
+        mock.patch.object(layers, "axes_of", return_value=(Axis(2, NVLINK, shares_memory=False), None)),
+    ):
+        run_ranks(2, body)
+    assert taken == ["heads", "heads"]
+
+
+def test_explain_recurrence(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> None:
+        axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_node", "cp_gpu"))
+        options: dict[str, Any] = {"seq_len": 4096, "heads": 64}
+        one = explain_recurrence(dist.group.WORLD, **options, hardware="H100", layer="kda", cu_seqlens=[0, 9, 4096])  # type: ignore[arg-type]
+        assert list(one.methods) == ["scan", "heads", "relayout"]
+        assert one.chosen == "heads"
+        assert list(explain_recurrence(axes, **options, layout=Contiguous(), quiet=True).methods) == ["scan"]
+
+    run_ranks(4, body)
+    first, assumption, header, *rows, rule = capsys.readouterr().out.splitlines()
+    assert first.startswith("kda of 4,096 tokens on 4 ranks, 64 heads of 128/128, batch 1, torch.bfloat16, HeadTail()")
+    assert "H100" in assumption
+    assert header.split("  ")[0] == "method"
+    assert [row.split()[0] for row in rows] == ["scan", "heads", "relayout"]
+    assert rule.startswith('* chosen by method="auto"')
+    assert "K/V" not in rule
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"layer": "mamba"},
+            "expected layer to be one of gated_delta_rule, kda, linear_attention, mamba2, got 'mamba'",
+        ),
+        ({"heads": 0}, "expected heads to be an integer >= 1, got 0"),
+        ({"key_heads": 3}, "expected heads to be a multiple of key_heads, got 4 and 3"),
+    ],
+)
+def test_explain_recurrence_refuses(changed: dict[str, Any], message: str) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(ValueError, match=message):
+            explain_recurrence(dist.group.WORLD, **{"seq_len": 8, "heads": 4, **changed})  # type: ignore[arg-type]
+
+    run_ranks(1, body)
