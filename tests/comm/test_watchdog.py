@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
+from support.settings_state import PatchedTorch, thread_state
 from support.shared_memory import shared_memory
+from support.steps import Injected, Steps, raise_injected
 
 from cp_dtensor import Contiguous, PeerError, ring_attention, ulysses_attention
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm import watchdog
-from cp_dtensor.comm.flags import Flag, WaitStatus
+from cp_dtensor.comm.flags import Flag, Flags, WaitStatus
+from cp_dtensor.engine.ring import RingPlan
 
 PROBLEM = Problem(16, 16, q_heads=2, kv_heads=2)
 RANKS, ABSENT = 3, 2
@@ -117,6 +120,37 @@ def test_another_group_is_right_afterwards() -> None:
 
     with shared_memory(timeout=0.5):
         check_right(run_ranks(RANKS, body))
+
+
+@all_methods
+@pytest.mark.parametrize("number", range(0, 12, 2))
+def test_a_rank_raises_within_a_call(method: str, number: int) -> None:
+    """Afterwards what torch has is as before, and another group is right."""
+    steps = Steps()  # flags are set or waited for, tiles are computed
+
+    def body(rank: int) -> tuple[torch.Tensor, ...]:
+        group = dist.new_group(list(range(RANKS)))
+        attend(rank, method, group)  # maps memory, which all ranks do together
+        workspaces._current[group]._waits._seconds = 0.25
+        dist.barrier()
+        if rank == ABSENT:
+            with pytest.raises(Injected), steps.acting_at(number, raise_injected):
+                attend(rank, method, group)
+        else:
+            with suppress(PeerError):
+                attend(rank, method, group)
+            with pytest.raises(PeerError, match=rf"rank {ABSENT} \(global rank {ABSENT}\), whose process"):
+                again_and_again(rank, group)
+        return attend(rank, method, dist.group.WORLD)
+
+    def again_and_again(rank: int, group: Any) -> None:
+        for _ in range(3):  # an error at a late step leaves flags that are set
+            attend(rank, method, group)
+
+    before = PatchedTorch.now(), thread_state()
+    with shared_memory(), steps.counted((Flags, "submit"), (RingPlan, "results"), (RingPlan, "gradients")):
+        check_right(run_ranks(RANKS, body))
+    assert (PatchedTorch.now(), thread_state()) == before
 
 
 def test_calls_after_a_larger_workspace_was_mapped_raise_too() -> None:
