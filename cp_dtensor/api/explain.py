@@ -82,6 +82,8 @@ class Explanation:
             )
             for name, each in self.methods.items()
         ]
+        if all(each.transport == "-" for each in self.methods.values()):  # no rings
+            header, *rows = ((row[0], *row[2:]) for row in (header, *rows))
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)

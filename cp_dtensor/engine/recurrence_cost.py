@@ -95,7 +95,9 @@ def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimat
     exchange = axis.hardware.link_latency + received / axis.hardware.link_speed
     forward = computed + composed + exchange
     backward = _BACKWARD * computed + 2 * composed + exchange
-    return Estimate("-", forward, backward, 2 * received, 0.0, 2 * gathered)
+    # Values with more columns, and outputs; without the delta rule queries in float32, and outputs.
+    widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * columns)
+    return Estimate("-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)
 
 
 def _exchanged(
