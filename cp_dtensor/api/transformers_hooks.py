@@ -282,7 +282,7 @@ def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, dev
     """The block mask of a model's mask, for the whole sequence."""
     value = mask.mask_for(config)
     q_len, kv_len = mask.whole
-    rows = [_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
+    rows = [_key_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
     most = max(lo.size(0) for lo, _ in rows)
     ends = torch.stack(
         [torch.stack([torch.cat([each, each.new_zeros(most - each.size(0), q_len)]) for each in pair]) for pair in rows]
@@ -300,7 +300,7 @@ def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, dev
     return create_block_mask(mask_mod, size, None, q_len, kv_len, device=device, _compile=device.type == "cuda")
 
 
-def _ends(mask: Mask, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _key_ends(mask: Mask, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """First and last + 1 key of each query, (sets, queries) each; 0 and 0 where there is none."""
     sets = mask.interval_sets(q_len, kv_len) or ((),)
     lo, hi = (torch.zeros(len(sets), q_len, dtype=torch.int64, device="cpu") for _ in range(2))
