@@ -195,7 +195,7 @@ def whole_positions(position_ids: torch.Tensor, batch_size: int, config: Attenti
 def refuse_counted_positions(
     whole: torch.Tensor, config: AttentionConfig, are_given: Callable[[], bool] = lambda: False
 ) -> None:
-    """Refuses position ids (B, S) that ranks have counted in their shards, unless `are_given()`; on every rank alike."""
+    """Refuses position ids (B, S) that ranks counted in their shards, unless `are_given()`; on every rank alike."""
     length, ranks = whole.size(1), range(config.ranks.size)
     by_rank = [config.layout.segments(length, rank, len(ranks), 0) for rank in ranks]
     parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
