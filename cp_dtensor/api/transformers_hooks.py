@@ -210,15 +210,20 @@ def _preprocessed(
 
 def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
     """Refuses position ids that a model has counted in each shard, unless a buffer of the context has them."""
-    given = any(
-        shard.buffer.tensor.dtype == position_ids.dtype
-        and shard.buffer.tensor.numel()
-        and shard.buffer.tensor.size(-1) == position_ids.size(-1)
-        and torch.equal(shard.buffer.tensor.reshape(-1, position_ids.size(-1))[0], position_ids[0])
-        for shard in context.buffers
-    )
-    if not given:
-        refuse_counted_positions(whole, context.config)
+    length = position_ids.size(-1)
+
+    def are_given() -> bool:
+        given = not length or any(
+            shard.buffer.tensor.dtype == position_ids.dtype
+            and shard.buffer.tensor.numel()
+            and shard.buffer.tensor.size(-1) == length
+            and torch.equal(shard.buffer.tensor.reshape(-1, length)[0], position_ids[0])
+            for shard in context.buffers
+        )
+        # The first rank's part of arange(seq_len) is what the model has counted.
+        return all(context.config.ranks.gather_integers(int(given), position_ids.device))
+
+    refuse_counted_positions(whole, context.config, are_given)
 
 
 def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:
