@@ -18,7 +18,7 @@ import cp_dtensor
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 README = ROOT / "README.md"
-MASKS = ROOT / "docs" / "masks.md"
+MODIFIERS = ROOT / "docs" / "modifiers.md"
 PACKED = ROOT / "docs" / "packed.md"
 MLA = ROOT / "docs" / "mla.md"
 HYBRID = ROOT / "docs" / "hybrid.md"
@@ -38,10 +38,10 @@ def test_python_blocks_compile(path: Path) -> None:
             compile(block, f"{path.name}, Python block {number}", "exec")
 
 
-@pytest.mark.parametrize("block", [*blocks(MASKS, "python"), *blocks(PACKED, "python")])
+@pytest.mark.parametrize("block", [*blocks(MODIFIERS, "python"), *blocks(PACKED, "python")])
 def test_programs_about_masks_run_on_four_ranks(block: str) -> None:
     """They compare with one device themselves."""
-    program = compile(block, "masks.md or packed.md", "exec")
+    program = compile(block, "modifiers.md or packed.md", "exec")
     run_ranks(4, lambda _rank: exec(program, {}))
 
 

@@ -76,7 +76,7 @@ def context_parallel_attention(
             `set_rotate_method`); None is the process default.
         deterministic: True: equal inputs give equal bits on GPUs too, forward and backward, as under
             `torch.use_deterministic_algorithms(True)`. Plain masks then run on FlashAttention-4 where it is
-            installed, else on our own kernels, which are slower than cuDNN's (docs/masks.md).
+            installed, else on our own kernels, which are slower than cuDNN's (docs/kernels.md).
         return_lse: True also returns the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
             their local lengths in one small collective (on the host where the groups have a CPU backend).

@@ -1,6 +1,6 @@
-"""Picture of masks: the rank that computes each (query, key) pair, and the keys that each rank receives.
+"""Pictures of masks: the rank that computes each (query, key) pair, and the keys that each rank receives.
 
-python docs/scripts/masks.py --output docs/images/masks.png
+python docs/scripts/masks.py --folder docs/images
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from cp_dtensor.spec.masks import interval_sets_of
 from cp_dtensor.tools.draw import NONE, Assignment, assignment
 
 SEQ_LEN, RANKS = 16, 4
-PANELS: dict[str, Mask] = {
-    "Full()": Full(),
-    "Causal()": Causal(),
-    "SlidingWindow(4, 0)": SlidingWindow(4, 0),
-    "Documents([0, 3, 9, 16], within=Causal())": Documents([0, 3, 9, 16], within=Causal()),
-    "PrefixLM(6)": PrefixLM(6),
-    "Documents([0, 6, 16]) & SlidingWindow(2, 2)": Documents([0, 6, 16]) & SlidingWindow(2, 2),
-    "(SlidingWindow(3, 0) | Documents([0, 16], [0, 2])) & Causal()": (
-        (SlidingWindow(3, 0) | Documents([0, 16], [0, 2])) & Causal()
-    ),
-    "Batched(Documents(edges, within=Causal()) for edges in ([0, 11, 16], [0, 12, 14, 16]))": Batched(
-        Documents(edges, within=Causal()) for edges in ([0, 11, 16], [0, 12, 14, 16])
-    ),
+FAMILIES: dict[str, dict[str, Mask]] = {
+    "causal": {"Full()": Full(), "Causal()": Causal()},
+    "windows": {"SlidingWindow(4, 0)": SlidingWindow(4, 0), "PrefixLM(6)": PrefixLM(6)},
+    "documents": {
+        "Documents([0, 3, 9, 16], within=Causal())": Documents([0, 3, 9, 16], within=Causal()),
+        "Documents([0, 6, 16]) & SlidingWindow(2, 2)": Documents([0, 6, 16]) & SlidingWindow(2, 2),
+        "(SlidingWindow(3, 0) | Documents([0, 16], [0, 2])) & Causal()": (
+            (SlidingWindow(3, 0) | Documents([0, 16], [0, 2])) & Causal()
+        ),
+    },
+    "batched": {
+        "Batched(Documents(edges, within=Causal()) for edges in ([0, 11, 16], [0, 12, 14, 16]))": Batched(
+            Documents(edges, within=Causal()) for edges in ([0, 11, 16], [0, 12, 14, 16])
+        ),
+    },
 }
-"""Masks of `SEQ_LEN` tokens, by their expressions."""
+"""Masks of `SEQ_LEN` tokens, by the name of a picture and by their expressions."""
 SHADES = ("#ffffff", "#4a5568", "#a0aec0")
 """Colors of hidden pairs, and of the mask's interval sets."""
 
 
 def main() -> None:
-    """Draws the picture."""
+    """Draws a picture of each family."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/images/masks.png"))
+    parser.add_argument("--folder", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(PANELS).savefig(arguments.output, dpi=80)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name, panels in FAMILIES.items():
+        draw(panels).savefig(arguments.folder / f"masks_{name}.png", dpi=80)
 
 
 def draw(panels: dict[str, Mask]) -> Figure:

@@ -46,7 +46,7 @@ ABOUT = {
     "comm": "transport between ranks",
     "plan": "tiles and steps",
     "spec": "layouts, masks",
-    "_torch": "private torch, CUDA driver",
+    "_torch": "private torch, driver",
 }
 COLOURS = {
     "integrations": "#b98bc9",

@@ -33,7 +33,7 @@ np = pytest.importorskip("numpy")
 docs_masks = docs_script("masks")
 
 RANKS, SEQ_LEN = docs_masks.RANKS, docs_masks.SEQ_LEN
-MASKS = list(docs_masks.PANELS.values())
+MASKS = [mask for family in docs_masks.FAMILIES.values() for mask in family.values()]
 ROWS = [(mask, row) for mask in MASKS for row in range(mask.batch_size or 1)]
 
 
@@ -67,7 +67,7 @@ def test_keys_that_travel_are_those_that_are_seen(mask: Mask) -> None:
 
 
 def test_the_picture_has_a_line_for_each_batch_row() -> None:
-    figure = docs_masks.draw(dict(list(docs_masks.PANELS.items())[-2:]))
+    figure = docs_masks.draw({"Full()": Full(), **docs_masks.FAMILIES["batched"]})
     titles = [axis.get_title() for axis in figure.get_axes()]
     assert sum(title.startswith("Balanced: pairs by rank") for title in titles) == 3
     docs_masks.plt.close(figure)
