@@ -28,6 +28,6 @@ from cp_dtensor._torch.patches import (
     multihead_attention_ends_in_sdpa, present_hooks_detached, saved_tensors_detached, wrapped,
 )
 from cp_dtensor._torch.tensors import (
-    below_autograd, content_hash, current_stream_handle, is_batched, is_wrapper, label, no_modes, swap_identities,
+    below_autograd, content_hash, current_stream_handle, is_wrapper, label, no_modes, swap_identities,
     version_of,
 )

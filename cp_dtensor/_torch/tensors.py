@@ -266,3 +266,11 @@ def label(text: str, *values: object) -> AbstractContextManager[object]:
     if not torch.autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"cp_dtensor: {text.format(*values)}")
+
+
+def indexable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; or its bits as integers, if torch cannot index its dtype."""
+    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
+    if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.tensors import indexable
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.spec.layouts import Layout
@@ -183,7 +184,7 @@ def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_
     """A rank's part of a whole tensor, in local order; new and contiguous."""
     parts = [
         rows.index_select(dim, positions)
-        for rows, positions in _rows_and_positions(_indexable(tensor), tensor.size(dim), layout, rank, world_size)
+        for rows, positions in _rows_and_positions(indexable(tensor), tensor.size(dim), layout, rank, world_size)
     ]
     shard = parts[0] if len(parts) == 1 else torch.cat(parts)
     return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
@@ -191,19 +192,11 @@ def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_
 
 def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
     """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
-    whole, shard = _indexable(whole), _indexable(shard)
+    whole, shard = indexable(whole), indexable(shard)
     first = 0
     for rows, positions in _rows_and_positions(whole, whole.size(dim), layout, rank, world_size):
         rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
         first += rows.size(0)
-
-
-def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; or its bits as integers, if torch cannot index its dtype."""
-    is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
-    if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-    return tensor
 
 
 def _rows_and_positions(

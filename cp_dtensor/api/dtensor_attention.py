@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cp_dtensor import _torch
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
@@ -276,8 +276,6 @@ def _local_modifiers(
 ) -> Modifiers:  # fmt: skip
     """The modifiers of a rank's queries. With dropout, a collective of the whole mesh."""
     dropout_p, softcap = checked_dropout_p(dropout_p), checked_softcap(softcap)
-    if attn_mask is None and not dropout_p and sinks is None and not softcap:
-        return NO_MODIFIERS
     bias = None if attn_mask is None else _local_bias(q, attn_mask, placed)
     check_bias(q, bias, (q.size(2), kv_len))
     of_heads = None
@@ -285,7 +283,7 @@ def _local_modifiers(
         sinks = checked_sinks(_on_mesh_of(q, "sinks", sinks), q)
         of_heads = _beside_queries(sinks, placed, lambda dim: 0 if dim == HEAD_DIM else None)
     if not dropout_p:
-        return Modifiers(bias, sinks=of_heads, softcap=softcap)
+        return Modifiers.of(bias, sinks=of_heads, softcap=softcap)
     seed = _seed_of_all(q.to_local(), q.device_mesh)
     return Modifiers(bias, dropout_p, seed, *_first_of(q, placed), of_heads, softcap)
 

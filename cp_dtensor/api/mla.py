@@ -6,7 +6,7 @@ import torch
 
 from cp_dtensor.api.functional import attend_shards, cast_by_autocast
 from cp_dtensor.engine.attend import modifiers_of
-from cp_dtensor.engine.config import Mesh, check_tensors, checked_seq_len, refuse_dtensors
+from cp_dtensor.engine.config import Mesh, check_tensors, checked_seq_len, expect, refuse_dtensors
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -92,27 +92,29 @@ def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torc
     shapes = tuple(q.shape), tuple(latent.shape), tuple(k_rope.shape), tuple(up.shape)
     received = f"got q {shapes[0]}, latent {shapes[1]}, k_rope {shapes[2]}, up {shapes[3]}"
 
-    def expect(fits: bool, expected: str, instead: str = received) -> None:
-        if not fits:
-            raise ValueError(f"expected {expected}; {instead}")
-
     dims = [tensor.dim() for tensor in tensors.values()]
     expect(
         dims == [4, 3, 3, 2],
         "q (batch, heads, sequence, Dn + Dr), latent (batch, sequence, R), k_rope (batch, sequence, Dr) and up "
         "(heads * (Dn + Dv), R)",
+        received,
     )
     for what in ("dtype", "device"):
         values = [getattr(tensor, what) for tensor in tensors.values()]
         expect(len(set(values)) == 1, f"one {what} for q, latent, k_rope and up", f"got {', '.join(map(str, values))}")
     expect(q.is_floating_point(), "a floating dtype", f"got {q.dtype}")
-    expect(q.size(0) == latent.size(0) == k_rope.size(0), "one batch size (dim 0) for q, latent and k_rope")
-    expect(latent.size(1) == k_rope.size(1), "one sequence length (dim 1) for latent and k_rope")
-    expect(latent.size(2) == up.size(1), "up of as many columns as latent has (R)")
-    expect(0 not in (q.size(0), q.size(1), latent.size(2), k_rope.size(2)), "at least one batch row, head, R and Dr")
-    expect(k_rope.size(2) < q.size(3), "q of more dims than k_rope, its Dn + Dr")
+    expect(q.size(0) == latent.size(0) == k_rope.size(0), "one batch size (dim 0) for q, latent and k_rope", received)
+    expect(latent.size(1) == k_rope.size(1), "one sequence length (dim 1) for latent and k_rope", received)
+    expect(latent.size(2) == up.size(1), "up of as many columns as latent has (R)", received)
+    expect(
+        0 not in (q.size(0), q.size(1), latent.size(2), k_rope.size(2)),
+        "at least one batch row, head, R and Dr",
+        received,
+    )
+    expect(k_rope.size(2) < q.size(3), "q of more dims than k_rope, its Dn + Dr", received)
     rows, plain = up.size(0) // q.size(1), q.size(3) - k_rope.size(2)
     expect(
         up.size(0) % q.size(1) == 0 and rows > plain,
         f"up of Dn + Dv rows for each of {q.size(1)} heads, more than Dn = {plain}",
+        received,
     )

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor._torch.tensors import indexable, no_autocast
 from cp_dtensor.api.active_context import config_around, current_context
 from cp_dtensor.api.dtensor_attention import from_local
 from cp_dtensor.comm.groups import SequenceRanks
@@ -56,7 +56,8 @@ def moved_rows(
         raise ValueError(f"{owner} expects dim to be one of the dims of x {tuple(x.shape)}, got {dim!r}")
     dim %= x.dim()
     place = _Place.of(owner, x, dim, mesh, layout, seq_len)
-    local, rows = place.local(x), -1
+    given = place.local(x)
+    local, rows = given if given.requires_grad else indexable(given), -1
     if torch.compiler.is_dynamo_compiling():
         key, rows = _traced_call(owner, place, operation, cu_seqlens is None, dim == 0)
         known = -1 if place.seq_len is None else place.seq_len
@@ -64,6 +65,7 @@ def moved_rows(
     else:
         call, edges = _call(owner, place, made_of(operation), cu_seqlens, dim == 0)
         out = moved(call, local, dim, call.length(local, dim, place.seq_len, edges), edges)
+    out = out if out.dtype == given.dtype else out.view(given.dtype)
     return place.global_result(out, x, dim, None if operation[0] is Shift else out.size(dim))
 
 

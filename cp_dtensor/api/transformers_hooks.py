@@ -210,15 +210,20 @@ def _preprocessed(
 
 def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
     """Refuses position ids that a model has counted in each shard, unless a buffer of the context has them."""
-    given = any(
-        shard.buffer.tensor.dtype == position_ids.dtype
-        and shard.buffer.tensor.numel()
-        and shard.buffer.tensor.size(-1) == position_ids.size(-1)
-        and torch.equal(shard.buffer.tensor.reshape(-1, position_ids.size(-1))[0], position_ids[0])
-        for shard in context.buffers
-    )
-    if not given:
-        refuse_counted_positions(whole, context.config)
+    length = position_ids.size(-1)
+
+    def are_given() -> bool:
+        given = not length or any(
+            shard.buffer.tensor.dtype == position_ids.dtype
+            and shard.buffer.tensor.numel()
+            and shard.buffer.tensor.size(-1) == length
+            and torch.equal(shard.buffer.tensor.reshape(-1, length)[0], position_ids[0])
+            for shard in context.buffers
+        )
+        # The first rank's part of arange(seq_len) is what the model has counted.
+        return all(context.config.ranks.gather_integers(int(given), position_ids.device))
+
+    refuse_counted_positions(whole, context.config, are_given)
 
 
 def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:
@@ -282,7 +287,7 @@ def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, dev
     """The block mask of a model's mask, for the whole sequence."""
     value = mask.mask_for(config)
     q_len, kv_len = mask.whole
-    rows = [_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
+    rows = [_key_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
     most = max(lo.size(0) for lo, _ in rows)
     ends = torch.stack(
         [torch.stack([torch.cat([each, each.new_zeros(most - each.size(0), q_len)]) for each in pair]) for pair in rows]
@@ -300,7 +305,7 @@ def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, dev
     return create_block_mask(mask_mod, size, None, q_len, kv_len, device=device, _compile=device.type == "cuda")
 
 
-def _ends(mask: Mask, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _key_ends(mask: Mask, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """First and last + 1 key of each query, (sets, queries) each; 0 and 0 where there is none."""
     sets = mask.interval_sets(q_len, kv_len) or ((),)
     lo, hi = (torch.zeros(len(sets), q_len, dtype=torch.int64, device="cpu") for _ in range(2))

@@ -42,18 +42,15 @@ def _convolution(
     raise NotImplementedError(f'a convolution of shards has the activation "silu" or none, got {activation!r}')
 
 
-def _delta(rule: Function, *arguments: Any, **named: Any) -> tuple[torch.Tensor, None]:
-    def parts(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-        chunk_size: int = 64, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False, scale: float | None = None, **others: Any,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        _refuse_states(initial_state is not None or output_final_state)
-        _refuse_others("a linear-attention layer", others)
-        options = {"scale": scale, "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel)}
-        return rule(query, key, value, g, beta, mesh=_CONTEXT, **options), None
-
-    return parts(*arguments, **named)
+def _delta(
+    rule: Function, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    chunk_size: int = 64, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, scale: float | None = None, **others: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    _refuse_states(initial_state is not None or output_final_state)
+    _refuse_others("a linear-attention layer", others)
+    options = {"scale": scale, "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel)}
+    return rule(query, key, value, g, beta, mesh=_CONTEXT, **options), None
 
 
 def _scan(

@@ -192,12 +192,15 @@ def whole_positions(position_ids: torch.Tensor, batch_size: int, config: Attenti
     return gathered_shards(rows, config.layout, config.ranks, "position_ids").cpu()
 
 
-def refuse_counted_positions(whole: torch.Tensor, config: AttentionConfig) -> None:
-    """Refuses position ids (B, S) that every rank has counted in its shard; on every rank alike."""
+def refuse_counted_positions(
+    whole: torch.Tensor, config: AttentionConfig, are_given: Callable[[], bool] = lambda: False
+) -> None:
+    """Refuses position ids (B, S) that ranks counted in their shards, unless `are_given()`; on every rank alike."""
     length, ranks = whole.size(1), range(config.ranks.size)
     by_rank = [config.layout.segments(length, rank, len(ranks), 0) for rank in ranks]
     parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
-    if len(parts) > 1 and all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
+    counted = all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts)
+    if len(parts) > 1 and counted and not are_given():
         raise ValueError(
             "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
             "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "

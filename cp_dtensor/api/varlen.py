@@ -11,7 +11,7 @@ from cp_dtensor.api.active_context import ActiveContext, current_context, open_l
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.engine.attend import attend_packed
-from cp_dtensor.engine.config import Mesh, check_tensors
+from cp_dtensor.engine.config import Mesh, check_tensors, expect
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
@@ -110,18 +110,13 @@ def heads_before_rows(
     heads, width = rows + 1, rows + 2  # `attend` would name the dims of the views
     check_tensors(q=q, k=k, v=v)
     received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == width + 1:
-        raise ValueError(f"expected {expected_dims}; {received}")
-    is_multiple = k.size(heads) > 0 and q.size(heads) % k.size(heads) == 0
+    expect(q.dim() == k.dim() == v.dim() == width + 1, expected_dims, received)
+    expect(q.shape[:rows] == k.shape[:rows] == v.shape[:rows], "one batch size (dim 0) for q, k and v", received)
     same_rows = k.shape[rows:width] == v.shape[rows:width]
-    for fits, expected in (
-        (q.shape[:rows] == k.shape[:rows] == v.shape[:rows], "one batch size (dim 0) for q, k and v"),
-        (same_rows, f"as many tokens (dim {rows}) and heads (dim {heads}) in v as in k"),
-        (q.size(width) == k.size(width), f"one head dim (dim {width}) for q and k"),
-        (is_multiple, f"query heads (dim {heads}) to be a multiple of key heads"),
-    ):
-        if not fits:
-            raise ValueError(f"expected {expected}; {received}")
+    expect(same_rows, f"as many tokens (dim {rows}) and heads (dim {heads}) in v as in k", received)
+    expect(q.size(width) == k.size(width), f"one head dim (dim {width}) for q and k", received)
+    is_multiple = k.size(heads) > 0 and q.size(heads) % k.size(heads) == 0
+    expect(is_multiple, f"query heads (dim {heads}) to be a multiple of key heads", received)
     return q.transpose(rows, heads), k.transpose(rows, heads), v.transpose(rows, heads)
 
 

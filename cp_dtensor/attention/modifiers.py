@@ -36,8 +36,8 @@ class Modifiers:
 
     @classmethod
     def of(
-        cls, bias: Tensor | None, dropout_p: float, seed: Tensor | None, first_batch: int, first_head: int,
-        sinks: Tensor | None, softcap: float = 0.0, up: Tensor | None = None,
+        cls, bias: Tensor | None, dropout_p: float = 0.0, seed: Tensor | None = None, first_batch: int = 0,
+        first_head: int = 0, sinks: Tensor | None = None, softcap: float = 0.0, up: Tensor | None = None,
     ) -> Modifiers:  # fmt: skip
         """The modifiers; without any, the object `NO_MODIFIERS`."""
         if bias is None and not dropout_p and sinks is None and not softcap and up is None:

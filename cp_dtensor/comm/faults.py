@@ -43,11 +43,14 @@ def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         reported = (str(error).splitlines() or [repr(error)])[0]
-        missing = ranks_without_report(group, REPORT_SECONDS)
-        if missing is None:
+        reports = reports_of(group, what, REPORT_SECONDS)
+        if reports is None:
             cause = "the store of the group does not answer, so the process that holds it may have ended"
-        elif missing:
+        elif missing := [rank for rank in range(group.size()) if rank not in reports]:
             cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
+        elif len({*reports.values()}) > 1:
+            waited = "; ".join(f"rank {rank} for {each}" for rank, each in sorted(reports.items()))
+            cause = f"the ranks waited for different exchanges, as where only some of them have debug=True: {waited}"
         elif isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(reported):
             cause = "it failed on every rank, so one of them was late or a connection was lost"
         else:
@@ -93,20 +96,20 @@ def named(ranks_of_group: Sequence[int], members: Sequence[int]) -> str:
     return f"{ranks}, whose process ended, raised an error, skipped a call or is late"
 
 
-def ranks_without_report(group: dist.ProcessGroup, seconds: float) -> list[int] | None:
-    """Ranks that have not reported the failure of an exchange in the group's store after so many seconds.
+def reports_of(group: dist.ProcessGroup, what: str, seconds: float) -> dict[int, str] | None:
+    """Reports that an exchange, `what`, has failed on this rank; what has failed on the ranks that report in time.
 
-    Reports that of this rank. None if the store does not answer. A group fails once: its keys are never removed.
+    Reports are in the group's store; None if that does not answer. A group fails once: its keys are never removed.
     """
     try:
         store: Any = group_store(group)
         keys = [f"cp_dtensor/failed/{rank}" for rank in range(group.size())]
-        store.set(keys[group.rank()], "")
+        store.set(keys[group.rank()], what)
         end = time.monotonic() + seconds
         while True:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if not missing or time.monotonic() > end:
-                return missing
+            found = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+            if len(found) == len(keys) or time.monotonic() > end:
+                return found
             time.sleep(0.05)
     except (RuntimeError, OSError, KeyError):  # also of groups that torch does not know by now
         return None

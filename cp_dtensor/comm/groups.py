@@ -78,12 +78,12 @@ class SequenceRanks:
         """True if each of the ranks has the same place in `other`."""
         return self.members == other.members if self.members and other.members else self.outer == other.outer
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """All-gathers (...), of equal shape on every rank, to (ranks, ...)."""
+    def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
+        """All-gathers (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""
         gathered = mine.contiguous()
         for group in self._groups:
             of_group = gathered.new_empty(group.size(), *gathered.shape)
-            with peer_errors(group, "an all-gather"):
+            with peer_errors(group, what):
                 all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
             gathered = of_group
         return gathered.view(self.size, *mine.shape)
@@ -94,7 +94,8 @@ class SequenceRanks:
         They travel in CPU tensors if the groups have a CPU backend, else in tensors on `device`, which is waited for.
         """
         where = "cpu" if self.have_cpu_backend else device  # whatever the user's default device is
-        return self.gather(torch.tensor(mine, dtype=torch.int64, device=where)).tolist()
+        integers = torch.tensor(mine, dtype=torch.int64, device=where)
+        return self.gather(integers, "a comparison of calls").tolist()
 
     def gather_objects(self, mine: Any, device: torch.device) -> list[Any]:
         """One picklable object of every rank. Two gathers of integers."""

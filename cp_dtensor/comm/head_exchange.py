@@ -18,8 +18,8 @@ from cp_dtensor.comm.transport import HeadBlocks
 from cp_dtensor.plan.tiling import GatheredRows
 from cp_dtensor.spec.layouts import Span
 
-Tensors = Sequence[torch.Tensor]
-"""Tensors that share heads, rows and dtype (a bundle)."""
+Bundle = Sequence[torch.Tensor]
+"""Tensors that share heads, rows and dtype."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class HeadExchange(ABC):
     """Number of bytes of which a row of one head is a multiple."""
 
     @abstractmethod
-    def to_heads(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
+    def to_heads(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
         """Starts to exchange this rank's rows of all heads for all rows of this rank's heads.
 
         Args:
@@ -81,7 +81,7 @@ class HeadExchange(ABC):
 
     @abstractmethod
     def to_rows(
-        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds, group: dist.ProcessGroup,
+        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
         is_last: bool,
     ) -> Departure:  # fmt: skip
         """Starts to exchange all rows of one stage's heads for all heads of this rank's rows.
@@ -118,18 +118,18 @@ class CollectiveHeads(HeadExchange):
 
     granule = 1
 
-    def to_heads(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
+    def to_heads(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
         return _CollectiveArrivals(bundles, stages, group)
 
     def to_rows(
-        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds, group: dist.ProcessGroup,
+        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
         is_last: bool,
     ) -> Departure:  # fmt: skip
         return _CollectiveDeparture(bundles, targets, kinds, group)
 
 
 class _CollectiveArrivals(Arrivals):
-    def __init__(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> None:
+    def __init__(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> None:
         self._bundles = [
             [x if kind.copies == 1 else x.repeat_interleave(kind.copies, dim=1) for x in tensors]
             for tensors, kind in zip(bundles, stages[0], strict=True)
@@ -171,10 +171,10 @@ class _CollectiveArrivals(Arrivals):
 
 class _CollectiveDeparture(Departure):
     def __init__(
-        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds, group: dist.ProcessGroup
+        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup
     ) -> None:
         rank = group.rank()
-        self._in_flight: list[tuple[Exchange, list[tuple[Tensors, HeadRows, HeadBlocks]]]] = []
+        self._in_flight: list[tuple[Exchange, list[tuple[Bundle, HeadRows, HeadBlocks]]]] = []
         for indices in _by_dtype(bundles):
             incoming: Places = []
             outgoing: Places = []
@@ -202,7 +202,7 @@ class _CollectiveDeparture(Departure):
                         of_target.copy_(of_block)
 
 
-def _by_dtype(bundles: Sequence[Tensors]) -> list[list[int]]:
+def _by_dtype(bundles: Sequence[Bundle]) -> list[list[int]]:
     """Groups the indices of bundles by dtype; each group travels in one collective."""
     dtypes = dict.fromkeys(tensors[0].dtype for tensors in bundles)
     return [[i for i, tensors in enumerate(bundles) if tensors[0].dtype == dtype] for dtype in dtypes]

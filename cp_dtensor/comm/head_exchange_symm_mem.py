@@ -24,7 +24,7 @@ from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.flags import Flag
-from cp_dtensor.comm.head_exchange import Arrivals, Departure, HeadExchange, HeadRows, Kinds, Tensors
+from cp_dtensor.comm.head_exchange import Arrivals, Bundle, Departure, HeadExchange, HeadRows, Kinds
 from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.plan.partition import CallSpec
 
@@ -134,11 +134,11 @@ class SharedMemoryHeads(HeadExchange):
 
     granule = ALIGNMENT
 
-    def to_heads(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
+    def to_heads(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
         return _ReadHeads(bundles, stages, self._workspace(bundles[0][0], group))
 
     def to_rows(
-        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds,
+        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds,
         group: dist.ProcessGroup, is_last: bool,
     ) -> Departure:  # fmt: skip
         return _ReadRows(bundles, targets, kinds, self._workspace(bundles[0][0], group), is_last)
@@ -188,7 +188,7 @@ def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRow
     )
 
 
-def whole_heads(tensors: Tensors, kind: HeadRows) -> SharedMemoryHeads | None:
+def whole_heads(tensors: Bundle, kind: HeadRows) -> SharedMemoryHeads | None:
     """The exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
 
     Its tensors have all heads as batch rows of one head, so that they arrive in memory (B, all heads, all rows, D).
@@ -208,7 +208,7 @@ def whole_heads(tensors: Tensors, kind: HeadRows) -> SharedMemoryHeads | None:
 
 
 class _ReadHeads(Arrivals):
-    def __init__(self, bundles: Sequence[Tensors], stages: Sequence[Kinds], workspace: Workspace) -> None:
+    def __init__(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], workspace: Workspace) -> None:
         self._tensors = tensors = [tensor for bundle in bundles for tensor in bundle]
         self._sizes = [len(bundle) for bundle in bundles]
         self._tables = [_table(workspace, _written(bundles, stage), to_heads=True) for stage in stages]
@@ -253,7 +253,7 @@ class _ReadHeads(Arrivals):
 
 class _ReadRows(Departure):
     def __init__(
-        self, bundles: Sequence[Tensors], targets: Sequence[Tensors], kinds: Kinds, workspace: Workspace,
+        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, workspace: Workspace,
         is_last: bool,
     ) -> None:  # fmt: skip
         tensors = [tensor for bundle in bundles for tensor in bundle]
@@ -283,7 +283,7 @@ class _ReadRows(Departure):
             current.wait_stream(self._read_on)
 
 
-def _written(bundles: Sequence[Tensors], kinds: Kinds) -> tuple[Written, ...]:
+def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:
     """Describes tensors (B, all heads, rows, D)."""
     return tuple(
         Written(kind, tensor.size(0), tensor.size(1), tensor.size(3) * tensor.itemsize)

@@ -22,7 +22,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.spec.masks import Full, Mask
 
-Facts = dict[str, object]
+CallFacts = dict[str, object]
 """The facts of a context or a call on one rank that must be equal on every rank, by name."""
 _compared = GroupCache[None]()
 """The kinds of contexts and calls that the ranks of a group have compared."""
@@ -43,7 +43,7 @@ def odd_ones(values: list[int]) -> str:
     return ", ".join(str(rank) for rank, value in enumerate(values) if value != usual)
 
 
-def disagreements(by_rank: list[Facts]) -> dict[str, str]:
+def disagreements(by_rank: list[CallFacts]) -> dict[str, str]:
     """The facts that differ between ranks, by name: the text says which rank has which value.
 
     >>> disagreements([{"method": "ring"}, {"method": "ring"}, {"method": "ulysses"}])
@@ -67,7 +67,7 @@ def _shortened(text: str) -> str:
 
 
 def compare_contexts(
-    config: AttentionConfig, kind: Hashable, device: torch.device | None, others: Callable[[], Facts]
+    config: AttentionConfig, kind: Hashable, device: torch.device | None, others: Callable[[], CallFacts]
 ) -> None:
     """Refuses, on every rank alike, a context whose facts differ between ranks.
 
@@ -108,7 +108,7 @@ def compare_contexts(
         _compared.get(ranks.outer, (ranks.inner, *of_config, config.deterministic, kind), compare)
 
 
-def _facts_of(config: AttentionConfig) -> Facts:
+def _facts_of(config: AttentionConfig) -> CallFacts:
     return {
         "layout": repr(config.layout),
         "method": config.method,
@@ -124,12 +124,12 @@ def _facts_of(config: AttentionConfig) -> Facts:
 def facts_of_call(
     q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask, modifiers: Modifiers,
     scale: float, lengths: tuple[int, int] | None, gives_lse: bool, compiled: bool,
-) -> Facts:  # fmt: skip
+) -> CallFacts:  # fmt: skip
     exchanges_heads = config.method in ("ulysses", "hybrid")
     # Over one axis of CPUs "auto" is a ring, where lse does not travel.
     may_exchange = exchanges_heads or (config.method == "auto" and (q.is_cuda or config.ranks.inner is not None))
     declared_q, declared_kv = lengths or (None, None)
-    facts: Facts = {
+    facts: CallFacts = {
         "batch_size": q.size(0),
         "q_heads": q.size(1),
         "kv_heads": k.size(1),
@@ -158,7 +158,7 @@ def facts_of_call(
     return _without_gradients(facts) if compiled else facts
 
 
-def refuse_masks_of_local_keys(by_rank: list[Facts], local_kv: list[int]) -> None:
+def refuse_masks_of_local_keys(by_rank: list[CallFacts], local_kv: list[int]) -> None:
     """Refuses an attn_mask of a rank's own keys; first, since other facts may differ because of it."""
     texts = [str(facts["attn_mask"]) for facts in by_rank]
     keys = [text.partition(" :, ")[2].partition(")")[0] for text in texts]
@@ -173,7 +173,7 @@ def refuse_masks_of_local_keys(by_rank: list[Facts], local_kv: list[int]) -> Non
         )
 
 
-def refuse_disagreement(by_rank: list[Facts], has_single_query: bool) -> None:
+def refuse_disagreement(by_rank: list[CallFacts], has_single_query: bool) -> None:
     """Names the facts that differ, the ranks and their values, on every rank alike.
 
     `has_single_query`: True if a rank has one query only, so that its attn_mask has one row in any case.
@@ -246,7 +246,7 @@ def _are_equal_and_vary(ranks: SequenceRanks, rows: Tensor, *tensors: Tensor) ->
     return len({*hashes}) == 1 and all(vary)
 
 
-def _without_gradients(facts: Facts) -> Facts:
+def _without_gradients(facts: CallFacts) -> CallFacts:
     """The facts without those about gradients, which compiled code does not have."""
     without = {name: str(facts[name]).replace(" grad", "") for name in ("attn_mask", "sinks", "up")}
     return {**facts, "requires_grad": False, **without}

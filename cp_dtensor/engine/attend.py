@@ -123,7 +123,5 @@ def modifiers_of(
         up: (H, Dn + Dv, R) of latents, checked.
     """
     dropout_p, softcap = checked_dropout_p(dropout_p), checked_softcap(softcap)
-    if attn_mask is None and not dropout_p and sinks is None and not softcap and up is None:
-        return NO_MODIFIERS
     bias = None if attn_mask is None else four_dims_of_mask(attn_mask, q)
-    return Modifiers(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), softcap, up)
+    return Modifiers.of(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), softcap, up)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import count
 from operator import index
@@ -39,6 +39,9 @@ Parts = tuple[type, tuple[object, ...]]
 def parts_of(value: Any) -> Any:
     """The parts of a layout or mask, recursively; other values as they are."""
     if isinstance(value, (Layout, Mask)):
+        has_fields: bool = is_dataclass(value)
+        if not has_fields:
+            raise TypeError(f"expected layouts and masks to be frozen dataclasses, got {type(value).__name__}")
         return type(value), tuple([parts_of(getattr(value, field.name)) for field in fields(value)])  # type: ignore[arg-type]
     if isinstance(value, tuple):
         return tuple([parts_of(each) for each in value])

@@ -235,22 +235,22 @@ def _refuse_unfit(
 ) -> None:
     q, k, v = shapes
     received = f"got q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
-    _expect(len(q) == len(k) == len(v) == 4, "q, k and v of four dims (batch, heads, sequence, head_dim)", received)
-    _expect(len(set(dtypes)) == 1, "one dtype for q, k and v", f"got {', '.join(map(str, dtypes))}")
-    if not dtypes[0].is_floating_point:
-        raise ValueError(f"expected a floating dtype, got {dtypes[0]}")
-    _expect(len(set(devices)) == 1, "one device for q, k and v", f"got {', '.join(map(str, devices))}")
-    _expect(q[0] == k[0] == v[0], "one batch size (dim 0) for q, k and v", received)
-    _expect(q[3] == k[3], "one head dim (dim 3) for q and k", received)
-    _expect(k[2] == v[2], "one sequence length (dim 2) for k and v", received)
-    _expect(k[1] == v[1], "as many value heads as key heads (dim 1)", received)
-    _expect(0 not in (q[0], q[1], k[1], q[3], v[3]), "at least one batch row, head and head dim", received)
-    _expect(enable_gqa or q[1] == k[1], "as many key heads as query heads, or enable_gqa=True", received)
+    expect(len(q) == len(k) == len(v) == 4, "q, k and v of four dims (batch, heads, sequence, head_dim)", received)
+    expect(len(set(dtypes)) == 1, "one dtype for q, k and v", f"got {', '.join(map(str, dtypes))}")
+    expect(dtypes[0].is_floating_point, "a floating dtype", f"got {dtypes[0]}")
+    expect(len(set(devices)) == 1, "one device for q, k and v", f"got {', '.join(map(str, devices))}")
+    expect(q[0] == k[0] == v[0], "one batch size (dim 0) for q, k and v", received)
+    expect(q[3] == k[3], "one head dim (dim 3) for q and k", received)
+    expect(k[2] == v[2], "one sequence length (dim 2) for k and v", received)
+    expect(k[1] == v[1], "as many value heads as key heads (dim 1)", received)
+    expect(0 not in (q[0], q[1], k[1], q[3], v[3]), "at least one batch row, head and head dim", received)
+    expect(enable_gqa or q[1] == k[1], "as many key heads as query heads, or enable_gqa=True", received)
     if q[1] % k[1]:
         raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
 
 
-def _expect(fits: bool, expected: str, received: str) -> None:
+def expect(fits: bool, expected: str, received: str) -> None:
+    """Refuses arguments that do not fit, by a ValueError."""
     if not fits:
         raise ValueError(f"expected {expected}; {received}")
 
@@ -338,10 +338,10 @@ def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """`sinks` (H,), one logit for each query head of q (B, H, S, D); refuses other types, heads and devices."""
     check_tensors(sinks=sinks)
     received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
-    _expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
+    expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
     one_of_each = f"one sink for each of this rank's query heads, ({q.size(1)},)"
-    _expect(tuple(sinks.shape) == (q.size(1),), one_of_each, received)
-    _expect(sinks.device == q.device, f"sinks on the device of q, {q.device}", received)
+    expect(tuple(sinks.shape) == (q.size(1),), one_of_each, received)
+    expect(sinks.device == q.device, f"sinks on the device of q, {q.device}", received)
     return sinks
 
 
@@ -352,8 +352,8 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     check_tensors(attn_mask=attn_mask)
     received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
-    _expect(attn_mask.dtype == torch.bool or attn_mask.is_floating_point(), "a boolean or floating attn_mask", received)
-    _expect(attn_mask.device == q.device, f"attn_mask on the device of q, {q.device}", received)
+    expect(attn_mask.dtype == torch.bool or attn_mask.is_floating_point(), "a boolean or floating attn_mask", received)
+    expect(attn_mask.device == q.device, f"attn_mask on the device of q, {q.device}", received)
     fits = attn_mask.dim() <= 4 and all(
         size in (1, full) for size, full in zip(attn_mask.shape[-2::-1], q.shape[2::-1], strict=False)
     )

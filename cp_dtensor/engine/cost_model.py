@@ -48,7 +48,6 @@ class Axis:
 class Estimate:
     """Estimate of one call on the slowest rank."""
 
-    method: str
     transport: str
     """KV transport of its rings, "-" if it has none."""
     forward: float
@@ -135,7 +134,6 @@ def ring_estimate(spec: CallSpec, axis: Axis, transport_method: TransportMethod)
     plans = plans_of_some_ranks(transport, spec, axis.size)
     expanding = _expanding_in(plans, spec, axis)
     return Estimate(
-        method="ring",
         transport=transport.name,
         forward=forward + expanding,
         backward=backward + 3 * expanding,
@@ -175,7 +173,6 @@ def ulysses_estimate(spec: CallSpec, inner: Axis, outer: Axis | None, transport_
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
     return Estimate(
-        method="ulysses" if outer is None else "hybrid",
         transport="-" if outer is None else ring.name,
         forward=times[0] + expanding,
         backward=times[1] + 3 * expanding,
@@ -210,7 +207,6 @@ def nested_ring_estimate(
         memory = max(memory, *(_ring_memory(each, within, transport) for each in plans))
         name = transport.name
     return Estimate(
-        method="nested ring",
         transport=name,
         forward=forward,
         backward=backward,

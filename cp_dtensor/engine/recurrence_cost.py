@@ -71,13 +71,11 @@ def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = T
             spec, sequence.seq_len, _longest(spec, sequence.seq_len), spec.heads // sequence.world_size,
             spec.value_dim, axis.hardware,
         )  # fmt: skip
-        found["heads"] = _exchanged("heads", spec, axis, seconds, _BACKWARD * seconds, 0.0, 0.0)
+        found["heads"] = _exchanged(spec, axis, seconds, _BACKWARD * seconds, 0.0, 0.0)
     if max(_runs(sequence, rank)[0] for rank in range(sequence.world_size)) > 1:
         there = SequenceLayout(Contiguous(), sequence.seq_len, sequence.world_size, 0, sequence.edges)
         scan = _scan(spec, there, axis)
-        found["relayout"] = _exchanged(
-            "relayout", spec, axis, scan.forward, scan.backward, scan.outer_bytes, scan.memory
-        )  # fmt: skip
+        found["relayout"] = _exchanged(spec, axis, scan.forward, scan.backward, scan.outer_bytes, scan.memory)
     return found
 
 
@@ -99,12 +97,12 @@ def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimat
     backward = _BACKWARD * computed + 2 * composed + exchange
     # Values with more columns, and outputs; without the delta rule queries in float32, and outputs.
     widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * columns)
-    return Estimate("scan", "-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)
+    return Estimate("-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)
 
 
 def _exchanged(
-    method: str, spec: RecurrenceSpec, axis: Axis, forward: float, backward: float, received: float, memory: float
-) -> Estimate:  # fmt: skip
+    spec: RecurrenceSpec, axis: Axis, forward: float, backward: float, received: float, memory: float
+) -> Estimate:
     """The estimate of a layer whose arguments and output travel."""
     sequence = spec.sequence
     tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size)) * spec.batch_size
@@ -112,9 +110,7 @@ def _exchanged(
     moved = size * (axis.size - 1) / axis.size
     hardware = axis.hardware
     seconds = 4 * hardware.link_latency + moved / hardware.link_speed + 4 * size / hardware.memory_speed
-    return Estimate(
-        method, "-", forward + seconds, backward + seconds, received + 2 * moved, 0.0, memory + 2 * size
-    )  # fmt: skip
+    return Estimate("-", forward + seconds, backward + seconds, received + 2 * moved, 0.0, memory + 2 * size)
 
 
 def _local(spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, hardware: Hardware) -> float:

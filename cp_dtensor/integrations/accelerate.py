@@ -187,7 +187,7 @@ def padded_and_packed_mask(
             first, last = tokens[0], tokens[-1] + 1 if any(seen) else 0
             if last - first != sum(seen):
                 raise ValueError("expected padding at the ends of each row of attention_mask, got zeros between tokens")
-            row.append(Documents([first, last]))
+            row.append(Documents.for_length([first, last], length))
     if not rows or not rows[0]:
         return None
     masks = [row[0] if len(row) == 1 else row[0] & row[1] for row in rows]

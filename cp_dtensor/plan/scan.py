@@ -11,7 +11,7 @@ from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import CachedHash
 
 
-class Link(NamedTuple):
+class PieceLink(NamedTuple):
     """A piece of a document whose map of states all ranks know."""
 
     rank: int
@@ -30,7 +30,7 @@ class ScanPlan(CachedHash):
     """Pieces of this rank whose maps it sends."""
     slots: int
     """The largest number of maps that a rank sends."""
-    chains: tuple[tuple[int | None, tuple[Link, ...]], ...]
+    chains: tuple[tuple[int | None, tuple[PieceLink, ...]], ...]
     """For each document with links, by position: its index in `cu_seqlens`, None for tokens outside, and its links."""
     documents: tuple[int | None, ...]
     """For each piece of this rank, also an empty one: the index of its document."""
@@ -48,7 +48,7 @@ def scan_plan(sequence: SequenceLayout, rank: int, all_documents: bool) -> ScanP
     >>> from cp_dtensor.spec.layouts import Contiguous
     >>> plan = scan_plan(SequenceLayout(Contiguous(), 8, 2, edges=(0, 2, 6, 8)), 0, False)
     >>> plan.sent, plan.chains
-    ((1,), ((1, (Link(rank=0, slot=0, piece=1), Link(rank=1, slot=0, piece=0))),))
+    ((1,), ((1, (PieceLink(rank=0, slot=0, piece=1), PieceLink(rank=1, slot=0, piece=0))),))
     """
     pieces = [sequence.pieces(each) for each in range(sequence.world_size)]
     by_document: dict[int, list[tuple[int, int, int]]] = {}
@@ -63,7 +63,7 @@ def scan_plan(sequence: SequenceLayout, rank: int, all_documents: bool) -> ScanP
             sent[each].append(index)
     slots = [{index: slot for slot, index in enumerate(sorted(of_rank))} for of_rank in sent]
     chains = [
-        (_index(sequence, begin), tuple(Link(each, slots[each][index], index) for _, each, index in found))
+        (_index(sequence, begin), tuple(PieceLink(each, slots[each][index], index) for _, each, index in found))
         for begin, found in sorted(linked.items())
     ]
     return ScanPlan(

@@ -85,7 +85,7 @@ class LRUCache(Generic[V]):
         with self._lock:
             self._entries.clear()
             self._bytes.clear()
-            self._total = 0
+            self._total, self._newest = 0, None
 
 
 def lru_cached(function: Callable[P, V]) -> Callable[P, V]:

@@ -42,7 +42,7 @@ class Documents(CachedHash, Mask):
     cu_seqlens_k: tuple[int, ...]
     within: Mask
     only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
-    """Length of the sequence if the mask was made from ids of all its tokens, else None."""
+    """Length of the sequence if the mask was made for one, else None."""
     __hash__ = CachedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
@@ -74,6 +74,19 @@ class Documents(CachedHash, Mask):
         return cls([0, *accumulate(map(index, numbers))], within=within)
 
     @classmethod
+    def for_length(cls, cu_seqlens: Iterable[int], seq_len: int, *, within: Mask | None = None) -> Documents:
+        """The mask of documents of a sequence of `seq_len` tokens; attention over another number of queries refuses it.
+
+        Any ascending positions are taken as such; without a length, some are refused since they look like lengths.
+
+        >>> Documents.for_length([2, 4], 6).cu_seqlens
+        (2, 4)
+        """
+        mask = cls(cu_seqlens, within=within)
+        object.__setattr__(mask, "only_length", seq_len)
+        return mask
+
+    @classmethod
     def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
         """The mask whose documents are runs of equal ids.
 
@@ -94,9 +107,8 @@ class Documents(CachedHash, Mask):
             raise ValueError(f"Documents expects ids to be a list or a tensor, (S,) or (B, S), got {ids!r}")
         if ids and isinstance(ids[0], list):
             return Batched([cls.from_ids(row, within=within) for row in ids])
-        mask = cls.from_lengths((sum(1 for _ in run) for _, run in groupby(ids)), within=within)
-        object.__setattr__(mask, "only_length", len(ids))
-        return mask
+        lengths = [sum(1 for _ in run) for _, run in groupby(ids)]
+        return cls.for_length([0, *accumulate(lengths)], len(ids), within=within)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -111,11 +123,12 @@ class Documents(CachedHash, Mask):
             )
         if self.only_length not in (None, q_len):
             raise ValueError(
-                f"Documents.from_ids got ids of {self.only_length} tokens, expected one for each of the {q_len} tokens "
-                "of the whole sequence; those of a rank's own tokens, or positions (cu_seqlens), make another mask"
+                f"Documents made of the ids of {self.only_length} tokens, or for that length, expected the {q_len} "
+                "tokens of the whole sequence; ids of a rank's own tokens, or positions (cu_seqlens), make another mask"
             )
-        refuse_ids_and_lengths(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
-        refuse_ids_and_lengths(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
+        if self.only_length is None:
+            refuse_ids_and_lengths(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
+            refuse_ids_and_lengths(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
         by_document = (
             [
                 [_moved(band, first, lo) for band in bands]

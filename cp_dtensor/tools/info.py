@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.select import PACKAGES, choose_backend, choose_deterministic
+from cp_dtensor.attention.backends.select import PACKAGES, allowed_backends, choose_backend, masked_by_shape
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
@@ -79,10 +79,16 @@ def kernels() -> Iterator[tuple[str, str]]:
                 "bias, dropout": choose_backend(biased),
             }  # fmt: skip
             if device != "cpu":  # where all are deterministic
-                served["deterministic"] = choose_deterministic(spec)
+                served["deterministic"] = _chosen_if_deterministic(spec)
             shown = dim if dim == v_dim else f"{dim}/{v_dim}"
             text = "; ".join(f"{what}: {_kernel(backend, spec)}" for what, backend in served.items())
             yield f"kernels, {dtype}, {shown}", text
+
+
+def _chosen_if_deterministic(spec: CallSpec) -> AttentionBackend:
+    allowed = allowed_backends()
+    by_row = replace(spec, masking=Masking.INTERVALS, deterministic=True)
+    return choose_backend(masked_by_shape(by_row, allowed), allowed)
 
 
 def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:

@@ -58,8 +58,9 @@ def main(arguments: Sequence[str]) -> None:
     if "RANK" not in os.environ:
         ranks = options.ranks or (torch.cuda.device_count() if use_gpu else 2)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        # oneDNN keeps code for each shape of a matrix product on CPUs: hundreds of MiB, which are not this package's.
-        environ = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", **os.environ}
+        # Torch keeps code for each shape of a product of matrices in bfloat16 on CPUs, in oneDNN's cache and, where
+        # oneDNN has brgemm (AVX-512 and AMX), in one without a bound: hundreds of MiB, which are not this package's.
+        environ = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "ONEDNN_MAX_CPU_ISA": "AVX2", **os.environ}
         command = [*launch, "-m", "cp_dtensor", "soak", *arguments]
         sys.exit(subprocess.run(command, env=environ, check=False).returncode)
     start("soak", arguments, use_gpu, 120, may_share_gpus=True)

@@ -49,7 +49,7 @@ BAD: dict[str, Bad] = {
     "integers": (
         {name: tensor(dtype=torch.int64) for name in "qkv"},
         ValueError,
-        "expected a floating dtype, got torch.int64",
+        "expected a floating dtype; got torch.int64",
     ),
     "two devices": ({"k": tensor(device="meta")}, ValueError, "expected one device.*got cpu, meta, cpu"),
     "two batch sizes": (

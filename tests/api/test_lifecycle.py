@@ -5,7 +5,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from support.dtensor_checks import torch_before_2_12
 from support.ranks import run_ranks
+from support.settings_state import PatchedTorch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -28,40 +28,6 @@ aten = torch.ops.aten
 FUSED = aten._scaled_dot_product_flash_attention.default
 
 
-@dataclass(frozen=True)
-class State:
-    """What torch has where the library reaches in; equal if all objects are the same ones."""
-
-    functions: tuple[Any, ...]
-    kernels: str
-    fastpath: bool
-    handlers: dict[Any, Any]
-
-    @classmethod
-    def now(cls) -> "State":
-        dispatcher = DTensor._op_dispatcher
-        module = torch.utils.checkpoint
-        return cls(
-            functions=(
-                F.scaled_dot_product_attention,
-                F.multi_head_attention_forward,
-                vars(module.CheckpointFunction)["forward"],
-                vars(module.CheckpointFunction)["backward"],
-                module._checkpoint_without_reentrant_generator,
-                module.checkpoint,
-                torch._dynamo.eval_frame._callback_from_stance,
-                vars(nn.parallel.DistributedDataParallel)["_distributed_broadcast_coalesced"],
-                nn.parallel.distributed._sync_module_states,
-            ),
-            kernels="".join(
-                torch._C._dispatch_dump_table(name)
-                for name in ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn")
-            ),
-            fastpath=torch.backends.mha.get_fastpath_enabled(),
-            handlers=dict(dispatcher._custom_op_handlers),
-        )
-
-
 def kernel(key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::scaled_dot_product_attention", key)
 
@@ -72,10 +38,10 @@ def installed() -> bool:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    before = State.now()
+    before = PatchedTorch.now()
     assert not installed()
     yield
-    assert State.now() == before
+    assert PatchedTorch.now() == before
 
 
 @contextmanager
@@ -94,18 +60,18 @@ def alone(body: Callable[[], None]) -> None:
 @pytest.mark.parametrize("depth", [1, 3])
 def test_everything_is_put_back_when_the_outermost_context_exits(depth: int) -> None:
     def body() -> None:
-        before = State.now()
+        before = PatchedTorch.now()
         with context_parallel(dist.group.WORLD):
-            inside = State.now()
+            inside = PatchedTorch.now()
             with entered(depth - 1):
-                assert State.now() == inside
-            assert State.now() == inside
+                assert PatchedTorch.now() == inside
+            assert PatchedTorch.now() == inside
         assert inside != before
         assert inside.kernels != before.kernels
-        assert State.now() == before
+        assert PatchedTorch.now() == before
         with pytest.raises(KeyError), entered(depth):
             raise KeyError
-        assert State.now() == before
+        assert PatchedTorch.now() == before
 
     alone(body)
 
@@ -253,36 +219,36 @@ def test_a_patch_that_others_put_over_ours_survives_and_still_works(owner: Any, 
 
 
 def test_the_dispatcher_is_reentrant_and_disabling_too_often_is_harmless() -> None:
-    before = State.now()
+    before = PatchedTorch.now()
     enable_context_parallel_dispatcher()
     enable_context_parallel_dispatcher()
-    inside = State.now()
+    inside = PatchedTorch.now()
     assert inside.handlers != before.handlers
     disable_context_parallel_dispatcher()
-    assert State.now() == inside
+    assert PatchedTorch.now() == inside
     for _ in range(3):
         disable_context_parallel_dispatcher()
-        assert State.now() == before
+        assert PatchedTorch.now() == before
 
 
 def test_the_dispatcher_as_a_context_manager() -> None:
-    before = State.now()
+    before = PatchedTorch.now()
     with enable_context_parallel_dispatcher():
         with pytest.raises(KeyError), enable_context_parallel_dispatcher():
             raise KeyError
         assert installed()
-    assert State.now() == before
+    assert PatchedTorch.now() == before
     with enable_context_parallel_dispatcher():
         disable_context_parallel_dispatcher()
-    assert State.now() == before
+    assert PatchedTorch.now() == before
 
 
 def test_disabling_the_dispatcher_inside_of_a_context_does_not_take_it_from_the_context() -> None:
     def body() -> None:
         with entered(1):
-            inside = State.now()
+            inside = PatchedTorch.now()
             disable_context_parallel_dispatcher()
-            assert State.now() == inside
+            assert PatchedTorch.now() == inside
             enable_context_parallel_dispatcher()
         assert installed(), "the caller has enabled it"
         disable_context_parallel_dispatcher()

@@ -164,15 +164,20 @@ def test_second_derivatives() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8])
+DTYPES = [torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.uint16, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes_and_first_dims(dtype: torch.dtype) -> None:
-    whole = (torch.arange(11) % 2).to(dtype)
+    whole = torch.arange(11) % 2
     sequence = Sequence(11, 3, Striped(2))
 
     def body(rank: int) -> None:
-        x = sequence.shard(whole[None], rank)[0]
+        x = sequence.shard(whole[None], rank)[0].to(dtype)
         got = shift(x, 1, mesh=dist.group.WORLD, dim=0, layout=Striped(2))
-        assert torch.equal(got, sequence.shard(shifted(sequence, whole[None], 1), rank)[0])
+        expected = sequence.shard(shifted(sequence, whole[None], 1), rank)[0].to(dtype)
+        assert got.dtype == dtype
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
     run_ranks(3, body)
 
@@ -244,6 +249,12 @@ def test_layout_documents_and_length_of_the_context() -> None:
 
 # Refusals
 
+
+class NoDataclass(Layout):
+    def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> Any:
+        return Contiguous().segments(seq_len, rank, world_size)
+
+
 BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "expects x to be a torch.Tensor, got list", lambda: shift([1], 1, mesh=dist.group.WORLD, dim=0)),  # type: ignore[arg-type]
     (ValueError, "expects n to be an integer, got 1.0", lambda: shift(torch.ones(2), 1.0, mesh=None, dim=0)),  # type: ignore[arg-type]
@@ -265,6 +276,10 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (
         TypeError, "target to be a Layout",
         lambda: relayout(torch.ones(2), None, "head", mesh=dist.group.WORLD, dim=0),  # type: ignore[arg-type]
+    ),
+    (
+        TypeError, "to be frozen dataclasses, got NoDataclass",
+        lambda: relayout(torch.ones(2), None, NoDataclass(), mesh=dist.group.WORLD, dim=0),
     ),
     (
         ValueError, "weight",

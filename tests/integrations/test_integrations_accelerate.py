@@ -272,7 +272,10 @@ def test_masks_of_padding_and_packing() -> None:
     assert mask(torch.arange(6)[None], torch.ones(1, 6)) is None
     assert mask(torch.tensor([[3, 4, 0, 1]])) == Documents([0, 2, 4])
     both = mask(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[0, 1, 1, 1]]))
-    assert both == Documents([0, 2, 4]) & Documents([1, 4])
+    assert both == Documents([0, 2, 4]) & Documents.for_length([1, 4], 4)
+    symmetric = mask(attention_mask=torch.tensor([[0, 0, 1, 1, 0, 0]]))
+    assert symmetric is not None
+    assert symmetric.pairs(6, 6) == 4, "these positions look like lengths, whose sum is that of the sequence"
     with pytest.raises(ValueError, match="zeros between tokens"):
         mask(attention_mask=torch.tensor([[1, 0, 1]]))
     with pytest.raises(ValueError, match="of one shape"):

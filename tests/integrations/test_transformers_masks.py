@@ -10,11 +10,12 @@ import torch
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Causal, Full, HeadTail, Mask, SlidingWindow
+from cp_dtensor import Causal, Contiguous, Full, HeadTail, Mask, SlidingWindow, context_parallel
 from cp_dtensor.api.transformers_masks import ModelMask, recognised
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.spec.model_masks import Chunks
 
+transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 utils: Any = pytest.importorskip("transformers.masking_utils", reason="needs the extra [transformers]")
 
 
@@ -93,3 +94,21 @@ def test_another_function_of_a_known_name_is_refused(monkeypatch: pytest.MonkeyP
     causal_mask_function.__module__, causal_mask_function.__qualname__ = utils.__name__, "causal_mask_function"
     with pytest.raises(NotImplementedError, match="is not the mask that it was in other versions"):
         recognised(causal_mask_function, 0)
+
+
+def test_counted_positions_are_refused_on_every_rank_though_a_buffer_has_those_of_the_first() -> None:
+    given: dict[str, Any] = {
+        "config": transformers.LlamaConfig(attn_implementation="sdpa"), "inputs_embeds": torch.zeros(1, 4, 8),
+        "attention_mask": None, "past_key_values": None,
+    }  # fmt: skip
+
+    def body(rank: int) -> None:
+        mesh, ids, packed = init_device_mesh("cpu", (2,)), torch.arange(8)[None], torch.arange(4).repeat(2)[None]
+        with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1], layout=Contiguous()):
+            with pytest.raises(ValueError, match="counted them in its shard"):
+                utils.create_causal_mask(position_ids=torch.arange(4)[None], **given)
+            utils.create_causal_mask(position_ids=ids, **given)
+        with context_parallel(mesh, buffers=[packed], buffer_seq_dims=[1], layout=Contiguous()):
+            utils.create_causal_mask(position_ids=packed, **given)
+
+    run_ranks(2, body)

@@ -1,14 +1,20 @@
-"""Ranks that die, raise, skip a call or are late: gloo processes. No rank waits for ever, and errors name the rank."""
+"""Ranks that die, raise, skip a call or are late: gloo processes. No rank waits for ever, and errors name the rank.
+
+All faults but a killed process happen at the same time, each in a thread and a group of its own, since each takes as
+long as the timeout of its group.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -19,24 +25,39 @@ import torch.nn.functional as F
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
+from support.settings_state import PatchedTorch, thread_state
+from support.steps import Injected, Steps
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import HeadTail, PeerError, context_parallel, ring_attention, shift, ulysses_attention
 from cp_dtensor.comm import faults
 from cp_dtensor.comm.collective import Exchange
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.spec.cache import LRUCache
 
-RANKS, FAULTY, SECONDS = 3, 1, 1.0
+RANKS, FAULTY, SECONDS = 3, 1, 3.0
 PROBLEM = Problem(14, 14, q_heads=3, kv_heads=3, is_causal=True)
+METHODS = ("allgather", "alltoall", "ulysses")
+"""The transports of rings, and Ulysses."""
+Case = tuple[Callable[[int, Any, str], None], str]
+"""A fault and a method."""
 
 
-def _attend(rank: int, group: Any, method: str, length: int | None = 14) -> list[torch.Tensor]:
+@pytest.fixture(scope="module")
+def three() -> Iterator[Processes]:
+    processes = Processes(RANKS, timeout=60)
+    yield processes
+    processes.stop()
+
+
+def _attend(rank: int, group: Any, method: str, length: int | None = 14, **options: Any) -> list[torch.Tensor]:
     """Returns this rank's out and gradients."""
     *qkv, grad_out = (shard(x, HeadTail(), rank, RANKS) for x in PROBLEM.draw(seed=0))
     q, k, v = (x.clone().requires_grad_() for x in qkv)
     if method == "ulysses":
-        out = ulysses_attention(q, k, v, mesh=group, is_causal=True, seq_len=length)
+        out = ulysses_attention(q, k, v, mesh=group, is_causal=True, seq_len=length, **options)
     else:
-        out = ring_attention(q, k, v, mesh=group, is_causal=True, seq_len=length, rotate_method=method)
+        out = ring_attention(q, k, v, mesh=group, is_causal=True, seq_len=length, rotate_method=method, **options)
     return [out, *torch.autograd.grad(out, (q, k, v), grad_out)]
 
 
@@ -46,32 +67,31 @@ def _check_right(rank: int, group: Any, method: str) -> None:
         torch.testing.assert_close(actual, shard(whole, HeadTail(), rank, RANKS), rtol=0, atol=1e-10)
 
 
-class Injected(Exception):
-    pass
+steps = Steps()
 
 
 @contextmanager
-def _raises_at_exchange(number: int) -> Iterator[None]:
-    """Context in which the start or the end of an exchange raises: each counts as a step."""
-    steps, init = iter(range(1000)), Exchange.__init__
+def _counted_steps() -> Iterator[None]:
+    """Steps: an exchange starts or is waited for, tiles are computed."""
+    init = Exchange.__init__
 
-    def step() -> None:
-        if next(steps) == number:
-            raise Injected
-
-    def counted(exchange: Any, *args: Any) -> None:
-        step()
+    def started(exchange: Any, *args: Any) -> None:
+        steps.step()
         init(exchange, *args)
         wait = exchange.wait
 
         def waited() -> None:
-            step()
+            steps.step()
             wait()
 
         exchange.wait = waited
 
-    with mock.patch.object(Exchange, "__init__", counted):
+    tiles = (RingPlan, "results"), (RingPlan, "gradients")
+    with mock.patch.object(Exchange, "__init__", started), steps.counted(*tiles):
         yield
+
+
+# Faults: what each rank does in a group
 
 
 def _skips(rank: int, group: Any, method: str) -> None:
@@ -84,29 +104,47 @@ def _skips_a_shift(rank: int, group: Any, method: str) -> None:
         shift(torch.zeros(1, 5, 2), 1, mesh=group, dim=1, seq_len=15)
 
 
+def _skips_an_exchange_of_lengths(rank: int, group: Any, method: str) -> None:
+    if rank != FAULTY:
+        _attend(rank, group, method, length=None)
+
+
 def _is_too_late(rank: int, group: Any, method: str) -> None:
     if rank == FAULTY:
         time.sleep(2 * SECONDS)
     _attend(rank, group, method)
 
 
-def _skips_an_exchange_of_lengths(rank: int, group: Any, method: str) -> None:
-    if rank != FAULTY:
-        _attend(rank, group, method, length=None)
+def _is_late_by_half(rank: int, group: Any, method: str) -> None:
+    if rank == FAULTY:
+        time.sleep(SECONDS / 2)
+    _check_right(rank, group, method)
 
 
-def _raises_at(number: int) -> Callable[[int, Any, str], None]:
-    def raises(rank: int, group: Any, method: str) -> None:
+def _debugs_alone(rank: int, group: Any, method: str) -> None:
+    _attend(rank, group, method)
+    _attend(rank, group, method, debug=rank == FAULTY)
+
+
+@dataclass(frozen=True)
+class _Raises:
+    """The faulty rank raises an error at a step of its call."""
+
+    step: int
+    error: type[Exception] = Injected
+
+    def __call__(self, rank: int, group: Any, method: str) -> None:
         if rank != FAULTY:
-            _attend(rank, group, method)
+            _check_right(rank, group, method)
             return
-        with pytest.raises(Injected), _raises_at_exchange(number):
+        with pytest.raises(self.error), steps.acting_at(self.step, self.act):
             _attend(rank, group, method)
 
-    return raises
+    def act(self) -> None:
+        raise self.error
 
 
-def _has_another_shape(rank: int, group: Any, method: str) -> None:
+def _has_another_length(rank: int, group: Any, method: str) -> None:
     if rank != FAULTY:
         _attend(rank, group, method)
         return
@@ -115,15 +153,10 @@ def _has_another_shape(rank: int, group: Any, method: str) -> None:
         ring_attention(q, k, v, mesh=group, is_causal=True, seq_len=14, rotate_method=method)
 
 
-def _is_out_of_memory(rank: int, group: Any, method: str) -> None:
-    if rank != FAULTY:
-        _attend(rank, group, method)
-        return
-    with (
-        mock.patch.object(Exchange, "__init__", side_effect=torch.OutOfMemoryError),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
-        _attend(rank, group, method)
+def _has_another_length_that_is_exchanged(rank: int, group: Any, method: str) -> None:
+    q = torch.zeros(1, 3, 9 if rank == FAULTY else 5, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"\[5, 9, 5\]"):
+        ring_attention(q, q, q, mesh=group, is_causal=True, rotate_method=method)
 
 
 def _destroys_the_group(rank: int, group: Any, method: str) -> None:
@@ -133,24 +166,89 @@ def _destroys_the_group(rank: int, group: Any, method: str) -> None:
     dist.destroy_process_group(group)
 
 
-def _raises_in_the_body(rank: int, group: Any, method: str) -> None:
-    """Every rank gets an error, and buffers and torch are as before."""
+def _destroys_the_group_in_a_call(rank: int, group: Any, method: str) -> None:
+    if rank != FAULTY:
+        _check_right(rank, group, method)
+        return
+    with steps.acting_at(2, lambda: dist.destroy_process_group(group)):
+        _check_right(rank, group, method)
+
+
+NAMED: list[Case] = [
+    *((_skips, method) for method in METHODS), (_skips_a_shift, "alltoall"),
+    (_skips_an_exchange_of_lengths, "allgather"), (_has_another_length, "alltoall"),
+    (_Raises(3, torch.OutOfMemoryError), "alltoall"), (_destroys_the_group, "allgather"),
+]  # fmt: skip
+"""The others raise, and name the faulty rank."""
+UNNAMED: list[Case] = [(_is_too_late, "alltoall"), (_debugs_alone, "alltoall")]
+"""All ranks raise, or the faulty rank may do so in time to be no suspect."""
+RIGHT: list[Case] = [(_is_late_by_half, method) for method in METHODS]
+RIGHT += [(_has_another_length_that_is_exchanged, "alltoall"), (_destroys_the_group_in_a_call, "alltoall")]
+
+
+@dataclass
+class Outcome:
+    """What a rank got from the calls of a fault: an error of a peer, or None."""
+
+    error: BaseException | None
+    seconds: float
+
+
+def _outcomes(rank: int, cases: list[Case]) -> list[Outcome]:
+    """Runs all cases at the same time."""
+    groups = [dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp") for _ in cases]
+    outcomes: list[Any] = [None] * len(cases)
+    dist.barrier()
+
+    def run(index: int) -> None:
+        (fault, method), begin, found = cases[index], time.monotonic(), None
+        try:
+            fault(rank, groups[index], method)
+        except BaseException as error:
+            found = _without_frames(error)
+        outcomes[index] = Outcome(found, time.monotonic() - begin)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.barrier()
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    return outcomes
+
+
+def _attend_in_a_context(group: Any, raises: bool = False) -> BaseException | None:
+    """Buffers are as before, also after an error, which is returned."""
     whole = [x.clone() for x in PROBLEM.draw(seed=0)[:3]]
-    buffers, sdpa = [x.clone() for x in whole], F.scaled_dot_product_attention
+    buffers, found = [x.clone() for x in whole], None
     mesh = DeviceMesh.from_group(group, "cpu")
-    error = None
     try:
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3, rotate_method=method):
-            if rank == FAULTY:
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3, rotate_method="allgather"):
+            if raises:
                 raise Injected
             F.scaled_dot_product_attention(*buffers)
-    except (PeerError, Injected) as raised:
-        error = raised
-    assert F.scaled_dot_product_attention is sdpa
-    for buffer, expected in zip(buffers, whole, strict=True):
-        assert torch.equal(buffer, expected)
-    if isinstance(error, PeerError):
-        raise error
+    except (PeerError, Injected) as error:
+        found = _without_frames(error)
+    assert all(map(torch.equal, buffers, whole))
+    return found
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """An error that holds no tensors."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _state() -> tuple[Any, ...]:
+    """Torch's patched functions and settings, bytes of live tensors, and entries of caches."""
+    gc.collect()
+    alive = gc.get_objects()
+    tensors = sum(each.nbytes for each in alive if type(each) is torch.Tensor)
+    cached = sum(len(each) for each in alive if type(each) is LRUCache)
+    return PatchedTorch.now(), thread_state(), tensors, cached
 
 
 def _check_arguments_keep_their_error() -> None:
@@ -161,44 +259,57 @@ def _check_arguments_keep_their_error() -> None:
     assert not isinstance(raised.value, PeerError)
 
 
-def _faults(rank: int) -> list[str]:
-    """Returns the errors of this rank, fault after fault, each in a group of its own."""
+def _run_faults(rank: int) -> list[tuple[str, Outcome]]:
+    """All faults, with errors injected at each step too; what this rank got from each."""
+    world = dist.group.WORLD
     _check_arguments_keep_their_error()
-    errors = []
-    cases = [*product((_skips,), ("allgather", "alltoall", "ulysses")), (_is_too_late, "alltoall")]
-    cases += [(_skips_a_shift, "alltoall")]
-    cases += [(_skips_an_exchange_of_lengths, "allgather"), (_has_another_shape, "alltoall")]
-    cases += [(_is_out_of_memory, "alltoall"), (_destroys_the_group, "allgather"), (_raises_in_the_body, "allgather")]
-    cases += [(_raises_at(step), "alltoall") for step in (1, 4, 7)]  # in forward and in backward
-    for fault, method in cases:
+    with mock.patch.object(faults, "REPORT_SECONDS", 1.0), _counted_steps():
+        injected = []
+        for method in METHODS:
+            steps.count = 0
+            _check_right(rank, world, method)
+            injected += [(_Raises(number), method) for number in range(steps.count)]
+        assert len(injected) > 30
+        _attend(rank, world, "allgather", length=None)  # caches of all that the faults call
+        shift(torch.zeros(1, 5, 2), 1, mesh=world, dim=1, seq_len=15)
+        _has_another_length_that_is_exchanged(rank, world, "alltoall")
+        assert _attend_in_a_context(world) is None
+        before = _state()
+        cases = [*NAMED, *UNNAMED, *RIGHT, *injected]
+        outcomes = _outcomes(rank, cases)
         group = dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp")
-        begin = time.monotonic()
-        try:
-            with mock.patch.object(faults, "REPORT_SECONDS", 0.3):
-                fault(rank, group, method)
-        except PeerError as error:
-            assert time.monotonic() - begin < SECONDS + 10
-            errors.append(str(error))
-        else:
-            assert rank == FAULTY, "a rank that waited for the faulty one must raise"
-            errors.append("")
+        error = _attend_in_a_context(group, raises=rank == FAULTY)
+        dist.destroy_process_group(group)
+        del group
+        for now, then in zip(_state(), before, strict=True):
+            assert now == then
     _check_right(rank, dist.new_group(group_desc="cp"), "alltoall")
-    return errors
+    names = [f"{getattr(fault, '__name__', fault)}, {method}" for fault, method in cases]
+    return [*zip(names, outcomes, strict=True), ("the body", Outcome(error, 0.0))]
 
 
-def test_the_others_raise_and_name_the_rank() -> None:
-    processes = Processes(RANKS, timeout=60)
-    try:
-        errors = processes.run(_faults)
-    finally:
-        processes.stop()
+def test_the_others_raise_and_name_the_rank(three: Processes) -> None:
+    by_rank = three.run(_run_faults)
+    known = len(NAMED) + len(UNNAMED) + len(RIGHT)
     for rank in set(range(RANKS)) - {FAULTY}:
-        for error in errors[rank]:
-            assert f"failed on rank {rank} of process group 'cp' (global ranks [0, 1, 2])" in error
-        named = [
-            f"rank {FAULTY} (global rank {FAULTY}), whose process ended, raised" in error for error in errors[rank]
-        ]
-        assert sum(named) >= len(named) - 2, "who was late, or lost its group, may have reported in time"
+        for index, (name, outcome) in enumerate(by_rank[rank]):
+            may_be_right = index >= len(NAMED) + len(UNNAMED) and name != "the body"
+            error = outcome.error
+            if error is None and may_be_right:  # of injected errors: the last steps of a rank concern it alone
+                continue
+            assert isinstance(error, PeerError), (name, error)
+            assert outcome.seconds < SECONDS + 10
+            text = str(error)
+            assert f"failed on rank {rank} of process group 'cp' (global ranks [0, 1, 2])" in text
+            if not len(NAMED) <= index < len(NAMED) + len(UNNAMED):
+                assert f"rank {FAULTY} (global rank {FAULTY})" in text, (name, text)
+        injected = [outcome.error for _, outcome in by_rank[rank][known:-1]]
+        assert sum(error is None for error in injected) < 8
+        assert all(outcome.error is None for _, outcome in by_rank[rank][known - len(RIGHT) : known])
+        debugging = by_rank[rank][len(NAMED) + len(UNNAMED) - 1][1].error
+        assert f"debug=True: rank 0 for an exchange of rows; rank {FAULTY} for a comparison of calls" in str(debugging)
+    for name, outcome in by_rank[FAULTY]:
+        assert outcome.error is None or isinstance(outcome.error, (PeerError, Injected)), (name, outcome.error)
 
 
 def _dies(rank: int) -> None:
@@ -209,28 +320,12 @@ def _dies(rank: int) -> None:
         _attend(rank, dist.group.WORLD, "alltoall")
 
 
-def test_a_rank_is_killed() -> None:
-    processes = Processes(RANKS, timeout=30)
+def test_a_rank_is_killed(three: Processes) -> None:
     begin = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
-        processes.run(_dies)
+        three.run(_dies)
     assert time.monotonic() - begin < 25
     for rank, error in enumerate(failed.value.errors):
         if rank != FAULTY:
             assert isinstance(error, PeerError)
             assert f"it waited for rank {FAULTY} (global rank {FAULTY})" in str(error)
-
-
-def test_a_rank_may_be_late() -> None:
-    processes = Processes(RANKS, timeout=60)
-    try:
-        processes.run(_comes_late)
-    finally:
-        processes.stop()
-
-
-def _comes_late(rank: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=3 * SECONDS))
-    if rank == FAULTY:
-        time.sleep(1.5 * SECONDS)
-    _check_right(rank, group, "alltoall")

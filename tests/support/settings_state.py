@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api import flex_block_mask
 from cp_dtensor.attention.backends import interval
@@ -23,6 +29,40 @@ def cold_caches() -> None:
     interval._cached_rows.clear()
     gather_kv._cache.clear()
     flex_block_mask.table_cache = flex_block_mask._TableCache()
+
+
+@dataclass(frozen=True)
+class PatchedTorch:
+    """What torch has where the library reaches in; equal if all objects are the same ones."""
+
+    functions: tuple[Any, ...]
+    kernels: str
+    fastpath: bool
+    handlers: dict[Any, Any]
+
+    @classmethod
+    def now(cls) -> PatchedTorch:
+        dispatcher: Any = DTensor._op_dispatcher
+        module: Any = torch.utils.checkpoint
+        return cls(
+            functions=(
+                F.scaled_dot_product_attention,
+                F.multi_head_attention_forward,
+                vars(module.CheckpointFunction)["forward"],
+                vars(module.CheckpointFunction)["backward"],
+                module._checkpoint_without_reentrant_generator,
+                module.checkpoint,
+                torch._dynamo.eval_frame._callback_from_stance,
+                vars(nn.parallel.DistributedDataParallel)["_distributed_broadcast_coalesced"],
+                nn.parallel.distributed._sync_module_states,
+            ),
+            kernels="".join(
+                torch._C._dispatch_dump_table(name)
+                for name in ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn")
+            ),
+            fastpath=torch.backends.mha.get_fastpath_enabled(),
+            handlers=dict(dispatcher._custom_op_handlers),
+        )
 
 
 def thread_state() -> list[object]:

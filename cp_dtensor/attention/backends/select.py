@@ -134,13 +134,6 @@ def masked_by_shape(spec: CallSpec, allowed: Allowed) -> CallSpec:
     return shaped if is_allowed and _flash4(shaped).refusal(shaped) is None else spec
 
 
-def choose_deterministic(spec: CallSpec) -> AttentionBackend:
-    """The backend of a call without bias and dropout if its gradients must be the same bits in every run."""
-    allowed = allowed_backends()
-    by_row = replace(spec, masking=Masking.INTERVALS, deterministic=True)
-    return choose_backend(masked_by_shape(by_row, allowed), allowed)
-
-
 def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionBackend | None:
     """The backend of float32 gradients in place of `backend`, None where its Triton kernels may be much slower.
 
