@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
+from support.settings_state import PatchedTorch, thread_state
 from support.shared_memory import shared_memory
+from support.steps import Injected, Steps, raise_injected
 
 from cp_dtensor import Contiguous, PeerError, ring_attention, ulysses_attention
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm import watchdog
-from cp_dtensor.comm.flags import Flag, WaitStatus
+from cp_dtensor.comm.flags import Flag, Flags, WaitStatus
+from cp_dtensor.engine.ring import RingPlan
 
 PROBLEM = Problem(16, 16, q_heads=2, kv_heads=2)
 RANKS, ABSENT = 3, 2
@@ -38,6 +41,15 @@ def attend(rank: int, method: str, group: Any, backward: bool = True) -> tuple[t
     return (out, *torch.autograd.grad(out, (q, k, v), grad_out)) if backward else (out,)
 
 
+def attend_before_deadlines(rank: int, method: str, group: Any, seconds: float) -> None:
+    """The first call, which maps memory, and may take its time; later waits of the group have a deadline."""
+    attend(rank, method, group)
+    waits = workspaces._current[group]._waits
+    waits._seconds = seconds
+    watchdog.watch(waits)  # looks now, and as often as the deadline asks for
+    dist.barrier()
+
+
 def check_right(results: list[tuple[torch.Tensor, ...]]) -> None:
     expected = reference(PROBLEM, *PROBLEM.draw(seed=0))
     for actual, whole in zip(zip(*results, strict=True), expected, strict=False):
@@ -51,8 +63,7 @@ def test_the_others_get_an_error_that_names_the_rank(
 ) -> None:
     def body(rank: int) -> tuple[float, str]:
         group = dist.group.WORLD
-        attend(rank, method, group)
-        dist.barrier()
+        attend_before_deadlines(rank, method, group, 0.5)
         if rank == ABSENT:
             if backward:
                 attend(rank, method, group, backward=False)
@@ -65,7 +76,7 @@ def test_the_others_get_an_error_that_names_the_rank(
             attend(rank, method, group)
         return time.monotonic() - begin, str(raised.value)
 
-    with shared_memory(timeout=0.5), caplog.at_level(logging.ERROR, "cp_dtensor"):
+    with shared_memory(), caplog.at_level(logging.ERROR, "cp_dtensor"):
         for rank, (seconds, message) in enumerate(run_ranks(RANKS, body)):
             if rank != ABSENT:
                 assert seconds < 5
@@ -78,21 +89,18 @@ def test_the_others_get_an_error_that_names_the_rank(
 @all_methods
 def test_a_rank_may_be_late_by_half_the_deadline(method: str) -> None:
     def body(rank: int) -> tuple[torch.Tensor, ...]:
-        results = ()
-        for _ in range(2):
-            if rank == ABSENT:
-                time.sleep(0.6)
-            results = attend(rank, method, dist.group.WORLD)
-        return results
+        attend_before_deadlines(rank, method, dist.group.WORLD, 3.0)
+        if rank == ABSENT:
+            time.sleep(1.5)
+        return attend(rank, method, dist.group.WORLD)
 
-    with shared_memory(timeout=1.2):
+    with shared_memory():
         check_right(run_ranks(RANKS, body))
 
 
 def test_a_rank_that_comes_too_late_gets_an_error_too() -> None:
     def body(rank: int) -> None:
-        attend(rank, "ring", dist.group.WORLD)
-        dist.barrier()
+        attend_before_deadlines(rank, "ring", dist.group.WORLD, 0.5)
         if rank == ABSENT:
             time.sleep(1.2)
         with pytest.raises(PeerError, match="longer than the timeout"):
@@ -102,21 +110,50 @@ def test_a_rank_that_comes_too_late_gets_an_error_too() -> None:
         for _ in range(6):  # the first may find flags that the others set before they raised
             attend(rank, "ring", dist.group.WORLD)
 
-    with shared_memory(timeout=0.5):
+    with shared_memory():
         run_ranks(RANKS, body)
 
 
 def test_another_group_is_right_afterwards() -> None:
     def body(rank: int) -> tuple[torch.Tensor, ...]:
         first, second = (dist.new_group(list(range(RANKS))) for _ in range(2))
-        attend(rank, "ring", first)
+        attend_before_deadlines(rank, "ring", first, 0.5)
         if rank != ABSENT:
             with pytest.raises(PeerError):  # the forward pass ends without an error
                 attend(rank, "ring", first)
         return attend(rank, "ring", second)
 
-    with shared_memory(timeout=0.5):
+    with shared_memory():
         check_right(run_ranks(RANKS, body))
+
+
+@all_methods
+@pytest.mark.parametrize("number", range(0, 12, 2))
+def test_a_rank_raises_within_a_call(method: str, number: int) -> None:
+    """Afterwards what torch has is as before, and another group is right."""
+    steps = Steps()  # flags are set or waited for, tiles are computed
+
+    def body(rank: int) -> tuple[torch.Tensor, ...]:
+        group = dist.new_group(list(range(RANKS)))
+        attend_before_deadlines(rank, method, group, 0.25)
+        if rank == ABSENT:
+            with pytest.raises(Injected), steps.acting_at(number, raise_injected):
+                attend(rank, method, group)
+        else:
+            with suppress(PeerError):
+                attend(rank, method, group)
+            with pytest.raises(PeerError, match=rf"rank {ABSENT} \(global rank {ABSENT}\), whose process"):
+                again_and_again(rank, group)
+        return attend(rank, method, dist.group.WORLD)
+
+    def again_and_again(rank: int, group: Any) -> None:
+        for _ in range(3):  # an error at a late step leaves flags that are set
+            attend(rank, method, group)
+
+    before = PatchedTorch.now(), thread_state()
+    with shared_memory(), steps.counted((Flags, "submit"), (RingPlan, "results"), (RingPlan, "gradients")):
+        check_right(run_ranks(RANKS, body))
+    assert (PatchedTorch.now(), thread_state()) == before
 
 
 def test_calls_after_a_larger_workspace_was_mapped_raise_too() -> None:

@@ -26,6 +26,7 @@ from support.problems import Problem, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
 from support.settings_state import PatchedTorch, thread_state
+from support.steps import Injected, Steps
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import HeadTail, PeerError, context_parallel, ring_attention, shift, ulysses_attention
@@ -66,28 +67,13 @@ def _check_right(rank: int, group: Any, method: str) -> None:
         torch.testing.assert_close(actual, shard(whole, HeadTail(), rank, RANKS), rtol=0, atol=1e-10)
 
 
-class Injected(Exception):
-    pass
-
-
-class _Steps(threading.local):
-    """The steps of the current thread's call: an exchange starts or is waited for, tiles are computed."""
-
-    count = 0
-    act: Callable[[int], None] | None = None
-
-    def step(self) -> None:
-        self.count += 1
-        if self.act is not None:
-            self.act(self.count - 1)
-
-
-steps = _Steps()
+steps = Steps()
 
 
 @contextmanager
 def _counted_steps() -> Iterator[None]:
-    init, results, gradients = Exchange.__init__, RingPlan.results, RingPlan.gradients
+    """Steps: an exchange starts or is waited for, tiles are computed."""
+    init = Exchange.__init__
 
     def started(exchange: Any, *args: Any) -> None:
         steps.step()
@@ -100,32 +86,9 @@ def _counted_steps() -> Iterator[None]:
 
         exchange.wait = waited
 
-    def computed(original: Callable[..., Any]) -> Callable[..., Any]:
-        def compute(*args: Any) -> Any:
-            steps.step()
-            return original(*args)
-
-        return compute
-
-    with (
-        mock.patch.object(Exchange, "__init__", started),
-        mock.patch.object(RingPlan, "results", computed(results)),
-        mock.patch.object(RingPlan, "gradients", computed(gradients)),
-    ):
+    tiles = (RingPlan, "results"), (RingPlan, "gradients")
+    with mock.patch.object(Exchange, "__init__", started), steps.counted(*tiles):
         yield
-
-
-@contextmanager
-def _acting_at(number: int, act: Callable[[], object]) -> Iterator[None]:
-    def at(step: int) -> None:
-        if step == number:
-            act()
-
-    steps.count, steps.act = 0, at
-    try:
-        yield
-    finally:
-        steps.act = None
 
 
 # Faults: what each rank does in a group
@@ -174,7 +137,7 @@ class _Raises:
         if rank != FAULTY:
             _check_right(rank, group, method)
             return
-        with pytest.raises(self.error), _acting_at(self.step, self.act):
+        with pytest.raises(self.error), steps.acting_at(self.step, self.act):
             _attend(rank, group, method)
 
     def act(self) -> None:
@@ -207,7 +170,7 @@ def _destroys_the_group_in_a_call(rank: int, group: Any, method: str) -> None:
     if rank != FAULTY:
         _check_right(rank, group, method)
         return
-    with _acting_at(2, lambda: dist.destroy_process_group(group)):
+    with steps.acting_at(2, lambda: dist.destroy_process_group(group)):
         _check_right(rank, group, method)
 
 
