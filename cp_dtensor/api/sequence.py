@@ -187,7 +187,7 @@ def local_runs(
 
         local_runs(mesh, 8)  # of two ranks, rank 0: [(0, 2), (6, 8)]; rank 1: [(2, 6)]
     """
-    return runs_of_rank("local_runs", mesh, layout, cu_seqlens, seq_len)
+    return runs_of_rank(mesh, layout, cu_seqlens, seq_len)
 
 
 def affine_scan(

@@ -19,14 +19,13 @@ from cp_dtensor.api.sharding import checked_sequence_dim, refuse_first_dim
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
 from cp_dtensor.engine.config import Mesh, check_tensors, checked_layout, checked_length, sequence_ranks
-from cp_dtensor.engine.layers import traced_layer
+from cp_dtensor.engine.layers import Inputs, traced_layer
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
 from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
 from cp_dtensor.spec.documents import Documents, ascending
 from cp_dtensor.spec.layouts import Layout, TorchChunk
 from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union, is_integer
 
-Tensors = Sequence[torch.Tensor | None]
 IN_CONTEXT = "the ranks of the context"
 """A `mesh` of calls that models make inside of a context."""
 
@@ -61,7 +60,7 @@ def moved_rows(
 
 
 def layer(
-    owner: str, tensors: Tensors, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
+    owner: str, tensors: Inputs, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
     cu_seqlens: Any, seq_len: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The output of a layer, and its final state if it has one; `operation` is its class and fields.
@@ -92,10 +91,10 @@ def layer(
     return place.global_result(out, x, 1, None), final
 
 
-def runs_of_rank(owner: str, mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
-    """The runs of this rank within documents."""
+def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
+    """The runs of this rank within documents, for `local_runs`."""
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
-    call, edges = _call(owner, place, None, cu_seqlens, dim_is_first=True)
+    call, edges = _call("local_runs", place, None, cu_seqlens, dim_is_first=True)
     call.check_edges(edges, seq_len)
     return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
 
