@@ -22,6 +22,7 @@ from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.config import (
     AttentionConfig,
+    Mesh,
     check_bias,
     check_qkv,
     checked_dropout_p,
@@ -33,7 +34,7 @@ from cp_dtensor.engine.config import (
 )
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
-from cp_dtensor.spec.layouts import CachedHash, Contiguous, Segment, TorchChunk
+from cp_dtensor.spec.layouts import CachedHash, Contiguous, Layout, Segment, TorchChunk
 from cp_dtensor.spec.masks import Batched, Mask
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
@@ -198,13 +199,13 @@ def from_local(
 
 
 def to_local(
-    tensor: DTensor, placements: tuple[Placement, ...], grad_placements: tuple[Placement, ...] | None = None
+    tensor: DTensor, placements: Sequence[Placement], grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
     """The local part of a DTensor in these placements; its gradient is placed alike unless `grad_placements` differ."""
     # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
     # placements of the input.
-    # In inference mode torch 2.11 does not redistribute a tensor that requires grad.
-    if torch.is_inference_mode_enabled():
+    # In inference mode torch 2.11 does not redistribute a tensor that requires grad. Dynamo cannot trace the question.
+    if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
         tensor = cast("DTensor", tensor.detach())
     return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements or placements)
 
@@ -232,6 +233,24 @@ def _received(*tensors: torch.Tensor) -> str:
         for name, tensor in zip("qkv", tensors, strict=True)
     )
     return f"got {', '.join(kinds)}"
+
+
+def refuse_other_place(
+    owner: str, x: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: object, of_x: object
+) -> None:
+    """Refuses a mesh, a layout and lengths (`seq_len`) besides those of a DTensor, which are `of_x`."""
+    if mesh is not None and mesh != x.device_mesh:
+        raise ValueError(
+            f"{owner} expects mesh to be None or that of the DTensors, {x.device_mesh}, got {mesh}; pass their local "
+            "tensors (to_local()) if these are shards of a sequence over another mesh"
+        )
+    if layout not in (None, Contiguous()):
+        raise ValueError(
+            f"{owner} expects layout to be None or Contiguous(), since DTensors are sharded in contiguous chunks, got "
+            f"{layout}"
+        )
+    if lengths not in (None, of_x):
+        raise ValueError(f"{owner} expects seq_len to be None or that of the DTensors, {of_x}, got {lengths}")
 
 
 def local_only_sdpa(
@@ -280,8 +299,9 @@ def _local_modifiers(
     check_bias(q, bias, (q.size(2), kv_len))
     of_heads = None
     if sinks is not None:
-        sinks = checked_sinks(_on_mesh_of(q, "sinks", sinks), q)
-        of_heads = _beside_queries(sinks, placed, lambda dim: 0 if dim == HEAD_DIM else None)
+        sinks = _on_mesh_of(q, "sinks", sinks)
+        checked_sinks(sinks, q)
+        of_heads = local_beside(sinks, placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
     if not dropout_p:
         return Modifiers.of(bias, sinks=of_heads, softcap=softcap)
     seed = _seed_of_all(q.to_local(), q.device_mesh)
@@ -310,7 +330,8 @@ def _first_of(q: DTensor, placed: AttentionPlacements) -> tuple[int, int]:
 def _local_bias(q: DTensor, attn_mask: torch.Tensor, placed: AttentionPlacements) -> torch.Tensor:
     """The part of an attn_mask for a rank's queries, (B or 1, H or 1, S or 1, key positions or 1)."""
     mask = four_dims_of_mask(_on_mesh_of(q, "attn_mask", attn_mask), q)
-    return _beside_queries(mask, placed, lambda dim: dim if mask.size(dim) > 1 else None)
+    assert isinstance(mask, DTensor)
+    return local_beside(mask, placed.q, lambda dim: dim if mask.size(dim) > 1 else None)
 
 
 def _on_mesh_of(q: DTensor, name: str, tensor: torch.Tensor) -> DTensor:
@@ -323,23 +344,22 @@ def _on_mesh_of(q: DTensor, name: str, tensor: torch.Tensor) -> DTensor:
     )
 
 
-def _beside_queries(
-    tensor: torch.Tensor, placed: AttentionPlacements, dim_of: Callable[[int], int | None]
+def local_beside(
+    tensor: DTensor, placements_of_x: Sequence[Placement], dim_of: Callable[[int], int | None]
 ) -> torch.Tensor:
-    """The local part of a DTensor that belongs to a rank's queries.
+    """The local part of a DTensor that belongs to a rank's part of another one, x.
 
-    `dim_of` gives its dim for a dim of q, or None where the tensor is the same along that dim: the ranks along it then
+    `dim_of` gives its dim for a dim of x, or None where the tensor is the same along that dim: the ranks along it then
     have shares of the gradient.
     """
     placements: list[Placement] = []
     of_gradient: list[Placement] = []
-    for placement in placed.q:
+    for placement in placements_of_x:
         dim = dim_of(placement.dim) if isinstance(placement, Shard) else None
         placements.append(Replicate() if dim is None else Shard(dim))
         is_partial = isinstance(placement, Shard) and dim is None
         of_gradient.append(Partial() if is_partial else placements[-1])
-    assert isinstance(tensor, DTensor)
-    return to_local(tensor, tuple(placements), tuple(of_gradient))
+    return to_local(tensor, placements, of_gradient)
 
 
 # Placements of the computation

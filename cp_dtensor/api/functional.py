@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import config_around, with_inherited, with_inherited_in_trace
-from cp_dtensor.api.dtensor_attention import dtensor_attention, sequence_ranks_of
+from cp_dtensor.api.dtensor_attention import dtensor_attention, refuse_other_place, sequence_ranks_of
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.attend import attend, attend_traced, modifiers_of
@@ -22,7 +22,7 @@ from cp_dtensor.engine.config import (
     checked_seq_len,
     refuse_dtensors,
 )
-from cp_dtensor.spec.layouts import Contiguous, Layout
+from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
 
@@ -180,19 +180,7 @@ def _refuse_of_shards_only(
             "in compiled code, context_parallel_attention takes no DTensors: call F.scaled_dot_product_attention "
             "under enable_context_parallel_dispatcher()"
         )
-    if mesh is not None and mesh != q.device_mesh:
-        raise ValueError(
-            f"expected mesh to be None or that of the DTensors, {q.device_mesh}, got {mesh}; pass their local tensors "
-            "(to_local()) if these are shards of a sequence over another mesh"
-        )
-    if layout not in (None, Contiguous()):
-        raise ValueError(
-            f"expected layout to be None or Contiguous(), since DTensors are sharded in contiguous chunks, got {layout}"
-        )
-    if lengths not in (None, (q.size(2), k.size(2))):
-        raise ValueError(
-            f"expected seq_len to be None or that of the DTensors, {(q.size(2), k.size(2))}, got {lengths}"
-        )
+    refuse_other_place("context_parallel_attention", q, mesh, layout, lengths, (q.size(2), k.size(2)))
     if debug:
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.sequence_arguments import checked_tensor, layer
-from cp_dtensor.engine.config import Mesh
+from cp_dtensor.api.sequence_arguments import layer
+from cp_dtensor.engine.config import Mesh, check_tensors
 from cp_dtensor.engine.layers import LinearRecurrence
 from cp_dtensor.engine.recurrence import METHODS
 from cp_dtensor.spec.layouts import Layout
@@ -116,7 +116,7 @@ def kda(
     """
     _check_dtypes("kda", q=q, k=k, v=v)
     _check_heads("kda", v, beta=beta)
-    checked_tensor("kda", "g", g)
+    check_tensors("kda", g=g)
     if g.dim() != 4:
         raise ValueError(f"kda expects g (batch, tokens, heads, K), a decay of each key channel, got {tuple(g.shape)}")
     return _recurrence(
@@ -211,11 +211,11 @@ def mamba2(
         )
     _check_heads("mamba2", x, dt=dt)
     heads, width, states = x.size(2), x.size(3), B.size(3)
-    checked_tensor("mamba2", "A", A)
+    check_tensors("mamba2", A=A)
     _check_parameters("mamba2", x, [(heads,)], A=A, dt_bias=dt_bias)
     _check_parameters("mamba2", x, [(heads,), (heads, width)], D=D)
     if initial_states is not None:
-        checked_tensor("mamba2", "initial_states", initial_states)
+        check_tensors("mamba2", initial_states=initial_states)
         if initial_states.dim() != 4 or tuple(initial_states.shape[1:]) != (heads, width, states):
             raise ValueError(
                 f"mamba2 expects initial_states (..., {heads}, {width}, {states}), got {tuple(initial_states.shape)}"
@@ -237,8 +237,7 @@ def mamba2(
 
 def _check_dtypes(owner: str, **tensors: torch.Tensor) -> None:
     """Refuses anything else than tensors of one dtype."""
-    for name, tensor in tensors.items():
-        checked_tensor(owner, name, tensor)
+    check_tensors(owner, **tensors)
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
         received = ", ".join([f"{name} {tensor.dtype}" for name, tensor in tensors.items()])
         raise ValueError(f"{owner} expects {', '.join(tensors)} of one dtype, got {received}")
@@ -246,9 +245,8 @@ def _check_dtypes(owner: str, **tensors: torch.Tensor) -> None:
 
 def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     """Refuses tensors that are not (B, T, H) of v (B, T, H, V)."""
-    checked_tensor(owner, "v", v)
+    check_tensors(owner, v=v, **tensors)
     for name, tensor in tensors.items():
-        checked_tensor(owner, name, tensor)
         if tensor is not None and tensor.shape != v.shape[:3]:
             raise ValueError(
                 f"{owner} expects {name} (batch, tokens, heads), {tuple(v.shape[:3])}, got {tuple(tensor.shape)}"
@@ -260,7 +258,7 @@ def _check_parameters(owner: str, x: torch.Tensor, shapes: list[tuple[int, ...]]
     for name, tensor in given.items():
         if tensor is None:
             continue
-        checked_tensor(owner, name, tensor)
+        check_tensors(owner, **{name: tensor})
         if tuple(tensor.shape) not in shapes:
             expected = " or ".join(map(str, shapes))
             raise ValueError(f"{owner} expects {name} of shape {expected}, got {tuple(tensor.shape)}")
@@ -283,13 +281,13 @@ def _recurrence(
     if not q.size(2) or v.size(2) % q.size(2) or not q.is_floating_point():
         raise ValueError(f"{owner} expects floating tensors, and heads of v to be a multiple of those of q; {received}")
     if g is not None:
-        checked_tensor(owner, "g", g)
+        check_tensors(owner, g=g)
         if g.shape not in (v.shape[:3], (*v.shape[:3], k.size(3))):
             raise ValueError(f"{owner} expects g (batch, tokens, heads) or (..., K), got {tuple(g.shape)}; {received}")
     if isinstance(v, DTensor) and (initial is not None or returns_state):
         raise NotImplementedError(f"{owner} of DTensors takes and returns no states: pass local tensors (to_local())")
     if initial is not None:
-        checked_tensor(owner, "initial_state", initial)
+        check_tensors(owner, initial_state=initial)
         if initial.dim() != 4 or tuple(initial.shape[1:]) != (v.size(2), k.size(3), v.size(3)):
             raise ValueError(
                 f"{owner} expects an initial state (..., {v.size(2)}, {k.size(3)}, {v.size(3)}), got "

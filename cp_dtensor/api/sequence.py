@@ -8,10 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.functional import cast_by_autocast
-from cp_dtensor.api.sequence_arguments import checked_number, checked_tensor, layer, moved_rows, runs_of_rank
+from cp_dtensor.api.sequence_arguments import checked_number, layer, moved_rows, runs_of_rank
 from cp_dtensor.attention.convolution import ACTIVATIONS
 from cp_dtensor.engine.compiled_spec import parts_of
-from cp_dtensor.engine.config import Mesh, checked_length
+from cp_dtensor.engine.config import Mesh, check_tensors, checked_length
 from cp_dtensor.engine.layers import AffineScan, CausalConv1d
 from cp_dtensor.plan.rows import Halo, Relayout, Shift
 from cp_dtensor.spec.layouts import Layout
@@ -148,9 +148,7 @@ def causal_conv1d(
 
     Source: Mamba (arXiv 2312.00752), section 3.4; Qwen3-Next and LFM2 have it too.
     """
-    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
-        if name != "bias" or bias is not None:
-            checked_tensor("causal_conv1d", name, tensor)
+    check_tensors("causal_conv1d", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     received = f"got x {tuple(x.shape)}, weight {tuple(weight.shape)}"
     received += "" if bias is None else f", bias {tuple(bias.shape)}"
     if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or weight.size(1) < 1:
@@ -189,7 +187,7 @@ def local_runs(
 
         local_runs(mesh, 8)  # of two ranks, rank 0: [(0, 2), (6, 8)]; rank 1: [(2, 6)]
     """
-    return runs_of_rank("local_runs", mesh, layout, cu_seqlens, seq_len)
+    return runs_of_rank(mesh, layout, cu_seqlens, seq_len)
 
 
 def affine_scan(
@@ -226,8 +224,10 @@ def affine_scan(
 
     Source: parallel scans (Blelloch, 1990); for linear attention LASP-2 (arXiv 2502.07563).
     """
-    checked_tensor("affine_scan", "transition", transition)
-    checked_tensor("affine_scan", "state", state)
+    tensors = {"transition": transition, "state": state}
+    if initial_state is not None:
+        tensors["initial_state"] = initial_state
+    check_tensors("affine_scan", **tensors)
     received = f"got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
     numbers = state.shape[:-2]
     if state.dim() < 3 or transition.shape not in (numbers, state.shape[:-1], (*state.shape[:-1], state.size(-2))):
@@ -235,12 +235,10 @@ def affine_scan(
             "affine_scan expects state (runs, ..., K, V), and transition (runs, ..., K, K), (runs, ..., K) or "
             f"(runs, ...); {received}"
         )
-    for name, tensor in (("transition", transition), ("state", state), ("initial_state", initial_state)):
-        if tensor is not None:
-            checked_tensor("affine_scan", name, tensor)
+    for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             raise TypeError(f"affine_scan expects {name} to be a plain tensor, got a DTensor")
-        if tensor is not None and tensor.dtype != state.dtype:
+        if tensor.dtype != state.dtype:
             raise ValueError(f"affine_scan expects one dtype, got {name} {tensor.dtype}, state {state.dtype}")
     if initial_state is not None and initial_state.shape[1:] != state.shape[1:]:
         raise ValueError(f"affine_scan expects initial_state (documents, ..., K, V), got {tuple(initial_state.shape)}")

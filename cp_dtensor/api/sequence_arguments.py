@@ -14,18 +14,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import indexable, no_autocast
 from cp_dtensor.api.active_context import config_around, current_context
-from cp_dtensor.api.dtensor_attention import from_local
+from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
+from cp_dtensor.api.sharding import checked_sequence_dim, refuse_first_dim
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
-from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, sequence_ranks
-from cp_dtensor.engine.layers import traced_layer
+from cp_dtensor.engine.config import Mesh, check_tensors, checked_layout, checked_length, sequence_ranks
+from cp_dtensor.engine.layers import Inputs, traced_layer
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
 from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
 from cp_dtensor.spec.documents import Documents, ascending
-from cp_dtensor.spec.layouts import Contiguous, Layout, TorchChunk
+from cp_dtensor.spec.layouts import Layout, TorchChunk
 from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union, is_integer
 
-Tensors = Sequence[torch.Tensor | None]
 IN_CONTEXT = "the ranks of the context"
 """A `mesh` of calls that models make inside of a context."""
 
@@ -38,23 +38,13 @@ def checked_number(owner: str, name: str, value: Any, *, least: int | None = Non
     return index(value)
 
 
-def checked_tensor(owner: str, name: str, value: Any) -> None:
-    """Refuses other types than tensors."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{owner} expects {name} to be a torch.Tensor, got {type(value).__name__}")
-
-
 def moved_rows(
     owner: str, x: torch.Tensor, dim: int, operation: Parts, mesh: Mesh | None, layout: Layout | None,
     cu_seqlens: Any, seq_len: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """The result of a public function, `owner`; `operation` is the class of a row map and its fields."""
-    checked_tensor(owner, "x", x)
-    if x.is_nested:
-        raise TypeError(f"{owner} expects a tensor whose sequence is one dim, got a nested tensor")
-    if not is_integer(dim) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{owner} expects dim to be one of the dims of x {tuple(x.shape)}, got {dim!r}")
-    dim %= x.dim()
+    check_tensors(owner, x=x)
+    dim = checked_sequence_dim(owner, x, dim)
     place = _Place.of(owner, x, dim, mesh, layout, seq_len)
     given = place.local(x)
     local, rows = given if given.requires_grad else indexable(given), -1
@@ -70,7 +60,7 @@ def moved_rows(
 
 
 def layer(
-    owner: str, tensors: Tensors, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
+    owner: str, tensors: Inputs, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
     cu_seqlens: Any, seq_len: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The output of a layer, and its final state if it has one; `operation` is its class and fields.
@@ -101,10 +91,10 @@ def layer(
     return place.global_result(out, x, 1, None), final
 
 
-def runs_of_rank(owner: str, mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
-    """The runs of this rank within documents."""
+def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
+    """The runs of this rank within documents, for `local_runs`."""
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
-    call, edges = _call(owner, place, None, cu_seqlens, dim_is_first=True)
+    call, edges = _call("local_runs", place, None, cu_seqlens, dim_is_first=True)
     call.check_edges(edges, seq_len)
     return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
 
@@ -125,11 +115,8 @@ def _call(
         edges = _documents_of(owner, around.mask) if cu_seqlens is None else edges
     layout = checked_layout(layout)
     for each in (layout, *([operation.target] if isinstance(operation, Relayout) else [])):
-        if dim_is_first and len(each.batch_groups(2)) > 1:
-            raise ValueError(
-                f"{owner}: {each} divides rows of the batch (dim 0) differently, so it needs a batch dim before the "
-                "sequence dim; got dim 0"
-            )
+        if dim_is_first:
+            refuse_first_dim(owner, each)
     return SequenceCall(owner, names_of(ranks), layout, operation, declared), edges
 
 
@@ -183,7 +170,9 @@ def _documents_of(owner: str, mask: Mask | None) -> tuple[int, ...]:
         NotImplementedError: documents that differ by batch row, or that a union of masks joins.
     """
     if isinstance(mask, Documents) and mask.cu_seqlens == mask.cu_seqlens_k:
-        return mask.cu_seqlens
+        # Tokens before the first document are one of their own; positions that begin with 0 do not look like lengths.
+        padding = mask.only_length is not None and mask.cu_seqlens[0] > 0
+        return (0, *mask.cu_seqlens) if padding else mask.cu_seqlens
     parts = mask.masks if isinstance(mask, Intersection) else ()
     found = {_documents_of(owner, part) for part in parts} - {()}
     if isinstance(mask, (Batched, Union, Documents)) or len(found) > 1:
@@ -215,16 +204,8 @@ class _Place:
             seq_len = index(checked_length(seq_len))
         if not isinstance(x, DTensor):
             return cls(mesh, None, layout, seq_len)
-        if mesh is not None and mesh != x.device_mesh:
-            raise ValueError(f"{owner} expects mesh to be None or that of the DTensor, {x.device_mesh}, got {mesh}")
-        if layout not in (None, Contiguous()):
-            raise ValueError(
-                f"{owner} expects layout to be None or Contiguous(), since DTensors are sharded in contiguous chunks, "
-                f"got {layout}"
-            )
         length = x.size(dim)
-        if seq_len not in (None, length):
-            raise ValueError(f"{owner} expects seq_len to be None or that of the DTensor, {length}, got {seq_len}")
+        refuse_other_place(owner, x, mesh, layout, seq_len, length)
         axes = tuple([axis for axis, each in enumerate(x.placements) if isinstance(each, Shard) and each.dim == dim])
         ranks = math.prod([x.device_mesh.size(axis) for axis in axes])
         if (
@@ -257,8 +238,7 @@ class _Place:
         """The local part of x, which has no partial sums."""
         if not isinstance(x, DTensor):
             return x
-        placements = _without_partial(x)
-        return x.redistribute(placements=placements).to_local(grad_placements=placements)
+        return to_local(x, _without_partial(x))
 
     def local_beside(
         self, owner: str, x: torch.Tensor, dims_of_x: str, tensor: torch.Tensor, dims: str
@@ -280,14 +260,11 @@ class _Place:
             return tensor
         if tensor.device_mesh != x.device_mesh:
             raise ValueError(f"{owner} expects DTensors on one mesh, got {x.device_mesh} and {tensor.device_mesh}")
-        placements: list[Placement] = []
-        of_grad: list[Placement] = []
-        for placement in x.placements:
-            letter = dims_of_x[placement.dim] if isinstance(placement, Shard) else ""
-            here: Placement = Shard(dims.index(letter)) if letter and letter in dims else Replicate()
-            placements.append(here)
-            of_grad.append(Partial() if letter and letter not in dims else here)
-        return tensor.redistribute(placements=placements).to_local(grad_placements=of_grad)
+
+        def dim_of(dim_of_x: int) -> int | None:
+            return dims.index(dims_of_x[dim_of_x]) if dims_of_x[dim_of_x] in dims else None
+
+        return local_beside(tensor, x.placements, dim_of)
 
     def global_result(self, out: torch.Tensor, x: torch.Tensor, dim: int, rows: int | None) -> torch.Tensor:
         """A result as a DTensor placed as x, if x is one. `rows` are those of every rank, None for those of x."""

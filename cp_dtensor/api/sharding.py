@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -16,10 +15,11 @@ from cp_dtensor.api.buffers import put_shard, take_shard
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.agreement import odd_ones
+from cp_dtensor.engine.agreement import hash_of, odd_ones
 from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
 from cp_dtensor.engine.lengths import checked_only_length, global_length
 from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
+from cp_dtensor.spec.masks import is_integer
 
 
 @renamed_keywords(seq_dims="buffer_seq_dims")
@@ -169,18 +169,9 @@ def checked_buffers(
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             kind = type(tensor).__name__
             raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
-        if tensor.is_nested:
-            raise TypeError(f"buffer {index}: expected a tensor whose sequence is one dim, got a nested tensor")
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"buffer {index}: expected an integer sequence dim, got {dim!r}")
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise ValueError(f"buffer {index}: sequence dim {dim} is out of range for shape {tuple(tensor.shape)}")
-        dims.append(dim % tensor.dim())
-        if len(layout.batch_groups(2)) > 1 and dims[-1] == 0:
-            raise ValueError(
-                f"buffer {index}: {layout} divides rows of the batch (dim 0) differently, so it needs a batch dim "
-                f"before the sequence dim; got shape {tuple(tensor.shape)} with sequence dim 0"
-            )
+        dims.append(checked_sequence_dim(f"buffer {index}", tensor, dim))
+        if dims[-1] == 0:
+            refuse_first_dim(f"buffer {index}", layout)
     if len(layout.batch_groups(2)) > 1 and len({tensor.size(0) for tensor in buffers}) > 1:
         shapes = [tuple(tensor.shape) for tensor in buffers]
         raise ValueError(f"{layout} expects one batch size (dim 0) in all buffers, got shapes {shapes}")
@@ -188,6 +179,26 @@ def checked_buffers(
         if whole:
             refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
     return dims
+
+
+def checked_sequence_dim(what: str, tensor: torch.Tensor, dim: int) -> int:
+    """The sequence dim of a tensor, counted from the front; refusals begin with `what`."""
+    if tensor.is_nested:
+        raise TypeError(f"{what}: expected a tensor whose sequence is one dim, got a nested tensor")
+    if not is_integer(dim):
+        raise TypeError(f"{what}: expected an integer sequence dim, got {dim!r}")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{what}: sequence dim {dim} is out of range for shape {tuple(tensor.shape)}")
+    return dim % tensor.dim()
+
+
+def refuse_first_dim(what: str, layout: Layout) -> None:
+    """Refuses layouts that divide rows of the batch differently, where the sequence dim is 0."""
+    if len(layout.batch_groups(2)) > 1:
+        raise ValueError(
+            f"{what}: {layout} divides rows of the batch (dim 0) differently, so it needs a batch dim before the "
+            "sequence dim; got sequence dim 0"
+        )
 
 
 class _Unshard(torch.autograd.Function):
@@ -248,7 +259,7 @@ def _lengths(
     if layout.only_length is not None:
         seq_len = checked_only_length(length, layout, ranks.rank, ranks.size)
         return list(shard_lengths(layout, seq_len, ranks.size)), seq_len
-    lengths, kinds = map(list, zip(*ranks.gather_integers([length, zlib.crc32(kind.encode())], device), strict=True))
+    lengths, kinds = map(list, zip(*ranks.gather_integers([length, hash_of(kind)], device), strict=True))
     odd = odd_ones(kinds)
     if odd:
         raise ValueError(

@@ -54,6 +54,7 @@ def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         elif isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(reported):
             cause = "it failed on every rank, so one of them was late or a connection was lost"
         else:
+            group_store(group).add(_survived(group), 1)
             raise
         raise PeerError(
             f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: {reported}"
@@ -96,14 +97,21 @@ def named(ranks_of_group: Sequence[int], members: Sequence[int]) -> str:
     return f"{ranks}, whose process ended, raised an error, skipped a call or is late"
 
 
+def _survived(group: dist.ProcessGroup) -> str:
+    """The key of the number of wrong arguments that this rank has survived; other ranks count theirs."""
+    return f"cp_dtensor/survived/{group.rank()}"
+
+
 def reports_of(group: dist.ProcessGroup, what: str, seconds: float) -> dict[int, str] | None:
     """Reports that an exchange, `what`, has failed on this rank; what has failed on the ranks that report in time.
 
-    Reports are in the group's store; None if that does not answer. A group fails once: its keys are never removed.
+    Reports are in the group's store; None if that does not answer. A group fails once, so its keys are never removed;
+    wrong arguments, which all ranks report and survive, are counted, and later errors have other keys.
     """
     try:
         store: Any = group_store(group)
-        keys = [f"cp_dtensor/failed/{rank}" for rank in range(group.size())]
+        survived = store.add(_survived(group), 0)
+        keys = [f"cp_dtensor/failed/{survived}/{rank}" for rank in range(group.size())]
         store.set(keys[group.rank()], what)
         end = time.monotonic() + seconds
         while True:

@@ -210,11 +210,12 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
 
 
-def check_tensors(**tensors: object) -> None:
-    """Refuses anything but tensors, by name."""
+def check_tensors(owner: str | None = None, /, **tensors: object) -> None:
+    """Refuses anything but tensors, by name; `owner` is the public function, for the message."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"expected {name} to be a torch.Tensor, got {type(tensor).__name__}")
+            expected = "expected" if owner is None else f"{owner} expects"
+            raise TypeError(f"{expected} {name} to be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def refuse_dtensors(**tensors: torch.Tensor | None) -> None:

@@ -28,7 +28,8 @@ from cp_dtensor.plan.rows import Edges, Extended, SequenceLayout
 from cp_dtensor.plan.scan import scan_plan
 from cp_dtensor.spec.logs import log_once
 
-Tensors = Sequence[Tensor | None]
+Inputs = Sequence[Tensor | None]
+"""Tensors of a layer, None for those that it was not given."""
 MOST_TENSORS = 6
 """Arguments of the operator that are tensors."""
 
@@ -37,16 +38,16 @@ class SequenceLayer(ABC):
     """A layer whose first tensor is (B, this rank's tokens, ...). Its `repr` names it in compiled code."""
 
     @abstractmethod
-    def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         """The output of this rank's tokens and, if asked for, the final state; differentiable."""
 
-    def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
+    def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
         """The global length, checked or found."""
         assert tensors[0] is not None
         return call.length(tensors[0], 1, seq_len, edges)
 
     @abstractmethod
-    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
+    def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         """Shape and dtype of the final state, None if there is none; the output has those of the first tensor."""
 
 
@@ -56,7 +57,7 @@ class CausalConv1d(SequenceLayer):
 
     activation: str | None
 
-    def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         x, weight, bias, *_ = tensors
         assert x is not None
         assert weight is not None
@@ -67,7 +68,7 @@ class CausalConv1d(SequenceLayer):
             outs.append(causal_convolution(extended, tokens, weight, bias, self.activation))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
 
-    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
+    def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         return None
 
 
@@ -87,13 +88,13 @@ class LinearRecurrence(SequenceLayer):
     method: str = "auto"
     """Key of `METHODS`, or "auto"."""
 
-    def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
+    def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
         assert tensors[0] is not None
         self._check_states(tensors[0], tensors[-1], edges)
         self._check_heads(tensors[0], call.ranks)
         return super().length(call, tensors, seq_len, edges)
 
-    def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         *given, initial = tensors
         v = given[0]
         assert v is not None
@@ -143,7 +144,7 @@ class LinearRecurrence(SequenceLayer):
     def _is_predicted(self, v: Tensor, ranks: SequenceRanks) -> bool:
         return ranks.size > 1 and v.device.type == "cuda"  # the cost model is of GPUs
 
-    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
+    def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         v, q, *_ = tensors
         assert v is not None
         assert q is not None
@@ -178,12 +179,12 @@ class AffineScan(SequenceLayer):
     owner: str
     returns_state: bool
 
-    def length(self, call: SequenceCall, tensors: Tensors, seq_len: int | None, edges: Edges) -> int:
+    def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
         assert seq_len is not None
         call.check_edges(edges, seq_len)
         return seq_len
 
-    def forward(self, call: SequenceCall, tensors: Tensors, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         state, transition, initial, *_ = tensors
         assert state is not None
         assert transition is not None
@@ -209,7 +210,7 @@ class AffineScan(SequenceLayer):
         nothing = torch.zeros_like(state[0])
         return torch.stack([nothing if each is None else each for each in entering]), final
 
-    def final_state(self, tensors: Tensors, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
+    def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         state = tensors[0]
         assert state is not None
         return ((documents or 1, *state.shape[1:]), state.dtype) if self.returns_state else None
@@ -235,7 +236,7 @@ def _normalized(x: Tensor) -> Tensor:
 # Operators in compiled code
 
 
-def traced_layer(key: str, tensors: Tensors, cu_seqlens: Tensor | None, seq_len: int) -> tuple[Tensor, Tensor]:
+def traced_layer(key: str, tensors: Inputs, cu_seqlens: Tensor | None, seq_len: int) -> tuple[Tensor, Tensor]:
     """Both results of a layer in a program that is being captured; an empty final state if it has none.
 
     Args:
@@ -247,7 +248,7 @@ def traced_layer(key: str, tensors: Tensors, cu_seqlens: Tensor | None, seq_len:
     return results
 
 
-def _run(tensors: Tensors, cu_seqlens: Tensor | None, key: str, seq_len: int) -> tuple[Tensor, Tensor]:
+def _run(tensors: Inputs, cu_seqlens: Tensor | None, key: str, seq_len: int) -> tuple[Tensor, Tensor]:
     call = sequence_calls.value_of(key)
     edges = document_edges(call.owner, cu_seqlens)
     length = call.operation.length(call, tensors, None if seq_len < 0 else seq_len, edges)

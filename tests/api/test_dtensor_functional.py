@@ -146,9 +146,9 @@ def test_deterministic_and_functions_of_one_method() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"layout": HeadTail()}, ValueError, "expected layout to be None or Contiguous"),
-    ({"mesh": "world"}, ValueError, "expected mesh to be None or that of the DTensors"),
-    ({"seq_len": 13}, ValueError, "expected seq_len to be None or that of the DTensors"),
+    ({"layout": HeadTail()}, ValueError, "expects layout to be None or Contiguous"),
+    ({"mesh": "world"}, ValueError, "expects mesh to be None or that of the DTensors"),
+    ({"seq_len": 13}, ValueError, "expects seq_len to be None or that of the DTensors"),
     ({"debug": True}, NotImplementedError, "debug=True compares the shards"),
     ({"method": "hybrid"}, ValueError, 'method "hybrid" expects DTensors .* over two mesh axes'),
     ({"method": "rings"}, ValueError, "unknown method"),

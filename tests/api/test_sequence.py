@@ -228,6 +228,18 @@ def test_partial_sums_are_reduced_first() -> None:
 # Contexts
 
 
+def test_symmetric_padding_of_the_context() -> None:
+    """Whose positions look like lengths."""
+
+    def body(rank: int) -> None:
+        mesh, mask = init_device_mesh("cpu", (2,)), Documents.for_length([2, 4], 6)
+        with context_parallel(mesh, layout=Contiguous(), mask=mask, seq_len=6):
+            got = shift(torch.arange(3) + 3 * rank + 1, 1, mesh=mesh, dim=0)
+        assert got.tolist() == ([0, 1, 0], [3, 0, 5])[rank]
+
+    run_ranks(2, body)
+
+
 def test_layout_documents_and_length_of_the_context() -> None:
     whole = torch.arange(10.0).view(1, 10, 1)
     edges = (0, 4, 10)
@@ -259,7 +271,10 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (TypeError, "expects x to be a torch.Tensor, got list", lambda: shift([1], 1, mesh=dist.group.WORLD, dim=0)),  # type: ignore[arg-type]
     (ValueError, "expects n to be an integer, got 1.0", lambda: shift(torch.ones(2), 1.0, mesh=None, dim=0)),  # type: ignore[arg-type]
     (ValueError, "left to be an integer >= 0, got -1", lambda: halo(torch.ones(2), -1, mesh=dist.group.WORLD, dim=0)),
-    (ValueError, "got 2", lambda: shift(torch.ones(2, 2), 1, mesh=dist.group.WORLD, dim=2)),
+    (
+        ValueError, r"shift: sequence dim 2 is out of range for shape \(2, 2\)",
+        lambda: shift(torch.ones(2, 2), 1, mesh=dist.group.WORLD, dim=2),
+    ),
     (TypeError, "expected mesh", lambda: shift(torch.ones(2), 1, dim=0)),
     (
         ValueError, "ascending",

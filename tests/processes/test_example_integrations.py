@@ -13,7 +13,7 @@ REASON = "needs the extra: pip install -c constraints.txt -e '.[integrations]'"
 @pytest.mark.slow
 def test_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason=REASON)
-    printed = launch(2, EXAMPLES / "accelerate_two_ranks.py", folder=tmp_path, timeout=240)
+    printed = launch(2, EXAMPLES / "accelerate_two_ranks.py", folder=tmp_path, timeout=240, imports=["accelerate"])
     assert "losses and gradients are those of one rank" in printed
 
 
@@ -21,7 +21,9 @@ def test_accelerate(tmp_path: Path) -> None:
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason=REASON)
     pytest.importorskip("transformers", reason=REASON)
-    printed = launch(2, EXAMPLES / "trainer_two_ranks.py", folder=tmp_path, timeout=240)
+    printed = launch(
+        2, EXAMPLES / "trainer_two_ranks.py", folder=tmp_path, timeout=240, imports=["transformers.trainer"]
+    )
     assert all(f"{kind}: losses [" in printed for kind in ("packed", "padded"))
     assert printed.count("are those of one rank") == 2
 
@@ -29,7 +31,9 @@ def test_trainer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_diffusers(tmp_path: Path) -> None:
     pytest.importorskip("diffusers", reason=REASON)
-    printed = launch(4, EXAMPLES / "diffusers_four_ranks.py", folder=tmp_path, timeout=240)
+    printed = launch(
+        4, EXAMPLES / "diffusers_four_ranks.py", folder=tmp_path, timeout=240, imports=["diffusers.models.transformers"]
+    )
     assert printed.count(": largest error of out and gradients ") == 5
 
 
@@ -38,6 +42,7 @@ def test_steps_of_models_of_transformers(tmp_path: Path) -> None:
     """The benchmark of docs/scripts: losses of steps with gathered keys are those of the provider."""
     pytest.importorskip("transformers", reason=REASON)
     options = ("--toy", "--tokens", "48", "--steps", "1", "--warm-steps", "1")
-    printed = launch(2, ROOT / "docs" / "scripts" / "model_steps.py", *options, folder=tmp_path, timeout=240)
+    program = ROOT / "docs" / "scripts" / "model_steps.py"
+    printed = launch(2, program, *options, folder=tmp_path, timeout=240, imports=["transformers.models.llama"])
     assert printed.count("| provider |") == printed.count("| gathered |") == 2
     assert "losses are equal" in printed

@@ -251,19 +251,23 @@ def _state() -> tuple[Any, ...]:
     return PatchedTorch.now(), thread_state(), tensors, cached
 
 
-def _check_arguments_keep_their_error() -> None:
-    """All ranks report them at once, and no connection is lost."""
-    group = dist.new_group(group_desc="cp")
+def _check_arguments_keep_their_error(rank: int) -> None:
+    """All ranks report them at once, and no connection is lost. Errors that come later name the rank."""
+    group = dist.new_group(timeout=timedelta(seconds=1), group_desc="cp")
     with pytest.raises(RuntimeError, match=r"(?i)split sizes") as raised:
         faults.all_to_all_single(torch.zeros(4), torch.zeros(4), group, "an exchange", ([1] * RANKS, [2] * RANKS))
     assert not isinstance(raised.value, PeerError)
+    _check_right(rank, group, "alltoall")
+    if rank != FAULTY:
+        with pytest.raises(PeerError, match=f"it waited for rank {FAULTY}"):
+            _attend(rank, group, "alltoall")
 
 
 def _run_faults(rank: int) -> list[tuple[str, Outcome]]:
     """All faults, with errors injected at each step too; what this rank got from each."""
     world = dist.group.WORLD
-    _check_arguments_keep_their_error()
     with mock.patch.object(faults, "REPORT_SECONDS", 1.0), _counted_steps():
+        _check_arguments_keep_their_error(rank)
         injected = []
         for method in METHODS:
             steps.count = 0

@@ -231,6 +231,11 @@ def refusals(rank: int) -> None:
     cache = model(input_ids=torch.ones(ROWS, 4, dtype=torch.int64), use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="takes no cache of keys that has tokens"):
         in_context(model, batch(), past_key_values=cache)
+    tokens = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    for buffers in ([], [tokens]):
+        context = context_parallel(world, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
+        with pytest.raises(ValueError, match="the model has counted them in its shard"), context:
+            model.generate(tokens, max_new_tokens=2, do_sample=False)
     dist.barrier(world)
 
 

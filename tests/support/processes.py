@@ -175,6 +175,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str,
                     warnings.simplefilter("error")
                     # torch's warning of the first matrix product in an autograd thread
                     warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+                    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # torch 2.15
                     result = body(rank, *args)
             except BaseException as error:  # raised by `run`
                 pipe.send((None, _picklable(error), traceback.format_exc()))

@@ -106,6 +106,22 @@ def test_ranks_that_hang_are_a_problem(
     assert "ranks [1, 2] did not end within 0.3 s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("rank", "status"), [(0, 1), (1, 0)])
+def test_ranks_that_would_share_a_gpu_are_a_problem(
+    rank: int, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As found under torchrun with two ranks on a host of one GPU, before anything is started."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as ended:
+        command.main([])
+    assert ended.value.code == status
+    printed = capsys.readouterr().out
+    assert ("2 ranks on this host for 1 GPU: " in printed) == (rank == 0)
+    assert ("1 problem: devices" in printed) == (rank == 0)
+
+
 @pytest.mark.parametrize(
     ("version", "status"), [("2.10.1", PROBLEM), ("2.11.0+cu130", None), ("2.15.0a0", None), ("2.16.0", NOTE)]
 )

@@ -47,7 +47,10 @@ def main(arguments: Sequence[str]) -> None:
     here, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     use_gpu = options.device != "cpu" and here > 0
     if use_gpu and here < local:
-        text, remedy = f"{local} ranks on this host for {here} GPUs", f"torchrun --nproc-per-node {here}"
+        text = (
+            f"{local} ranks on this host for {here} GPU{'s' if here > 1 else ''}: no two ranks can share one with NCCL"
+        )
+        remedy = f"torchrun --nproc-per-node {here}; for {local} ranks on CPUs: --device cpu"
         report.add([Finding("devices", PROBLEM, text, remedy)])
         sys.exit(report.end())
     try:
@@ -102,7 +105,7 @@ class _Report:
             print(json.dumps(found, indent=1), flush=True)
         elif self._visible:
             names = ", ".join(dict.fromkeys(each.check for each in problems))
-            verdict = f"{len(problems)} problems: {names}" if problems else "OK"
+            verdict = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: {names}" if problems else "OK"
             print(f"{verdict} ({time.monotonic() - self._start:.0f} s)", flush=True)
         return int(self._visible and bool(problems))
 
