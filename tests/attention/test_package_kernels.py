@@ -175,6 +175,36 @@ def test_nothing_is_compiled_or_checked_under_capture(fresh: Patch) -> None:
     assert module.calls, "after the capture they are"
 
 
+def test_lack_of_memory_at_the_first_use_is_no_verdict(fresh: Patch) -> None:
+    """It is raised as any lack of memory is, and the next call tries again."""
+    module = FlashModule()
+    install(fresh, module)
+    with fresh.context() as lacking:
+
+        def out_of_memory(*arguments: Any, **options: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        lacking.setattr(first_use.SmallTile, "drawn", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            both(Flash4Attention(MATH), CAUSAL_TILE, tensors())
+    check(Flash4Attention(Unwanted()), CAUSAL_TILE, tensors())
+
+
+def test_a_plan_for_which_memory_is_lacking_at_the_first_use_is_no_verdict(fresh: Patch) -> None:
+    module = FlexModule()
+    install(fresh, flex=module)
+    fresh.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+    create = module.create_mask_plan
+
+    fresh.setattr(module, "create_mask_plan", _no_memory_for_a_plan)
+    with pytest.raises(torch.OutOfMemoryError):
+        both(CudnnFlexAttention(), interval_mask(), tensors())
+    fresh.setattr(module, "create_mask_plan", create)
+    cudnn_flex._functions.cache_clear()
+    fresh.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+
+
 def _without_lse(q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, out: Any) -> None: ...
 
 
@@ -250,6 +280,10 @@ def interval_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> Interv
     return IntervalMask(sets, (queries,), (0, rows), KeyRun((keys,)), (0, columns))
 
 
+def _no_memory_for_a_plan(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:
+    raise torch.OutOfMemoryError
+
+
 @pytest.fixture
 def flex(fresh: Patch) -> Patch:
     """Tiles of any size."""
@@ -294,14 +328,33 @@ def test_tiles_without_a_plan_are_computed_by_our_kernels(flex: Patch, problem: 
     if problem == "estimate":
         flex.setattr(cudnn_flex, "MOST_BYTES", 2 * cudnn_flex._BYTES_OF_PARTIAL_BLOCK)
     else:
-
-        def out_of_memory(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:
-            raise torch.OutOfMemoryError
-
-        flex.setattr(module, "create_mask_plan", out_of_memory)
+        flex.setattr(module, "create_mask_plan", _no_memory_for_a_plan)
     flex.setattr(packages.Package, "is_right", lambda *arguments: True)
     check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
     assert not module.plans
+
+
+def test_a_plan_for_which_memory_was_lacking_is_made_later(flex: Patch) -> None:
+    module, mask, values = FlexModule(), interval_mask(), tensors()
+    install(flex, flex=module)
+    check(CudnnFlexAttention(), interval_mask(), values, IntervalAttention())
+    create, plans = module.create_mask_plan, len(module.plans)
+
+    for made_by, most in ((_no_memory_for_a_plan, 0), (create, 1)):
+        flex.setattr(module, "create_mask_plan", made_by)
+        cudnn_flex._functions.cache_clear()
+        check(CudnnFlexAttention(), mask, values, IntervalAttention())
+        assert len(module.plans) == plans + most
+
+
+@pytest.mark.parametrize("skips", ["rows", "columns"])
+def test_flex_kernels_that_leave_results_of_empty_blocks_unwritten_are_not_used(flex: Patch, skips: str) -> None:
+    """In a tile of documents against remote keys most blocks are empty, and fresh memory is often zeros by chance."""
+    module = FlexModule(skips=skips)
+    install(flex, flex=module)
+    with pytest.warns(RuntimeWarning, match=r"is not used for (forward|backward)") as caught:
+        check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+    assert len(caught) == {"rows": 2, "columns": 1}[skips]
 
 
 def test_flex_leaves_small_tiles_and_deterministic_gradients_to_our_kernels(flex: Patch) -> None:

@@ -99,9 +99,13 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 class FlexModule(ModuleType):
-    """`cudnn.flex_attention`: plans are the end points, in memory that counts; kernels compute dense attention."""
+    """`cudnn.flex_attention`: plans are the end points, in memory that counts; kernels compute dense attention.
 
-    def __init__(self, factor: float = 1.0, plan_bytes: int = 1 << 20) -> None:
+    With `skips` they do not write results of blocks of rows that see nothing ("rows"), or of blocks of columns that
+    nobody sees ("columns").
+    """
+
+    def __init__(self, factor: float = 1.0, plan_bytes: int = 1 << 20, skips: str = "") -> None:
         super().__init__("cudnn.flex_attention")
         self.plans: list[SimpleNamespace] = []
         module = self
@@ -137,8 +141,9 @@ class FlexModule(ModuleType):
             ) -> None:  # fmt: skip
                 assert workspace.numel() == 128
                 out, lse, _ = _dense(q_tensor, k_tensor, v_tensor, mask_plan, softmax_scale)
-                o_tensor.copy_(out.transpose(1, 2) * factor)
-                lse_tensor.copy_(lse)
+                written = _seen(mask_plan, -1) | (skips != "rows")
+                o_tensor[written] = (out.transpose(1, 2) * factor).to(o_tensor.dtype)[written]
+                lse_tensor.transpose(1, 2)[written] = lse.transpose(1, 2)[written]
 
         class FlexAttentionBwd(Kernel):
             def __init__(
@@ -159,8 +164,12 @@ class FlexModule(ModuleType):
                 delta = (out * dout).sum(-1, keepdim=True)
                 grad = weights * (dout @ expand_kv_heads(v, q.size(1)).mT - delta) * softmax_scale
                 parts = grad @ expand_kv_heads(k, q.size(1)), grad.mT @ q, weights.mT @ dout
-                for result, part in zip((dq_tensor, dk_tensor, dv_tensor), parts, strict=True):
-                    result.copy_(part.unflatten(1, (result.size(2), -1)).sum(2).transpose(1, 2) * factor)
+                written = _seen(mask_plan, -1) | (skips != "rows")
+                of_columns = _seen(mask_plan, -2) | (skips != "columns")
+                places = written, of_columns, of_columns
+                for result, part, place in zip((dq_tensor, dk_tensor, dv_tensor), parts, places, strict=True):
+                    grad = part.unflatten(1, (result.size(2), -1)).sum(2).transpose(1, 2) * factor
+                    result[place] = grad.to(result.dtype)[place]
 
         self.create_mask_plan, self.FlexAttentionFwd, self.FlexAttentionBwd = (
             create_mask_plan, FlexAttentionFwd, FlexAttentionBwd,
@@ -169,6 +178,12 @@ class FlexModule(ModuleType):
     @staticmethod
     def _plan_tensors(mask_plan: Any) -> tuple[Tensor, ...]:
         return (mask_plan.memory,)
+
+
+def _seen(plan: Any, dim: int) -> Tensor:
+    """(B, rows) or (B, columns): True in blocks of 128 of which one sees or is seen."""
+    seen: Tensor = plan.seen.squeeze(1).any(dim)
+    return torch.cat([each.any(1, keepdim=True).expand_as(each) for each in seen.split(128, 1)], 1)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
