@@ -113,6 +113,30 @@ def test_flash4_records_no_launch_in_which_tensors_cannot_be_told_apart(fresh: P
     assert relative(out, MATH.forward(q.double(), k.double(), v.double(), FULL_TILE, 0.25)[0]) < 1e-2
 
 
+def test_flash4_records_no_launch_with_objects_of_one_call(fresh: Patch) -> None:
+    """Some versions pass the stream on which to launch: a record would launch on the first call's for ever."""
+    module, launched = FlashModule(), []
+    wrapper = module._flash_attn_fwd
+
+    def with_stream(q: Any, k: Any, v: Any, softmax_scale: float, causal: bool, out: Any, lse: Any) -> None:
+        stream = object()
+
+        def on_stream(given: object) -> None:
+            launched.append(given is stream)
+            wrapper(q, k, v, softmax_scale, causal, out, lse)
+
+        with_stream.compile_cache[0] = on_stream  # type: ignore[attr-defined]
+        with_stream.compile_cache[0](stream)  # type: ignore[attr-defined]
+
+    with_stream.compile_cache = {}  # type: ignore[attr-defined]
+    fresh.setattr(module, "_flash_attn_fwd", with_stream)
+    install(fresh, module)
+    q, k, v, _ = tensors()
+    for _ in range(3):
+        Flash4Attention(Unwanted()).forward(q, k, v, FULL_TILE, 0.25)
+    assert launched == [True] * 5, "twice for a small tile, then for each call"
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "heads", "dims"),
     [(1, 300, (4, 2), (16, 16)), (300, 1, (4, 2), (16, 16)), (255, 300, (2, 2), (16, 16)), (1, 1, (2, 1), (16, 24))],
