@@ -22,7 +22,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.recurrent import gated_delta_rule, kda, mamba2
 from cp_dtensor.api.sequence import causal_conv1d
 from cp_dtensor.api.sequence_arguments import IN_CONTEXT
-from cp_dtensor.api.transformers_private import MODELING_UTILS, kernel_name
+from cp_dtensor.api.transformers_private import MODELING_UTILS, PASSED_ON, kernel_name
 
 Function = Callable[..., Any]
 _CONTEXT: Any = IN_CONTEXT
@@ -85,7 +85,7 @@ def _refuse_states(has_states: bool) -> None:
 def _refuse_others(layer: str, others: dict[str, Any]) -> None:
     """Refuses keyword arguments, unless they ask for nothing."""
     for name, value in others.items():
-        if value is None or value is False:
+        if value is None or value is False or name in PASSED_ON:
             continue
         if name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
             raise NotImplementedError(

@@ -101,7 +101,7 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         inner = tuple(Stage(rank) for _ in range(stages))
         plan = UlyssesPlan(heads, kinds, inner, exchange, two_streams and stages > 1, torch.float32)
         group: Any = rank
-        one_axis = SequenceRanks(group)
+        one_axis = SequenceRanks(group, members=tuple(range(rank.size())))
         q, k, v = tensors(rank, 3)
         out, lse, _ = plan.forward(q, k, v, NO_MODIFIERS, backward, one_axis, 1.0)
         rank.use(out)
@@ -121,7 +121,7 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         tiles = Tiles(rank)
         ring = RingPlan(plan, spec, SymmetricMemory(), tiles, torch.float32, tiles)
         group: Any = rank
-        one_axis = SequenceRanks(group)
+        one_axis = SequenceRanks(group, members=tuple(range(rank.size())))
         q, k, v, grad_out = tensors(rank, 4)
         _, _, saved = ring.forward(q, k, v, NO_MODIFIERS, False, one_axis, 1.0)
         if backward:
@@ -135,7 +135,9 @@ def gathered_kv(layout: Layout) -> Program:
 
     def program(rank: Rank) -> None:
         length = 8 * rank.size()
-        gather = KVGather(SequenceRanks(rank), layout, length, length, SymmetricMemory())  # type: ignore[arg-type]
+        group: Any = rank
+        ranks = SequenceRanks(group, members=tuple(range(rank.size())))
+        gather = KVGather(ranks, layout, length, length, SymmetricMemory())
         with mock.patch.object(gather_kv, "gathers_by_symm_mem", return_value=True):
             gathered = gather._read_shared_memory(*tensors(rank, 2))
         assert gathered is not None
