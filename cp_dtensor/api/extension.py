@@ -19,7 +19,7 @@ from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_checks import PROVIDER, models_with_positions, problems_of
 from cp_dtensor.api.transformers_hooks import block_mask_of, provider_mask, transformers_hooks
 from cp_dtensor.api.transformers_masks import ModelMask
-from cp_dtensor.api.transformers_private import table_of
+from cp_dtensor.api.transformers_private import PASSED_ON, table_of
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
@@ -52,8 +52,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
     # models of transformers
-    "PROVIDER", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks", "block_mask_of",
-    "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context", "AttentionConfig",
+    "PASSED_ON", "PROVIDER", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
+    "block_mask_of", "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context", "AttentionConfig",
     # autograd and compiler
     "current_backward", "never_compiled", "version_of",
 ]  # fmt: skip

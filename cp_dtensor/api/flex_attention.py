@@ -137,6 +137,11 @@ class FlexCall(NamedTuple):
     def check(self) -> None:
         """Refuses arguments that do not fit, as far as one rank can find out by itself."""
         check_qkv(self.q, self.k, self.v, self.enable_gqa)
+        if not self.enable_gqa and self.q.size(1) != self.k.size(1):
+            raise ValueError(
+                f"FlexAttention expects as many key heads as query heads, or enable_gqa=True; got q "
+                f"{tuple(self.q.shape)}, k {tuple(self.k.shape)}"
+            )
         if self.block_mask is None:
             return
         if not isinstance(self.block_mask, BlockMask):

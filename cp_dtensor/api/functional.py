@@ -68,7 +68,8 @@ def context_parallel_attention(
         softcap: 0.0 for none, or c > 0: scaled logits x become c tanh(x / c), as in Gemma 2, before a floating
             `attn_mask` is added; sinks are not capped. Our own kernels compute it, which are slower than cuDNN's.
         scale: factor of the logits; None is 1 / sqrt(D).
-        enable_gqa: True allows H to be a multiple of Hkv; query head h reads key head h // (H / Hkv).
+        enable_gqa: True allows H to be a multiple of Hkv; query head h reads key head h // (H / Hkv). One key head is
+            for all query heads without it too, as for `F.scaled_dot_product_attention`.
         layout: the tokens of each rank. None takes the layout of the context (or module) around the call, if that
             is over these ranks, else `HeadTail()`.
         rotate_method: the KV transport of rings: "auto", "symm_mem", "allgather" or "alltoall" (see

@@ -22,7 +22,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.recurrent import gated_delta_rule, kda, mamba2
 from cp_dtensor.api.sequence import causal_conv1d
 from cp_dtensor.api.sequence_arguments import IN_CONTEXT
-from cp_dtensor.api.transformers_private import MODELING_UTILS, kernel_name
+from cp_dtensor.api.transformers_private import MODELING_UTILS, PASSED_ON, kernel_name
 
 Function = Callable[..., Any]
 _CONTEXT: Any = IN_CONTEXT
@@ -85,13 +85,14 @@ def _refuse_states(has_states: bool) -> None:
 def _refuse_others(layer: str, others: dict[str, Any]) -> None:
     """Refuses keyword arguments, unless they ask for nothing."""
     for name, value in others.items():
-        if value is None or value is False:
+        if value is None or value is False or name in PASSED_ON:
             continue
         if name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
             raise NotImplementedError(
                 f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
                 "mask=Documents(...) to the context"
             )
+        _refuse_states(name == "use_cache")
         shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {shown}")
 

@@ -9,6 +9,12 @@ MODELING_UTILS = "transformers.modeling_utils"
 LOSS_UTILS = "transformers.loss.loss_utils"
 PREPROCESS = "_preprocess_mask_arguments"
 """The function of `MASKING_UTILS` that finds lengths and packed documents, before a mask function is called."""
+PASSED_ON = frozenset({
+    "position_ids", "cache_position", "use_cache", "max_length_q", "max_length_k", "sliding_window", "is_causal",
+    "shift_labels", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
+    "deterministic", "layer_idx",
+})  # fmt: skip
+"""Keyword arguments that models pass on to layers, whose results do not depend on them: the mask has windows."""
 
 
 def implementation_of(config: Any) -> str | None:

@@ -25,7 +25,7 @@ class SequenceRanks:
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup | None = None
     members: tuple[int, ...] = field(default=(), compare=False)
-    """Global ranks of all of them, in their order; empty if unknown, as for two groups that have only names."""
+    """Global ranks along two axes, in their order; empty along one, and for two groups that have only names."""
     rank: int = field(init=False, compare=False)
     """This rank's place among those that share the sequence."""
     size: int = field(init=False, compare=False)
@@ -49,8 +49,6 @@ class SequenceRanks:
         return cls(mesh.get_group(outer), mesh.get_group(inner), tuple(members.flatten().tolist()))
 
     def __post_init__(self) -> None:
-        if self.inner is None and not self.members:
-            object.__setattr__(self, "members", tuple(dist.get_process_group_ranks(self.outer)))
         inner_rank, inner_size = (0, 1) if self.inner is None else (self.inner.rank(), self.inner.size())
         object.__setattr__(self, "rank", self.outer.rank() * inner_size + inner_rank)
         object.__setattr__(self, "size", self.outer.size() * inner_size)
@@ -66,8 +64,14 @@ class SequenceRanks:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
     def global_ranks(self) -> set[int]:
-        """The global ranks of `members`; if they are unknown, those on this rank's axes."""
-        return set(self.members) or {rank for group in self._groups for rank in dist.get_process_group_ranks(group)}
+        """The global ranks; of two groups that have only names, those on this rank's axes."""
+        return set(self.ranks_in_order())
+
+    def ranks_in_order(self) -> list[int]:
+        """The global ranks in their order; of two groups that have only names, those on this rank's axes."""
+        if self.members:
+            return list(self.members)
+        return [rank for group in self._groups for rank in dist.get_process_group_ranks(group)]
 
     def shares_sequence_with(self, other: SequenceRanks) -> bool:
         """True if both have the same ranks, along the same axes or others."""
@@ -75,8 +79,9 @@ class SequenceRanks:
         return self == other or (self.size == other.size and (mine <= others or others <= mine))
 
     def is_in_order_of(self, other: SequenceRanks) -> bool:
-        """True if each of the ranks has the same place in `other`."""
-        return self.members == other.members if self.members and other.members else self.outer == other.outer
+        """True if each of the ranks, which share a sequence, has the same place in `other`."""
+        mine, others = self.ranks_in_order(), other.ranks_in_order()
+        return mine == others if len(mine) == len(others) == self.size else self.outer == other.outer
 
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gathers (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""

@@ -207,8 +207,9 @@ def refuse_equal_shards(
     """Refuses q, k and v that are equal on all ranks: each has the whole tensors. Once for each kind of call,
     with `debug` always.
 
-    The arguments but their values must be equal on all ranks, so that these agree about what is the first call. Without
-    a mask, whole tensors give right results, n times the work on each of n ranks: a warning.
+    The arguments but their values must be equal on all ranks, so that these agree about what is the first call. A
+    warning outside of contexts, where programs that measure may draw equal shards, and without a mask, where whole
+    tensors give right results with n times the work on each of n ranks.
     """
     ranks = config.ranks
     masked = mask != Full() or modifiers.bias is not None
@@ -226,7 +227,7 @@ def refuse_equal_shards(
             "it), or by context_parallel_shard; attention of tensors that every rank has whole is left to each rank by "
             "cp_dtensor.api.extension.local_sdpa(queries_are_shards=False)"
         )
-        if masked:
+        if masked and config.lengths_vary:
             raise ValueError(text)
         warnings.warn(text, stacklevel=2)
 

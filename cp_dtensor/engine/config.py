@@ -245,7 +245,7 @@ def _refuse_unfit(
     expect(k[2] == v[2], "one sequence length (dim 2) for k and v", received)
     expect(k[1] == v[1], "as many value heads as key heads (dim 1)", received)
     expect(0 not in (q[0], q[1], k[1], q[3], v[3]), "at least one batch row, head and head dim", received)
-    expect(enable_gqa or q[1] == k[1], "as many key heads as query heads, or enable_gqa=True", received)
+    expect(enable_gqa or k[1] in (q[1], 1), "as many key heads as query heads, one, or enable_gqa=True", received)
     if q[1] % k[1]:
         raise ValueError(f"enable_gqa=True expects query heads to be a multiple of key heads; {received}")
 

@@ -62,9 +62,10 @@ def global_lengths(
     if lengths is not None and lengths != found:
         raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
     declared = config.declared_lengths or ()
-    if lengths is None and config.lengths_vary and found[0] not in declared:
-        _refuse_whole_queries(local_q, found[0], declared)
-        _refuse_single_queries(local_q, local_kv, found[0])
+    if lengths is None and found[0] not in declared:
+        if config.lengths_vary:
+            _refuse_whole_queries(local_q, found[0], declared)
+            _refuse_single_queries(local_q, local_kv, found[0])
         # Ranks whose facts and lengths are equal agree about what is the first call of a kind.
         if not compiled and len({*hashes}) == len({*local_q}) == len({*local_kv}) == 1:
             refuse_equal_shards(q, k, v, config, mask, modifiers)

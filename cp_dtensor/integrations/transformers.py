@@ -22,6 +22,7 @@ from torch import nn
 
 from cp_dtensor import Documents, Full
 from cp_dtensor.api.extension import (
+    PASSED_ON,
     PROVIDER,
     Mesh,
     ModelMask,
@@ -37,13 +38,6 @@ from cp_dtensor.api.extension import (
 )
 
 __all__ = ["ModelBatch", "causal_lm_loss", "check_model", "register"]
-
-_IGNORED = frozenset({
-    "position_ids", "cache_position", "use_cache", "max_length_q", "max_length_k", "sliding_window", "is_causal",
-    "shift_labels", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
-    "deterministic", "layer_idx",
-})  # fmt: skip
-"""Keyword arguments that models pass on to attention and that its result does not depend on: the mask has windows."""
 
 
 def register() -> str:
@@ -96,7 +90,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
     for name, argument in kwargs.items():
-        if name not in _IGNORED and argument is not None and argument is not False:
+        if name not in PASSED_ON and argument is not None and argument is not False:
             raise NotImplementedError(
                 f'attn_implementation="{PROVIDER}" does not support {name}: got {_shown(argument)}, expected None'
             )

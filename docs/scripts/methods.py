@@ -120,8 +120,7 @@ def plans(
 def _every_rank(shape: tuple[int, ...]) -> Iterator[SequenceRanks]:
     """Yields the ranks, with process groups that have a rank and a size only: planning needs no more."""
     if len(shape) == 1:
-        members = tuple(range(shape[0]))
-        yield from (SequenceRanks(_group(rank, shape[0]), members=members) for rank in members)
+        yield from (SequenceRanks(_group(rank, shape[0])) for rank in range(shape[0]))
         return
     for outer in range(shape[0]):
         for inner in range(shape[1]):

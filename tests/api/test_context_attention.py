@@ -240,6 +240,29 @@ def test_modules_of_torch(build: Callable[[bool, bool], nn.Module], option: bool
         assert_close(total, expected)
 
 
+def test_one_key_head_is_for_all_query_heads() -> None:
+    """SDPA broadcasts it, as Falcon's attention expects."""
+    generator = torch.Generator().manual_seed(1)
+    q, grad = (torch.randn(1, 4, 8, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 1, 8, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+
+    def results(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+        out = imported_by_name(*leaves, is_causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
+
+    expected = results(q, k, v, grad)
+
+    def body(rank: int) -> None:
+        shards = [shard(tensor, HeadTail(), rank, 2) for tensor in (q, k, v, grad)]
+        with context():
+            found = results(*shards)
+        for one, whole in zip(found, expected, strict=True):
+            assert_close(one, shard(whole, HeadTail(), rank, 2))
+
+    run_ranks(2, body)
+
+
 def test_what_shards_cannot_have_is_refused_and_not_ignored() -> None:
     q = torch.randn(1, HEADS, 4, WIDTH)
 
@@ -254,7 +277,7 @@ def test_what_shards_cannot_have_is_refused_and_not_ignored() -> None:
                 with pytest.raises(NotImplementedError, match="need_weights=False"):
                     module_call(hidden, hidden, hidden)
             with pytest.raises(ValueError, match="key heads as query heads"):
-                imported_by_name(q, q[:, :1], q[:, :1])
+                imported_by_name(torch.cat([q, q], 1), q, q)
             with pytest.raises(ValueError, match=r"one dtype.*float32, torch.float64"):
                 imported_by_name(q, q.double(), q.double())
 

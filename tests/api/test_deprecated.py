@@ -31,7 +31,7 @@ def in_a_mode(**options: Any) -> torch.Tensor:
 
 
 def packed(**options: Any) -> torch.Tensor:
-    x = torch.linspace(0, 1, 4 * 3 * 2, dtype=torch.float64).view(4, 3, 2)
+    x = dist.get_rank() + torch.linspace(0, 1, 4 * 3 * 2, dtype=torch.float64).view(4, 3, 2)
     result = varlen_attention(x, x, x, mesh=dist.group.WORLD, cu_seqlens=[0, LENGTH], **options)
     assert isinstance(result, torch.Tensor)
     return result

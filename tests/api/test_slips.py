@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from support.collectives import errors_by_rank, kinds, recorded_collectives
 from support.problems import shard
 from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_dtensor import Contiguous, HeadTail, SlidingWindow, context_parallel, ring_attention
+from cp_dtensor import ContextParallel, Contiguous, HeadTail, SlidingWindow, context_parallel, ring_attention
 from cp_dtensor._torch import content_hash
 from cp_dtensor.api.extension import local_sdpa
 
@@ -192,6 +194,27 @@ def test_whole_tensors_in_a_context() -> None:
         warnings.simplefilter("always")
         run_ranks(RANKS, body, False)
     assert ["are equal on all 3 ranks" in str(each.message) for each in caught] == [True] * RANKS  # once a rank
+
+
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_whole_tensors_outside_of_contexts_are_named_in_a_warning(form: str) -> None:
+    """A program that measures may draw equal shards, so these calls go on."""
+    q = torch.randn(1, 2, LENGTH, 4)
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return attend(x)
+
+    def body(rank: int) -> None:
+        if form == "function":
+            ring_attention(q, q, q, mesh=group(), is_causal=True)
+        else:
+            parallelize_module(Attention(), group(), ContextParallel())(q)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(RANKS, body)
+    assert ["are equal on all 3 ranks" in str(each.message) for each in caught] == [True] * RANKS
 
 
 def test_equal_tensors_that_are_no_mistake() -> None:

@@ -126,7 +126,7 @@ def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], 
     qkv = torch.randn(4, 3, 2, 8)
     with mock.patch.object(AttentionConfig, "of", recording):
         for options in ({}, {"deterministic": True}):
-            run_ranks(RANKS, lambda rank, options=options: entry(rank, qkv, options))
+            run_ranks(RANKS, lambda rank, options=options: entry(rank, qkv + rank, options))
     assert said == [False] * RANKS + [True] * RANKS
 
 

@@ -163,7 +163,7 @@ def test_dropout_is_the_same(ambient: str) -> None:
     leaves = [torch.randn(1, 2, 8, 8, dtype=torch.float64) for _ in range(3)]
 
     def body(rank: int, settings: Ambient) -> list[torch.Tensor]:
-        q, k, v = (leaf.clone().requires_grad_() for leaf in leaves)
+        q, k, v = ((leaf + rank).requires_grad_() for leaf in leaves)
         with settings.entered():
             out = context_parallel_attention(
                 q, k, v, mesh=dist.group.WORLD, dropout_p=0.5, mask=SlidingWindow(4, 1), layout=HeadTail()

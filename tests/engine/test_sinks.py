@@ -74,8 +74,8 @@ def test_a_row_that_sees_nothing_has_the_sink_as_its_lse() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("of_sinks", [torch.bfloat16, torch.float64])
 def test_each_keeps_its_dtype(dtype: torch.dtype, of_sinks: torch.dtype) -> None:
-    def body(_rank: int) -> tuple[torch.dtype, ...]:
-        q, k, v = (tensor.requires_grad_() for tensor in drawn(dtype=dtype))
+    def body(rank: int) -> tuple[torch.dtype, ...]:
+        q, k, v = ((tensor + rank).requires_grad_() for tensor in drawn(dtype=dtype))
         sinks = torch.zeros(4, dtype=of_sinks, requires_grad=True)
         out, lse = context_parallel_attention(
             q, k, v, mesh=dist.group.WORLD, sinks=sinks, enable_gqa=True, return_lse=True, method="ulysses"

@@ -110,10 +110,11 @@ def test_values_that_are_not_windows(window_size: Any) -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize(("options", "exchanges"), [({}, 1), ({"seq_len": 8}, 0), ({"seq_len": (8, 8)}, 0)])
+@pytest.mark.parametrize(("options", "exchanges"), [({}, 2), ({"seq_len": 8}, 0), ({"seq_len": (8, 8)}, 0)])
 def test_ranks_exchange_lengths_only_without_seq_len(options: dict[str, Any], exchanges: int) -> None:
-    q = torch.randn(1, 4, 2, 8)
+    """With lengths unknown, the first call of a kind also compares the shards."""
+    shards = torch.randn(2, 1, 4, 2, 8)
     with recorded_collectives() as collectives:
-        run_ranks(2, lambda rank: ring_flash_attn.ring_flash_attn_func(q, q, q, causal=True, **options))
+        run_ranks(2, lambda rank: ring_flash_attn.ring_flash_attn_func(*[shards[rank]] * 3, causal=True, **options))
     told = [each for each in collectives if each.kind == "AllGather" and each.sent[0].dtype == torch.int64]
     assert len(told) == exchanges * 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -115,16 +118,87 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def tiny_model(family: str, attention: str) -> nn.Module:
-    """A model with equal weights in every call, in float64."""
+SMALL: dict[str, Any] = {
+    **_SIZES, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "n_head": 4,
+    "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "n_kv_heads": 2,
+    "num_kv_heads": 2, "n_embd": 32, "d_model": 32, "dim": 32, "emb_dim": 32, "embedding_size": 32, "lru_width": 32,
+    "word_embed_proj_dim": 32, "n_inner": 48, "d_ff": 48, "ffn_dim": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "ffn_hidden_size": 48, "hidden_dim": 48, "d_kv": 8, "n_positions": 128, "n_ctx": 128, "max_seq_len": 128,
+    "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_k": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8, "attention_head_dim": 8,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "rotary_dim": 4, "window_size": WIDE_WINDOW, "sliding_window": WIDE_WINDOW, "attention_window_size": WIDE_WINDOW,
+    "local_attention": WIDE_WINDOW, "attention_chunk_size": WIDE_WINDOW, "use_sliding_window": True,
+    "attention_types": [[["global", "local"], 1]], "state_size": 8, "expand": 2, "chunk_size": 16, "block_size": 8,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_head_dim": 8,
+    "linear_num_heads": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 53, "laurel_rank": 8,
+    "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "is_decoder": True, "intra_bottleneck_size": 32,
+}  # fmt: skip
+"""Sizes of models of any family, by the names of attributes of their configurations."""
+_OTHERWISE: tuple[dict[str, Any], ...] = (
+    {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"num_key_value_heads": 4, "head_dim": None},
+    {"num_key_value_heads": 4, "is_decoder": None, "head_dim": None, "sliding_window": None},
+)  # fmt: skip
+"""What replaces some of these sizes until a model runs; None leaves the default."""
+
+
+def _changes_for(kind: str) -> Iterator[dict[str, Any]]:
+    """Configurations of a small model of any class, the most likely one first."""
     import transformers
 
-    kind, changes = _family(family)
+    config_class = getattr(transformers, kind).config_class
+    try:
+        default = config_class().to_dict()
+    except Exception as error:
+        raise ValueError(f"no small {kind}: {type(error).__name__} in its configuration") from error
+    named = {*default, *getattr(config_class, "attribute_map", {}), *signature(config_class.__init__).parameters}
+    for others in _OTHERWISE:
+        sizes = {name: value for name, value in {**SMALL, **others}.items() if name in named and value is not None}
+        yield {
+            **sizes, **{name: 0.0 for name, value in default.items() if isinstance(value, float) and "drop" in name}
+        }  # fmt: skip
+
+
+@functools.cache
+def _changes_of_runnable(kind: str) -> dict[str, Any]:
+    """The configuration of a small model of any class that runs.
+
+    Raises:
+        ValueError: none does.
+    """
+    import transformers
+
+    reasons = []
+    for changes in _changes_for(kind):
+        model_class = getattr(transformers, kind)
+        try:
+            with warnings.catch_warnings(), torch.device("meta"):
+                warnings.simplefilter("ignore")
+                parameters = sum(each.numel() for each in model_class(model_class.config_class(**changes)).parameters())
+            if parameters > 3_000_000:
+                reasons.append(f"{parameters} parameters")
+                continue
+            model_class(model_class.config_class(**changes))(torch.randint(3, VOCABULARY, (ROWS, LENGTH)))
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+        else:
+            return changes
+    raise ValueError(f"no small {kind}: {reasons[0]}")
+
+
+def tiny_model(family: str, attention: str) -> nn.Module:
+    """A model with equal weights in every call, in float64; of a family, or of a class of transformers."""
+    import transformers
+
+    kind, changes = _family(family) if family in FAMILIES else (family, _changes_of_runnable(family))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
         model_class = getattr(transformers, kind)
-        config = model_class.config_class(**{**_SIZES, **changes})
+        config = model_class.config_class(**({**_SIZES, **changes} if family in FAMILIES else changes))
         config._attn_implementation = attention
         config._experts_implementation = "eager"  # the other ones take no float64
         random = torch.Generator().manual_seed(0)
