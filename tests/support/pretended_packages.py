@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages, select
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import expand_kv_heads
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import ShapedMask
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import LRUCache
+from cp_dtensor.spec.layouts import Contiguous
+from cp_dtensor.spec.masks import Full
 
 MATH = MathAttention()
+HOPPER = CallSpec(
+    LayoutPartition(Contiguous(), 8, 8, 1, 1), Full(), 1, 4, 2, 128, 128, "bfloat16", device="cuda", capability=(9, 0)
+)
+BLACKWELL, AMPERE = replace(HOPPER, capability=(10, 0)), replace(HOPPER, capability=(8, 0))
+INTERVALS = replace(HOPPER, masking=Masking.INTERVALS)
+MLA = replace(HOPPER, head_dim=192, q_heads=4, kv_heads=4)
+VERSIONS = {flash4.PACKAGE.distribution: "4.0.0b36", cudnn_flex.PACKAGE.distribution: "1.32.0"}
+
+
+@contextmanager
+def fresh_process() -> Iterator[pytest.MonkeyPatch]:
+    """Makes a process that has used no optional package, in which both seem to be installed."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
+        monkeypatch.setattr(first_use, "_verdicts", LRUCache())
+        monkeypatch.setattr(flash4, "_launches", LRUCache())
+        monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, least=1))
+        cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
+        for each in cached:
+            each.cache_clear()
+        yield monkeypatch
+        for each in cached:
+            each.cache_clear()
+
+
+def install(patch: pytest.MonkeyPatch, flash: Any = None, flex: Any = None) -> None:
+    """Makes modules importable; None is a package that fails to import."""
+    patch.setitem(sys.modules, "flash_attn.cute.interface", flash)
+    patch.setitem(sys.modules, "cudnn.flex_attention", flex)
+    patch.setitem(sys.modules, "cudnn.flex_attention.execution", flex)
 
 
 class FlashModule(ModuleType):

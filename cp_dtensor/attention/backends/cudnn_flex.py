@@ -100,7 +100,7 @@ class CudnnFlexAttention(AttentionBackend):
 
 @lru_cache(maxsize=1)  # one object: forward and backward share its plan
 def _small_mask() -> IntervalMask:
-    """A window of 4 x 4 blocks: full ones, partial ones and empty ones.
+    """Window of 4 x 4 blocks, of which some are full, some partial and some empty.
 
     The first and the last block of rows see nothing, and nobody sees the last block of columns, as often in a ring.
     """
