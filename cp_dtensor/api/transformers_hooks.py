@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,7 +49,7 @@ from cp_dtensor.spec.masks import Causal, Full, Mask
 def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
     yield _torch.when_loaded(MODELING_UTILS, _models_checked)
-    yield _torch.when_loaded(LOSS_UTILS, _losses_checked)
+    yield _torch.when_loaded(MODELING_UTILS, _losses_checked)
     yield layers_caught()
 
 
@@ -97,12 +98,23 @@ def _models_checked(utils: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _losses_checked(utils: ModuleType) -> Iterator[None]:
-    """While open, losses that shift the labels of a shard are refused in contexts."""
-    with ExitStack() as stack:
-        for name, loss in list(utils.LOSS_MAPPING.items()):
-            if loss is utils.ForCausalLMLoss:
-                stack.enter_context(_torch.entry_replaced(utils.LOSS_MAPPING, name, _of_shifted_labels(loss)))
+    """While open, losses of models that shift the labels of a shard are refused in contexts.
+
+    The table of losses stays as it is: Trainer finds out from it which loss shifts labels.
+    """
+    owner, causal = utils.PreTrainedModel, import_module(LOSS_UTILS).ForCausalLMLoss
+    before, checked = vars(owner)["loss_function"], _of_shifted_labels(causal)
+
+    def loss_function(self: nn.Module) -> Callable[..., Any]:
+        loss: Callable[..., Any] = before.fget(self)
+        return checked if loss is causal else loss
+
+    owner.loss_function = ours = property(loss_function, before.fset, before.fdel, before.__doc__)
+    try:
         yield
+    finally:
+        if vars(owner)["loss_function"] is ours:
+            owner.loss_function = before
 
 
 def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
