@@ -102,7 +102,7 @@ class CudnnFlexAttention(AttentionBackend):
 def _small_mask() -> IntervalMask:
     """Window of 4 x 4 blocks, of which some are full, some partial and some empty.
 
-    The first and the last block of rows see nothing, and nobody sees the last block of columns, as often in a ring.
+    The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring.
     """
     positions, rows = Segment.contiguous(0, 4 * _BLOCK), (0, 4 * _BLOCK)
     window = IntervalBand(first=_BLOCK + 12, last=3 * _BLOCK, lo=0, hi=3 * _BLOCK, left=2 * _BLOCK + 40, right=10)
