@@ -68,8 +68,12 @@ def start_all_to_all(
     pairs = list(zip(incoming, outgoing, strict=True))
     if len(pairs) > 1 and _backend_name(group, device) == "nccl":
         group._start_coalescing(device)
-        for tensors_in, tensors_out in pairs:
-            group.alltoall(tensors_in, tensors_out, options)
+        try:
+            for tensors_in, tensors_out in pairs:
+                group.alltoall(tensors_in, tensors_out, options)
+        except BaseException:
+            group._end_coalescing(device)  # else NCCL would queue all later collectives of this thread for ever
+            raise
         return group._end_coalescing(device).wait
     # Other backends coalesce only sends and receives into one launch, and may not wait for other collectives.
     waits = [group.alltoall(tensors_in, tensors_out, options).wait for tensors_in, tensors_out in pairs]

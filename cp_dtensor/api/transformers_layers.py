@@ -92,7 +92,6 @@ def _refuse_others(layer: str, others: dict[str, Any]) -> None:
                 f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
                 "mask=Documents(...) to the context"
             )
-        _refuse_states(name == "use_cache")
         shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {shown}")
 

@@ -165,14 +165,18 @@ class FlaRecurrence:
         return self.q * self.scale * torch.cat(by_channel).exp().unsqueeze(0), decays
 
 
-def fla_serves(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool, lengths: Sequence[int]) -> bool:
-    """True if kernels of the package compute a recurrence in q's dtype; at first use a small one is compared."""
+def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: Sequence[int]) -> bool:
+    """True if kernels of the package compute a recurrence in q's dtype; at first use a small one is compared.
+
+    Only whether there are decays `g`, and whether they differ by channel, matters of them.
+    """
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.size(-1) > 256:
         return False
     if not all(lengths) or not _FLA_AVAILABLE:
         return False
-    key = ("fla", is_delta, by_channel, q.dtype, q.size(-1), v.size(-2), v.size(-1))
-    return first_use(key, q.device, lambda: _small_error(q, v, by_channel, is_delta), _warn) == ""
+    decays = "" if g is None else "by channel" if g.dim() == 4 else "by head"
+    key = ("fla", is_delta, decays, q.dtype, q.size(-1), v.size(-2), v.size(-1))
+    return first_use(key, q.device, lambda: _small_error(q, v, decays, is_delta), _warn) == ""
 
 
 def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -188,9 +192,10 @@ def _warn(reason: str) -> None:
     )
 
 
-def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
+def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
     """Compares outputs, maps and gradients of two pieces in two batch rows with float64; "" if they are right.
 
+    `decays` is "by head", "by channel", or "" for none.
     With as many heads as the call: the package compiles and tunes its kernels for a number of heads, once.
     """
     width, heads, columns = q.size(-1), v.size(-2), v.size(-1)
@@ -202,8 +207,10 @@ def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
     tokens = sum(CHECKED)
     k = F.normalize(normal(tokens, heads, width), dim=-1)
     small = [x.to(q.dtype) for x in (normal(tokens, heads, width), k, normal(tokens, heads, columns))]
-    g = F.logsigmoid(normal(tokens, heads, width) if by_channel else normal(tokens, heads))
-    g[:, :, ::2] *= 0.02  # so that much of a state passes through a piece
+    by_channel, g = decays == "by channel", None
+    if decays:
+        g = F.logsigmoid(normal(tokens, heads, width) if by_channel else normal(tokens, heads))
+        g[:, :, ::2] *= 0.02  # so that much of a state passes through a piece
     beta = normal(tokens, heads).sigmoid().to(q.dtype) if is_delta else None
     given = (*small, g, beta, normal(2, heads, width, columns))
     results: list[list[Tensor]] = []
@@ -222,5 +229,5 @@ def _small_error(q: Tensor, v: Tensor, by_channel: bool, is_delta: bool) -> str:
             sums = [(x.double() * weight[:, :, : x.size(2)]).sum() for x, weight in zip(found, weights, strict=True)]
             grads = torch.autograd.grad(torch.stack(sums).sum(), leaves)
             results.append([x.detach()[:, :, :2] for x in (*found, *grads)])
-    names = ["out", "transition", "state", "dq", "dk", "dv", "dg", *["dbeta"] * is_delta, "d(state)"]
+    names = ["out", "transition", "state", "dq", "dk", "dv", *["dg"] * bool(decays), *["dbeta"] * is_delta, "d(state)"]
     return wrong_result(names, results[0], results[1], LARGEST_ERROR)

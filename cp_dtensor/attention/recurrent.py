@@ -147,6 +147,7 @@ class ChunkedRecurrence:
         if not outs:
             given = [state for state in states if state is not None]
             nothing = zero_of(self.q, self.k, self.v, self.weights, self.decay, *given)
+            nothing = nothing * nothing  # saves a tensor: a checkpoint recomputes up to here, past the exchange
             return (self.v.transpose(0, 1).transpose(2, 3).flatten(1, 2) + nothing).to(self.dtype), leaving
         of_chunks = torch.stack(outs, 1).transpose(2, 3).flatten(1, 2)
         return of_chunks.index_select(1, self.rows).to(self.dtype), leaving

@@ -80,8 +80,8 @@ class SequenceRanks:
 
     def is_in_order_of(self, other: SequenceRanks) -> bool:
         """True if each of the ranks, which share a sequence, has the same place in `other`."""
-        mine, others = self.ranks_in_order(), other.ranks_in_order()
-        return mine == others if len(mine) == len(others) == self.size else self.outer == other.outer
+        are_known = all(each.members or each.inner is None for each in (self, other))
+        return self.ranks_in_order() == other.ranks_in_order() if are_known else self.outer == other.outer
 
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gathers (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""

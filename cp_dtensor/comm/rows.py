@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.plan.rows import Copy, RowRoute
@@ -32,11 +34,15 @@ def moved_rows(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Te
 
 
 def rows_moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
-    """The transpose of `moved_rows`: a row's gradient is the sum of those of its copies on all ranks."""
-    total, table = _zeros(grad, dim, route.rows_in), _tables(route, grad.device)
-    total.index_add_(dim, table.own_source, grad.index_select(dim, table.own_target))
+    """The transpose of `moved_rows`: a row's gradient is the sum of those of its copies on all ranks, rounded once."""
+    table = _tables(route, grad.device)
+    dtype = wide_dtype(grad) if table.has_several_copies else grad.dtype
+    total = _zeros(grad, dim, route.rows_in, dtype)
+    total.index_add_(dim, table.own_source, grad.index_select(dim, table.own_target).to(dtype))
     arrived = _exchanged(grad, dim, table.received, tuple(zip(*route.counts, strict=True)), ranks)
-    return total if arrived is None else total.index_add_(dim, table.sent, arrived)
+    if arrived is not None:
+        total.index_add_(dim, table.sent, arrived.to(dtype))
+    return total.to(grad.dtype)
 
 
 def _exchanged(x: Tensor, dim: int, rows: Tensor, counts: Matrix, ranks: SequenceRanks) -> Tensor | None:
@@ -80,8 +86,8 @@ def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], grou
     return arrived
 
 
-def _zeros(like: Tensor, dim: int, rows: int) -> Tensor:
-    return like.new_zeros((*like.shape[:dim], rows, *like.shape[dim + 1 :]))
+def _zeros(like: Tensor, dim: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_zeros((*like.shape[:dim], rows, *like.shape[dim + 1 :]), dtype=dtype)
 
 
 class _Tables:
@@ -94,9 +100,13 @@ class _Tables:
                 [row for first, count in spans for row in range(first, first + count)], dtype=torch.int64, device=device
             )
 
+        sent = [copy for copies in route.sent for copy in copies]
         self.own_source, self.own_target = of(route.own, "source"), of(route.own, "target")
-        self.sent = of((copy for copies in route.sent for copy in copies), "source")
+        self.sent = of(sent, "source")
         self.received = of((copy for copies in route.received for copy in copies), "target")
+        spans = sorted((copy.source, copy.source + copy.rows) for copy in (*route.own, *sent))
+        self.has_several_copies = any(stop > start for (_, stop), (start, _) in pairwise(spans))
+        """True if some row of this rank has copies in two places."""
 
     @property
     def nbytes(self) -> int:

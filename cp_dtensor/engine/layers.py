@@ -117,7 +117,7 @@ class LinearRecurrence(SequenceLayer):
         assert q is not None
         assert k is not None
         chunk = BY_CHANNEL_CHUNK if g is not None and g.dim() == 4 else CHUNK
-        has_kernels = fla_serves(q, v, chunk == BY_CHANNEL_CHUNK, beta is not None, lengths)
+        has_kernels = fla_serves(q, v, g, beta is not None, lengths)
         v = v.to(q.dtype if has_kernels else v.dtype)
         if self.normalizes:
             q, k = _normalized(q), _normalized(k)

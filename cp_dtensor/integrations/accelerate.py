@@ -471,9 +471,9 @@ def _trainer_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
         ends = self.accelerator.gradient_state
         if ends.end_of_dataloader and ends.remainder > 0:
             warnings.warn(
-                f"the last batch of this evaluation has {ends.remainder} rows, fewer than the others: accelerate counts "
-                "them once, and each row of other batches once for every rank of a sequence, so that eval_loss, if "
-                "there are others, is no mean over rows: make the data set a multiple of the evaluation batch",
+                f"the last batch of this evaluation has {ends.remainder} rows, fewer than the others: accelerate "
+                "counts them once, and each row of other batches once for every rank of a sequence, so that eval_loss, "
+                "if there are others, is no mean over rows: make the data set a multiple of the evaluation batch",
                 stacklevel=2,
             )
         loss, logits, labels = original(self, model, inputs, prediction_loss_only, *args, **kwargs)

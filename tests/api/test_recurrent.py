@@ -18,6 +18,7 @@ from support.ranks import run_ranks
 from support.sequences import Sequence, recurrence, sequences
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
     Contiguous,
@@ -264,6 +265,30 @@ def test_one_tensor_alone_has_a_gradient(name: str) -> None:
         equal(torch.autograd.grad(out.sum(), mine[name])[0], sequence.shard(expected, rank))
 
     run_ranks(4, body)
+
+
+@pytest.mark.parametrize("method", ["scan", "relayout"])
+def test_a_checkpoint_that_ends_with_the_layer_repeats_its_exchanges_on_ranks_without_tokens(method: str) -> None:
+    """A checkpoint stops its recompute when it has every saved tensor again, perhaps before an exchange."""
+    whole, sequence = problem("gated_delta_rule", 1, 2), Sequence(2, 3, Contiguous())
+    for x in whole.values():
+        x.requires_grad_()
+    wanted, _ = recurrence(sequence, **whole, scale=0.5)
+    expected = torch.autograd.grad(wanted.sum(), list(whole.values()))
+
+    def body(rank: int) -> None:
+        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            options: dict[str, Any] = {"scale": 0.5, "mesh": dist.group.WORLD, "layout": Contiguous(), "method": method}
+            return layer("gated_delta_rule", dict(zip(mine, tensors, strict=True)), **options)
+
+        out: Any = checkpoint(call, *mine.values(), use_reentrant=False)
+        grads = torch.autograd.grad(out.sum(), list(mine.values()))
+        for got, of_whole in zip(grads, expected, strict=True):
+            equal(got, sequence.shard(of_whole, rank))
+
+    run_ranks(3, body)
 
 
 @pytest.mark.parametrize("kind", ["matrices", "diagonals", "numbers", "one number"])

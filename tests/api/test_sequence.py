@@ -335,3 +335,18 @@ def test_lengths_of_no_sequence_are_refused_on_every_rank() -> None:
         shift(torch.ones(2 + 5 * rank), 1, mesh=dist.group.WORLD, dim=0)
 
     assert all("are not those of HeadTail()" in str(error) for error in errors_by_rank(2, body))
+
+
+def test_gradients_of_rows_with_several_copies_are_rounded_once() -> None:
+    """Rows in the halos of many ranks, in bfloat16."""
+
+    def body(rank: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.zeros(1, 8, 64, dtype=dtype).requires_grad_()
+        out = halo(x, 40, mesh=dist.group.WORLD, layout=Contiguous(), dim=1, seq_len=64)
+        grad_out = normal(*out.shape, seed=rank).bfloat16().to(dtype)  # type: ignore[union-attr]
+        return torch.autograd.grad(out, x, grad_out)[0]  # type: ignore[arg-type]
+
+    wanted = run_ranks(8, lambda rank: body(rank, torch.float64).float().bfloat16())
+    for got, rounded in zip(run_ranks(8, lambda rank: body(rank, torch.bfloat16)), wanted, strict=True):
+        different = (got != rounded).double().mean()  # float32 sums may round the other way in a tie
+        assert different < 0.01

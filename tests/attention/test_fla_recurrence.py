@@ -15,7 +15,9 @@ from support.sequences import Sequence, recurrence
 
 from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.attention import fla_recurrence
+from cp_dtensor.attention.backends import first_use
 from cp_dtensor.engine import layers
+from cp_dtensor.spec.cache import LRUCache
 
 KINDS = [(delta, channel) for delta in (True, False) for channel in (True, False)]
 each_kind = pytest.mark.parametrize(("is_delta", "by_channel"), KINDS)
@@ -104,20 +106,41 @@ def test_ranks_have_the_results_and_gradients_of_one(
         return pretended()
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, by_channel, is_delta, lengths: all(lengths)),
+        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
         mock.patch.object(fla_recurrence, "_kernel", kernel),
     ):
         run_ranks(sequence.ranks, body)
     assert {*used} == {(is_delta, by_channel)}
 
 
-@each_kind
-def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, by_channel: bool) -> None:
+@pytest.mark.parametrize("decays", ["", "by head", "by channel"])
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, decays: str) -> None:
     q, v = torch.zeros(1, 1, 3, 8, dtype=torch.float64), torch.zeros(1, 1, 3, 4, dtype=torch.float64)
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()):
-        assert fla_recurrence._small_error(q, v, by_channel, is_delta) == ""
+        assert fla_recurrence._small_error(q, v, decays, is_delta) == ""
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended(1.1)):
-        assert "out of a small problem is wrong by" in fla_recurrence._small_error(q, v, by_channel, is_delta)
+        assert "out of a small problem is wrong by" in fla_recurrence._small_error(q, v, decays, is_delta)
+
+
+def test_a_recurrence_without_decays_has_a_first_use_of_its_own() -> None:
+    """The package compiles another kernel for it."""
+    tried: list[str] = []
+    q, g = torch.zeros(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2)
+
+    def small_error(q: torch.Tensor, v: torch.Tensor, decays: str, is_delta: bool) -> str:
+        tried.append(decays)
+        return ""
+
+    with (
+        mock.patch.object(fla_recurrence, "_FLA_AVAILABLE", True),
+        mock.patch.object(fla_recurrence, "_small_error", small_error),
+        mock.patch.object(first_use, "_verdicts", LRUCache()),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+    ):
+        for decays in (g, None, g.unsqueeze(-1), g, None):
+            assert fla_recurrence.fla_serves(q, q, decays, False, [4])
+    assert tried == ["by head", "", "by channel"]
 
 
 def test_kernels_get_finite_decays_and_one_dtype() -> None:
@@ -138,7 +161,7 @@ def test_kernels_get_finite_decays_and_one_dtype() -> None:
         assert mamba2(x, dt.clamp(max=2), -torch.ones(1), b, b, mesh=dist.group.WORLD).dtype == torch.bfloat16  # type: ignore[union-attr]
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, by_channel, is_delta, lengths: all(lengths)),
+        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
         mock.patch.object(fla_recurrence, "_kernel", return_value=kernel),
     ):
         run_ranks(1, body)
@@ -149,7 +172,7 @@ def test_kernels_get_finite_decays_and_one_dtype() -> None:
 def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:
     q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()), _torch.below_autograd():
-        assert fla_recurrence._small_error(q, v, False, True) == ""
+        assert fla_recurrence._small_error(q, v, "by head", True) == ""
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
@@ -163,7 +186,7 @@ def test_one_tensor_alone_has_a_gradient(name: str) -> None:
         layer(mine, mesh=dist.group.WORLD, layout=Contiguous()).sum().backward()
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, by_channel, is_delta, lengths: all(lengths)),
+        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
         mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
     ):
         run_ranks(3, body)
@@ -171,4 +194,4 @@ def test_one_tensor_alone_has_a_gradient(name: str) -> None:
 
 def test_cpus_and_float32_do_not_use_the_package() -> None:
     q = torch.zeros(1, 1, 1, 8)
-    assert not fla_recurrence.fla_serves(q, q, False, True, [1])
+    assert not fla_recurrence.fla_serves(q, q, None, True, [1])

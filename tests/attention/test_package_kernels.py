@@ -1,11 +1,8 @@
-"""Backends on optional packages, with modules that stand for them: refusals, first use, plans, and the choice."""
+"""Backends on optional packages, with modules that stand for them: refusals, first use, and plans."""
 
 from __future__ import annotations
 
-import logging
 import random
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,55 +10,40 @@ from typing import Any
 import pytest
 import torch
 from support.package_kernels import Unwanted, relative
-from support.pretended_packages import FlashModule, FlexModule
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from support.pretended_packages import (
+    AMPERE,
+    BLACKWELL,
+    HOPPER,
+    INTERVALS,
+    MLA,
+    FlashModule,
+    FlexModule,
+    fresh_process,
+    install,
+)
 
-from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages, select
+from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages
 from cp_dtensor.attention.backends.aten import CudnnAttention, MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
-from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
+from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import choose_backend
 from cp_dtensor.attention.triton.row_mask import RowMask
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, TileMask
-from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalBand
-from cp_dtensor.spec.layouts import Contiguous, Segment
-from cp_dtensor.spec.masks import Causal, Full
+from cp_dtensor.spec.layouts import Segment
 
 MATH = MathAttention()
-HOPPER = CallSpec(
-    LayoutPartition(Contiguous(), 8, 8, 1, 1), Full(), 1, 4, 2, 128, 128, "bfloat16", device="cuda", capability=(9, 0)
-)
-BLACKWELL, AMPERE = replace(HOPPER, capability=(10, 0)), replace(HOPPER, capability=(8, 0))
-INTERVALS = replace(HOPPER, masking=Masking.INTERVALS)
 Patch = pytest.MonkeyPatch
-VERSIONS = {flash4.PACKAGE.distribution: "4.0.0b36", cudnn_flex.PACKAGE.distribution: "1.32.0"}
 
 
 @pytest.fixture
-def fresh(monkeypatch: Patch) -> Iterator[Patch]:
-    """A process that has used no optional package, in which both seem to be installed."""
-    monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
-    monkeypatch.setattr(first_use, "_verdicts", LRUCache())
-    monkeypatch.setattr(flash4, "_launches", LRUCache())
-    monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, least=1))
-    cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
-    for each in cached:
-        each.cache_clear()
-    yield monkeypatch
-    for each in cached:
-        each.cache_clear()
-
-
-def install(patch: Patch, flash: Any = None, flex: Any = None) -> None:
-    """Makes modules importable; None is a package that fails to import."""
-    patch.setitem(sys.modules, "flash_attn.cute.interface", flash)
-    patch.setitem(sys.modules, "cudnn.flex_attention", flex)
-    patch.setitem(sys.modules, "cudnn.flex_attention.execution", flex)
+def fresh() -> Iterator[Patch]:
+    with fresh_process() as patch:
+        yield patch
 
 
 def tensors(
@@ -111,6 +93,30 @@ def test_flash4_records_no_launch_in_which_tensors_cannot_be_told_apart(fresh: P
     backend.forward(q, q, q, FULL_TILE, 0.25)
     out, _ = backend.forward(q, k, v, FULL_TILE, 0.25)
     assert relative(out, MATH.forward(q.double(), k.double(), v.double(), FULL_TILE, 0.25)[0]) < 1e-2
+
+
+def test_flash4_records_no_launch_with_objects_of_one_call(fresh: Patch) -> None:
+    """Some versions pass the stream on which to launch: a record would launch on the first call's for ever."""
+    module, launched = FlashModule(), []
+    wrapper = module._flash_attn_fwd
+
+    def with_stream(q: Any, k: Any, v: Any, softmax_scale: float, causal: bool, out: Any, lse: Any) -> None:
+        stream = object()
+
+        def on_stream(given: object) -> None:
+            launched.append(given is stream)
+            wrapper(q, k, v, softmax_scale, causal, out, lse)
+
+        with_stream.compile_cache[0] = on_stream  # type: ignore[attr-defined]
+        with_stream.compile_cache[0](stream)  # type: ignore[attr-defined]
+
+    with_stream.compile_cache = {}  # type: ignore[attr-defined]
+    fresh.setattr(module, "_flash_attn_fwd", with_stream)
+    install(fresh, module)
+    q, k, v, _ = tensors()
+    for _ in range(3):
+        Flash4Attention(Unwanted()).forward(q, k, v, FULL_TILE, 0.25)
+    assert launched == [True] * 5, "twice for a small tile, then for each call"
 
 
 @pytest.mark.parametrize(
@@ -175,6 +181,36 @@ def test_nothing_is_compiled_or_checked_under_capture(fresh: Patch) -> None:
     assert module.calls, "after the capture they are"
 
 
+def test_lack_of_memory_at_the_first_use_is_no_verdict(fresh: Patch) -> None:
+    """It is raised as any lack of memory is, and the next call tries again."""
+    module = FlashModule()
+    install(fresh, module)
+    with fresh.context() as lacking:
+
+        def out_of_memory(*arguments: Any, **options: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        lacking.setattr(first_use.SmallTile, "drawn", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            both(Flash4Attention(MATH), CAUSAL_TILE, tensors())
+    check(Flash4Attention(Unwanted()), CAUSAL_TILE, tensors())
+
+
+def test_a_plan_for_which_memory_is_lacking_at_the_first_use_is_no_verdict(fresh: Patch) -> None:
+    module = FlexModule()
+    install(fresh, flex=module)
+    fresh.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+    create = module.create_mask_plan
+
+    fresh.setattr(module, "create_mask_plan", _no_memory_for_a_plan)
+    with pytest.raises(torch.OutOfMemoryError):
+        both(CudnnFlexAttention(), interval_mask(), tensors())
+    fresh.setattr(module, "create_mask_plan", create)
+    cudnn_flex._functions.cache_clear()
+    fresh.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+
+
 def _without_lse(q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, out: Any) -> None: ...
 
 
@@ -202,9 +238,6 @@ def test_packages_that_do_not_fit_are_refused_by_name_and_version(fresh: Patch, 
     assert type(choose_backend(INTERVALS)) is IntervalAttention
 
 
-MLA = replace(HOPPER, head_dim=192, q_heads=4, kv_heads=4)
-
-
 @pytest.mark.parametrize(
     ("backend", "spec", "reason"),
     [
@@ -220,7 +253,7 @@ MLA = replace(HOPPER, head_dim=192, q_heads=4, kv_heads=4)
         (CudnnFlexAttention(), replace(INTERVALS, head_dim=192, v_head_dim=192), "got 192 and 192"),
         (CudnnFlexAttention(), replace(INTERVALS, dtype="float64"), "got float64"),
     ],
-)  # fmt: skip
+)
 def test_refusals_say_why(fresh: Patch, backend: AttentionBackend, spec: CallSpec, reason: str) -> None:
     install(fresh, FlashModule(), FlexModule())
     with pytest.raises(AssertionError, match=reason):
@@ -232,6 +265,19 @@ def test_what_they_compute_is_not_refused(fresh: Patch, spec: CallSpec) -> None:
     install(fresh, FlashModule(), FlexModule())
     assert Flash4Attention(MATH).refusal(spec) is None
     assert CudnnFlexAttention().refusal(spec) is None
+
+
+def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch) -> None:
+    install(fresh, FlashModule(), FlexModule())
+    fresh.setattr(CudnnAttention, "refusal", lambda self, spec: None)
+    wide = replace(HOPPER, head_dim=256, v_head_dim=256)
+    left = [backend.left for backend in map(choose_backend, (wide, HOPPER)) if isinstance(backend, Flash4Attention)]
+    assert left == [{("backward", True)}, frozenset()]
+    module = FlashModule()
+    install(fresh, module)
+    flash4._functions.cache_clear()
+    check(Flash4Attention(MATH, left=left[0]), CAUSAL_TILE, tensors())
+    assert set(module.calls) == {"forward"}
 
 
 # cuDNN's FlexAttention
@@ -248,6 +294,10 @@ def interval_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> Interv
     )
     queries, keys = Segment.contiguous(0, rows), Segment.contiguous(0, columns)
     return IntervalMask(sets, (queries,), (0, rows), KeyRun((keys,)), (0, columns))
+
+
+def _no_memory_for_a_plan(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:
+    raise torch.OutOfMemoryError
 
 
 @pytest.fixture
@@ -294,14 +344,33 @@ def test_tiles_without_a_plan_are_computed_by_our_kernels(flex: Patch, problem: 
     if problem == "estimate":
         flex.setattr(cudnn_flex, "MOST_BYTES", 2 * cudnn_flex._BYTES_OF_PARTIAL_BLOCK)
     else:
-
-        def out_of_memory(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:
-            raise torch.OutOfMemoryError
-
-        flex.setattr(module, "create_mask_plan", out_of_memory)
+        flex.setattr(module, "create_mask_plan", _no_memory_for_a_plan)
     flex.setattr(packages.Package, "is_right", lambda *arguments: True)
     check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
     assert not module.plans
+
+
+def test_a_plan_for_which_memory_was_lacking_is_made_later(flex: Patch) -> None:
+    module, mask, values = FlexModule(), interval_mask(), tensors()
+    install(flex, flex=module)
+    check(CudnnFlexAttention(), interval_mask(), values, IntervalAttention())
+    create, plans = module.create_mask_plan, len(module.plans)
+
+    for made_by, most in ((_no_memory_for_a_plan, 0), (create, 1)):
+        flex.setattr(module, "create_mask_plan", made_by)
+        cudnn_flex._functions.cache_clear()
+        check(CudnnFlexAttention(), mask, values, IntervalAttention())
+        assert len(module.plans) == plans + most
+
+
+@pytest.mark.parametrize("skips", ["rows", "columns"])
+def test_flex_kernels_that_leave_results_of_empty_blocks_unwritten_are_not_used(flex: Patch, skips: str) -> None:
+    """In a tile of documents against remote keys most blocks are empty, and fresh memory is often zeros by chance."""
+    module = FlexModule(skips=skips)
+    install(flex, flex=module)
+    with pytest.warns(RuntimeWarning, match=r"is not used for (forward|backward)") as caught:
+        check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+    assert len(caught) == {"rows": 2, "columns": 1}[skips]
 
 
 def test_flex_leaves_small_tiles_and_deterministic_gradients_to_our_kernels(flex: Patch) -> None:
@@ -345,119 +414,3 @@ def test_end_points_and_estimate_of_random_intervals() -> None:
                 partial += int((part.any(1) & ~part.all(1)).sum())
         estimate = plan_bytes(RowMask(lo=lo, hi=hi), geometry) // cudnn_flex._BYTES_OF_PARTIAL_BLOCK
         assert partial <= estimate <= batch * -(-rows // block) * (columns // block + 2)
-
-
-# The choice
-
-
-def chosen(spec: CallSpec) -> str:
-    backend = choose_backend(spec)
-    instead = f" or {type(backend.instead).__name__}" if isinstance(backend, Flash4Attention) else ""
-    return type(backend).__name__ + instead
-
-
-def test_packages_are_preferred_where_they_are_installed(fresh: Patch) -> None:
-    install(fresh, FlashModule(), FlexModule())
-    assert chosen(HOPPER) == chosen(BLACKWELL) == "Flash4Attention or CudnnAttention"
-    assert chosen(INTERVALS) == "CudnnFlexAttention"
-    assert chosen(AMPERE) == chosen(replace(HOPPER, capability=(12, 0))) == "FlashAttention"
-    assert chosen(replace(INTERVALS, masking=Masking.INTERVALS_UNBROKEN)) == "IntervalAttention"
-    assert chosen(replace(HOPPER, dtype="float32")) == "EfficientAttention"
-    assert chosen(replace(HOPPER, head_dim=512, v_head_dim=512)) == "EfficientAttention"
-    fresh.setattr(packages, "installed_version", lambda distribution: None)
-    select._choose.cache_clear()
-    assert (chosen(HOPPER), chosen(INTERVALS)) == ("CudnnAttention", "IntervalAttention")
-
-
-@pytest.mark.parametrize(
-    ("allowed", "shaped", "masked"),
-    [
-        ([SDPBackend.FLASH_ATTENTION], "Flash4Attention or FlashAttention", "IntervalAttention"),
-        ([SDPBackend.CUDNN_ATTENTION], "CudnnAttention", "CudnnFlexAttention"),
-        ([SDPBackend.MATH], "MathAttention", "IntervalAttention"),
-        ([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], "EfficientAttention", "IntervalAttention"),
-        (
-            [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-            "Flash4Attention or FlashAttention", "CudnnFlexAttention",
-        ),
-    ],
-)  # fmt: skip
-def test_sdpa_kernel_means_the_packages_too(
-    fresh: Patch, allowed: list[SDPBackend], shaped: str, masked: str
-) -> None:  # fmt: skip
-    install(fresh, FlashModule(), FlexModule())
-    with sdpa_kernel(allowed, set_priority=True):
-        assert (chosen(HOPPER), chosen(INTERVALS)) == (shaped, masked)
-
-
-def test_the_order_that_torch_sets_by_itself_is_not_the_users(fresh: Patch) -> None:
-    """The first SDPA of a process on Hopper moves cuDNN to the front, which must not rule out the packages."""
-    install(fresh, FlashModule(), FlexModule())
-    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "OVERRIDEABLE")
-    order = [SDPBackend.__members__[name].value for name in names]
-    fresh.setattr(torch._C, "_get_sdp_priority_order", lambda: order)
-    assert chosen(HOPPER) == "Flash4Attention or CudnnAttention"
-
-
-def test_flash_alone_where_torch_has_none_for_two_head_dims_falls_back_to_our_kernels(fresh: Patch) -> None:
-    install(fresh, FlashModule(), FlexModule())
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert chosen(MLA) == "Flash4Attention or WideGradients"
-
-
-def test_an_implementation_that_the_user_has_activated_is_used(fresh: Patch) -> None:
-    install(fresh, FlashModule(), FlexModule())
-    for name, expected in ((None, "Flash4Attention"), ("FA4", "Flash4Attention"), ("FA3", "FlashAttention")):
-        fresh.setattr(torch.nn.attention, "current_flash_attention_impl", lambda name=name: name)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            assert type(choose_backend(HOPPER)).__name__ == expected
-
-
-def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch) -> None:
-    install(fresh, FlashModule(), FlexModule())
-    fresh.setattr(CudnnAttention, "refusal", lambda self, spec: None)
-    wide = replace(HOPPER, head_dim=256, v_head_dim=256)
-    left = [backend.left for backend in map(choose_backend, (wide, HOPPER)) if isinstance(backend, Flash4Attention)]
-    assert left == [{("backward", True)}, frozenset()]
-    module = FlashModule()
-    install(fresh, module)
-    flash4._functions.cache_clear()
-    check(Flash4Attention(MATH, left=left[0]), CAUSAL_TILE, tensors())
-    assert set(module.calls) == {"forward"}
-
-
-def test_deterministic_calls_are_masked_by_shape_where_flash4_computes_them(fresh: Patch) -> None:
-    install(fresh, FlashModule(), FlexModule())
-    spec, allowed = replace(INTERVALS, mask=Causal(), deterministic=True), select.allowed_backends()
-    shaped = select.masked_by_shape.__wrapped__(spec, allowed)
-    assert shaped == replace(spec, masking=Masking.BY_SHAPE)
-    backend = choose_backend(shaped)
-    assert backend == Flash4Attention(select._WIDE_GRADIENTS, deterministic=True)
-    assert isinstance(backend.instead, WideGradients)
-    assert choose_backend(spec) == CudnnFlexAttention(deterministic=True)
-    for other in (replace(spec, capability=(8, 0)), replace(spec, masking=Masking.INTERVALS_UNBROKEN)):
-        assert select.masked_by_shape.__wrapped__(other, allowed) == other
-    assert select.masked_by_shape.__wrapped__(spec, allowed._replace(torch_flash=True)) == spec
-
-
-def test_missing_packages_are_logged_once_on_gpus_that_they_serve(
-    fresh: Patch, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
-    install(fresh, FlashModule(), FlexModule())
-    fresh.setattr(packages, "installed_version", lambda distribution: None)
-    with caplog.at_level(logging.INFO, "cp_dtensor"):
-        for spec in (AMPERE, replace(HOPPER, dtype="float32"), HOPPER, HOPPER, INTERVALS):
-            choose_backend(spec)
-    (record,) = (each for each in caplog.records if each.levelno == logging.WARNING)
-    assert re.fullmatch(
-        "flash-attn-4 and nvidia-cudnn-frontend .*pip install 'cp_dtensor.kernels.'", record.getMessage()
-    )
-
-
-def test_what_packages_print_and_warn_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
-    with packages.quiet():
-        print("compiled")
-        logging.getLogger("FlexAttentionFwd").warning("experimental")
-        torch.jit.warnings.warn("deprecated", DeprecationWarning, stacklevel=1)  # type: ignore[attr-defined]
-    assert "".join(capfd.readouterr()) == ""
-    assert logging.root.manager.disable == logging.NOTSET

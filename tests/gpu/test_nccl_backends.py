@@ -15,6 +15,8 @@ from cp_dtensor import _torch
 class _Group:
     """A process group that notes what it is asked to do."""
 
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
+
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self.calls: list[str] = []
@@ -38,6 +40,19 @@ def test_nccl_is_known_by_all_its_names(backend: str, is_nccl: bool) -> None:
     group: Any = _Group(backend)
     assert _torch.uses_nccl(group, torch.device("cuda", 0)) is is_nccl
     assert not _torch.uses_nccl(group, torch.device("cpu"))
+
+
+def test_an_error_between_several_exchanges_ends_their_launch() -> None:
+    """NCCL would queue all later collectives of the thread otherwise."""
+    group: Any = _Group("nccl")
+
+    def alltoall(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    group.alltoall = alltoall
+    with pytest.raises(torch.OutOfMemoryError):
+        _torch.start_all_to_all(*[[[torch.empty(0)]] * 2] * 2, group)
+    assert group.calls == ["_start_coalescing", "_end_coalescing"]
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages, select
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import expand_kv_heads
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import ShapedMask
+from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import LRUCache
+from cp_dtensor.spec.layouts import Contiguous
+from cp_dtensor.spec.masks import Full
 
 MATH = MathAttention()
+HOPPER = CallSpec(
+    LayoutPartition(Contiguous(), 8, 8, 1, 1), Full(), 1, 4, 2, 128, 128, "bfloat16", device="cuda", capability=(9, 0)
+)
+BLACKWELL, AMPERE = replace(HOPPER, capability=(10, 0)), replace(HOPPER, capability=(8, 0))
+INTERVALS = replace(HOPPER, masking=Masking.INTERVALS)
+MLA = replace(HOPPER, head_dim=192, q_heads=4, kv_heads=4)
+VERSIONS = {flash4.PACKAGE.distribution: "4.0.0b36", cudnn_flex.PACKAGE.distribution: "1.32.0"}
+
+
+@contextmanager
+def fresh_process() -> Iterator[pytest.MonkeyPatch]:
+    """Makes a process that has used no optional package, in which both seem to be installed."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
+        monkeypatch.setattr(first_use, "_verdicts", LRUCache())
+        monkeypatch.setattr(flash4, "_launches", LRUCache())
+        monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, least=1))
+        cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
+        for each in cached:
+            each.cache_clear()
+        yield monkeypatch
+        for each in cached:
+            each.cache_clear()
+
+
+def install(patch: pytest.MonkeyPatch, flash: Any = None, flex: Any = None) -> None:
+    """Makes modules importable; None is a package that fails to import."""
+    patch.setitem(sys.modules, "flash_attn.cute.interface", flash)
+    patch.setitem(sys.modules, "cudnn.flex_attention", flex)
+    patch.setitem(sys.modules, "cudnn.flex_attention.execution", flex)
 
 
 class FlashModule(ModuleType):
@@ -99,9 +140,13 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 class FlexModule(ModuleType):
-    """`cudnn.flex_attention`: plans are the end points, in memory that counts; kernels compute dense attention."""
+    """`cudnn.flex_attention`: plans are the end points, in memory that counts; kernels compute dense attention.
 
-    def __init__(self, factor: float = 1.0, plan_bytes: int = 1 << 20) -> None:
+    With `skips` they do not write results of blocks of rows that see nothing ("rows"), or of blocks of columns that
+    nobody sees ("columns").
+    """
+
+    def __init__(self, factor: float = 1.0, plan_bytes: int = 1 << 20, skips: str = "") -> None:
         super().__init__("cudnn.flex_attention")
         self.plans: list[SimpleNamespace] = []
         module = self
@@ -137,8 +182,9 @@ class FlexModule(ModuleType):
             ) -> None:  # fmt: skip
                 assert workspace.numel() == 128
                 out, lse, _ = _dense(q_tensor, k_tensor, v_tensor, mask_plan, softmax_scale)
-                o_tensor.copy_(out.transpose(1, 2) * factor)
-                lse_tensor.copy_(lse)
+                written = _seen(mask_plan, -1) | (skips != "rows")
+                o_tensor[written] = (out.transpose(1, 2) * factor).to(o_tensor.dtype)[written]
+                lse_tensor.transpose(1, 2)[written] = lse.transpose(1, 2)[written]
 
         class FlexAttentionBwd(Kernel):
             def __init__(
@@ -159,8 +205,12 @@ class FlexModule(ModuleType):
                 delta = (out * dout).sum(-1, keepdim=True)
                 grad = weights * (dout @ expand_kv_heads(v, q.size(1)).mT - delta) * softmax_scale
                 parts = grad @ expand_kv_heads(k, q.size(1)), grad.mT @ q, weights.mT @ dout
-                for result, part in zip((dq_tensor, dk_tensor, dv_tensor), parts, strict=True):
-                    result.copy_(part.unflatten(1, (result.size(2), -1)).sum(2).transpose(1, 2) * factor)
+                written = _seen(mask_plan, -1) | (skips != "rows")
+                of_columns = _seen(mask_plan, -2) | (skips != "columns")
+                places = written, of_columns, of_columns
+                for result, part, place in zip((dq_tensor, dk_tensor, dv_tensor), parts, places, strict=True):
+                    grad = part.unflatten(1, (result.size(2), -1)).sum(2).transpose(1, 2) * factor
+                    result[place] = grad.to(result.dtype)[place]
 
         self.create_mask_plan, self.FlexAttentionFwd, self.FlexAttentionBwd = (
             create_mask_plan, FlexAttentionFwd, FlexAttentionBwd,
@@ -169,6 +219,12 @@ class FlexModule(ModuleType):
     @staticmethod
     def _plan_tensors(mask_plan: Any) -> tuple[Tensor, ...]:
         return (mask_plan.memory,)
+
+
+def _seen(plan: Any, dim: int) -> Tensor:
+    """(B, rows) or (B, columns): True in blocks of 128 of which one sees or is seen."""
+    seen: Tensor = plan.seen.squeeze(1).any(dim)
+    return torch.cat([each.any(1, keepdim=True).expand_as(each) for each in seen.split(128, 1)], 1)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:

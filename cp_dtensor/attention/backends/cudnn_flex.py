@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -89,28 +89,37 @@ class CudnnFlexAttention(AttentionBackend):
 
         def problem() -> str:
             tile = SmallTile.drawn(
-                q.device, q.dtype, (2 * group, 2), dims, 2 * _BLOCK, _small_mask(), IntervalAttention()
+                q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(), IntervalAttention()
             )
-            return tile.forward_error(_forward) if direction == "forward" else tile.backward_error(_backward)
+            if direction == "forward":
+                return tile.forward_error(partial(_forward, is_check=True))
+            return tile.backward_error(partial(_backward, is_check=True))
 
         return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group), q.device, problem)
 
 
 @lru_cache(maxsize=1)  # one object: forward and backward share its plan
 def _small_mask() -> IntervalMask:
-    """A window of 256 rows and columns; the last rows see nothing."""
-    positions, rows = Segment.contiguous(0, 2 * _BLOCK), (0, 2 * _BLOCK)
-    window = IntervalBand(first=0, last=200, lo=0, hi=2 * _BLOCK, left=70, right=10)
+    """Window of 4 x 4 blocks, of which some are full, some partial and some empty.
+
+    The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring.
+    """
+    positions, rows = Segment.contiguous(0, 4 * _BLOCK), (0, 4 * _BLOCK)
+    window = IntervalBand(first=_BLOCK + 12, last=3 * _BLOCK, lo=0, hi=3 * _BLOCK, left=2 * _BLOCK + 40, right=10)
     return IntervalMask(((window,),), (positions,), rows, KeyRun((positions,)), rows)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor] | None:
-    """The partial result; None for a tile without a plan."""
-    planned = planned_tile(mask, Geometry.of(q, k, v))
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float, is_check: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """The partial result; None for a tile without a plan. With `is_check`, what the kernel does not write is NaN."""
+    planned = _plan_unless_out_of_memory(mask, Geometry.of(q, k, v), is_check)
     if planned is None:
         return None
     k, v = tile_rows(mask, q.device).without_hidden(k, v)
     out, lse = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if is_check:
+        _fill_with_nan(out, lse)
     inputs = tuple(aligned(x, 16).transpose(1, 2) for x in (q, k, v))
     kernel = planned.forward_kernel(*inputs, out.transpose(1, 2), lse)
     if kernel is None:
@@ -120,22 +129,40 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> t
 
 
 def _backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The gradients; None for a tile without a plan."""
-    planned = planned_tile(mask, Geometry.of(q, k, v))
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float,
+    is_check: bool = False,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """The gradients; None for a tile without a plan. `is_check` as in `_forward`."""
+    planned = _plan_unless_out_of_memory(mask, Geometry.of(q, k, v), is_check)
     if planned is None:
         return None
     k, v = tile_rows(mask, q.device).without_hidden(k, v)
     width = 128 if q.size(3) == v.size(3) == 256 else 16
     inputs = *(aligned(x, width).transpose(1, 2) for x in (q, k, v, out, grad_out)), unit_stride(lse)
     dq, dk, dv = (empty_in_order_of(x, x.size(3)) for x in (q, k, v))
+    if is_check:
+        _fill_with_nan(dq, dk, dv)
     grads = tuple(grad.transpose(1, 2) for grad in (dq, dk, dv))
     kernel = planned.backward_kernel(*inputs, *grads)
     if kernel is None:
         return None
     launch_backward(kernel, planned.plan, grads, inputs, scale)
     return dq, dk, dv
+
+
+def _plan_unless_out_of_memory(mask: TileMask, geometry: Geometry, is_check: bool) -> PlannedTile | None:
+    """`planned_tile`, or None where there is no memory for it now; a check raises then."""
+    try:
+        return planned_tile(mask, geometry)
+    except torch.OutOfMemoryError:
+        if is_check:
+            raise
+        return None
+
+
+def _fill_with_nan(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.fill_(float("nan"))
 
 
 def launch_forward(kernel: Any, plan: Any, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], scale: float) -> None:
@@ -223,7 +250,11 @@ _planned = LRUCache[PlannedTile](MOST_BYTES, least=1, pins=capturing)
 
 
 def planned_tile(mask: TileMask, geometry: Geometry) -> PlannedTile | None:
-    """The plan of a tile, made if it is new. None if it would be too large, or new under CUDA graph capture."""
+    """The plan of a tile, made if it is new. None if it would be too large, or new under CUDA graph capture.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for it now.
+    """
     assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
     planned = _planned.get((mask, geometry))
     if planned is None:
@@ -247,10 +278,7 @@ def _plan_tile(mask: IntervalMask, geometry: Geometry) -> PlannedTile:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         return PlannedTile(plan, nbytes, Readers(geometry.device, tensors))
 
-    try:
-        return made_beside(geometry.device, made)
-    except torch.OutOfMemoryError:
-        return PlannedTile(None)
+    return made_beside(geometry.device, made)
 
 
 def end_points(mask: RowMask, geometry: Geometry) -> Tensor:

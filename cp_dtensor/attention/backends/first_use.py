@@ -34,6 +34,9 @@ def first_use(
         kernel: all that decides which kernel is compiled or found.
         check: runs the kernel on a small tile; returns "" or what is wrong, and may raise.
         failed: called with the reason, once for a kernel and a device.
+
+    Raises:
+        torch.OutOfMemoryError: there was no memory for the small tile, which says nothing of the kernel.
     """
     key = (*kernel, device)
     verdict = _verdicts.get(key)
@@ -45,10 +48,12 @@ def first_use(
 
 
 def _failure_of(check: Callable[[], str], device: torch.device) -> str:
-    """Runs a check on a device; an error becomes its result."""
+    """Runs a check on a device; an error becomes its result, unless memory is lacking, which may pass."""
     try:
         with on_device(device):
             return check()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
@@ -103,9 +108,11 @@ def wrong_result(
     if got is None:
         return "a small problem is not computed"
     for name, one, other in zip(names, got, expected, strict=True):
+        if one.shape != other.shape:
+            return f"{name} of a small problem has shape {tuple(one.shape)}, expected {tuple(other.shape)}"
         finite = other.isfinite()
-        if one.shape != other.shape or not torch.equal(finite, one.isfinite()):
-            return f"{name} of a small problem has another shape, or is not finite where it should be"
+        if not torch.equal(finite, one.isfinite()) or not torch.equal(one[~finite].double(), other[~finite].double()):
+            return f"{name} of a small problem is infinite or NaN elsewhere than it should be"
         error = float((one.double() - other)[finite].abs().max() / other[finite].abs().max().clamp(min=1e-2))
         if error > largest:
             return f"{name} of a small problem is wrong by {error:.1e} of its largest element"

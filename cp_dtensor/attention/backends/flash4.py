@@ -186,8 +186,10 @@ def _launch(kind: tuple[Any, ...], tensors: tuple[Tensor, ...], wrapper: Callabl
         launches.launch(tensors)
         return
     calls = _recorded(wrapper)
-    # Arguments are found by address, so not in a call with one tensor twice, such as q for k.
-    if calls and len({(x.data_ptr(), x.shape) for x in tensors}) == len(tensors):
+    # Arguments are found by address, so not in a call with one tensor twice, such as q for k. Other objects, such as
+    # the stream that some versions pass, may belong to this call alone.
+    can_repeat = all(x is None or isinstance(x, (Tensor, bool, int, float)) for _, values in calls for x in values)
+    if calls and can_repeat and len({(x.data_ptr(), x.shape) for x in tensors}) == len(tensors):
         _launches.add(key, _without_tensors(calls, tensors))
 
 
