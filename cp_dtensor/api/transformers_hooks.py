@@ -32,7 +32,14 @@ from cp_dtensor.api.transformers_checks import (
     unseen,
 )
 from cp_dtensor.api.transformers_layers import layer_patches, layers_caught
-from cp_dtensor.api.transformers_masks import ModelMask, refuse_counted_positions, whole_positions
+from cp_dtensor.api.transformers_masks import (
+    NO_CACHE,
+    ModelMask,
+    has_cache,
+    packed_alone,
+    refuse_counted_positions,
+    whole_positions,
+)
 from cp_dtensor.api.transformers_private import (
     LOSS_UTILS,
     MASKING_UTILS,
@@ -196,7 +203,7 @@ def _preprocessed(
     """The arguments of a mask, with position ids for all functions that may see packed documents."""
     context, implementation = sharding_context(), implementation_of(config)
     found = partial(original, config, inputs_embeds, attention_mask, past_key_values)
-    if context is None and implementation != PROVIDER:
+    if context is None and (implementation != PROVIDER or past_key_values is not None):
         return found(position_ids, layer_idx, encoder_hidden_states)
     if implementation not in SEEN:
         raise NotImplementedError(unseen(str(implementation)))
@@ -204,11 +211,8 @@ def _preprocessed(
     is_done, mask, _, q_len, kv_len, q_offset, kv_offset = found(None, layer_idx, encoder_hidden_states)
     if is_done:
         return is_done, mask, None, q_len, kv_len, q_offset, kv_offset
-    if past_key_values is not None and (past_key_values.get_seq_length() or (mask is None and kv_len != q_len)):
-        raise NotImplementedError(
-            "context-parallel attention takes no cache of keys that has tokens, or room for tokens, of other calls: "
-            "pass use_cache=False"
-        )
+    if past_key_values is not None and (past_key_values.get_seq_length() or kv_len != q_len):
+        raise NotImplementedError(NO_CACHE)
     batch_size, packed = inputs_embeds.size(0), None
     if context is not None and position_ids is not None:
         whole = whole_positions(position_ids, batch_size, context.config)
@@ -267,9 +271,12 @@ def _sdpa_mask(
     is_provider = implementation_of(config) == PROVIDER
     if context is None and not is_provider:
         return alone()
+    offsets = [kwargs.get(name) for name in ("q_offset", "kv_offset")]
     mask = ModelMask(
-        mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap, alone, context is not None
-    )
+        mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap,
+        lambda: alone(**packed_alone(mask_function, allow_is_causal_skip)), context is not None,
+        context is None and has_cache(mask_function, (q_length, kv_length), offsets),
+    )  # fmt: skip
     if context is not None:
         value = mask.mask_for(context.config)  # refused here, where the model is
         plain = (allow_is_causal_skip and value == Causal()) or (allow_is_bidirectional_skip and value == Full())

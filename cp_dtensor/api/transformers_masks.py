@@ -8,7 +8,7 @@ is evaluated at all pairs. What is neither is refused. Position ids and padding 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any
@@ -30,6 +30,10 @@ _MOST_PAIRS = 1 << 32
 """Pairs of positions up to which a function is evaluated: 65,536 squared."""
 _MOST_RANGES = 64
 """Ranges of keys of one query up to which a function is a mask value."""
+NO_CACHE = (
+    "context-parallel attention takes no cache of keys that has tokens, or room for tokens, of other calls: pass "
+    "use_cache=False"
+)
 MaskFunction = Callable[..., Any]
 
 
@@ -54,6 +58,8 @@ class ModelMask(NamedMask):
     alone: Callable[[], Any]
     positions_are_checked: bool = False
     """True if the model's position ids are known not to be counted in each shard."""
+    is_cached: bool = False
+    """True if there are keys of other calls, which only attention of one process takes."""
     whole: Span = (-1, -1)
     """Global numbers of queries and keys, once known."""
     fewest_queries: int = 0
@@ -61,6 +67,8 @@ class ModelMask(NamedMask):
     _known: dict[Any, Mask] = field(default_factory=dict)
 
     def mask_for(self, config: AttentionConfig) -> Mask:
+        if self.is_cached:
+            raise NotImplementedError(NO_CACHE)
         key = (config.ranks, config.layout)
         if key not in self._known:
             self._known[key] = self._found(config)
@@ -182,6 +190,25 @@ def unpacked(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor | None]
         raise NotImplementedError(f"an unknown mask function of packed documents: {_qualname(parts[1])}")
     captured = _captured(parts[1])
     return captured["mask_function"], captured["position_ids"]
+
+
+def packed_alone(function: MaskFunction, allow_is_causal_skip: bool) -> dict[str, Any]:
+    """Arguments of a mask of one process: here a function has position ids also where one document is no packing."""
+    inside, positions = unpacked(function)
+    if positions is None:
+        return {}
+    utils = sys.modules[MASKING_UTILS]
+    documents = utils.find_packed_sequence_indices(positions)
+    if documents is None:
+        skip = allow_is_causal_skip or _is(inside, "causal_mask_function")
+        return {"mask_function": inside, "allow_is_causal_skip": skip}
+    _, remapped = _parts(function, "and_masks") or ()
+    return {"mask_function": utils.and_masks(utils.packed_sequence_mask_function(documents), remapped)}
+
+
+def has_cache(function: MaskFunction, lengths: Span, offsets: Sequence[Any]) -> bool:
+    """True if queries are not the first tokens of the sequence, or keys have room for later ones."""
+    return any(map(bool, offsets)) or (lengths[0] != lengths[1] and not _is(function, "bidirectional_mask_function"))
 
 
 def whole_positions(position_ids: torch.Tensor, batch_size: int, config: AttentionConfig) -> torch.Tensor:

@@ -18,6 +18,7 @@ builds masks of the whole sequence; under "sdpa" they are refused when they are 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 
 from cp_dtensor import Batched, Documents, HeadTail, Layout, Mask, context_parallel, local_positions
-from cp_dtensor.api.extension import Mesh, models_with_positions
+from cp_dtensor.api.extension import Mesh, models_with_positions, sequence_ranks
 
 __all__ = ["Enabled", "enable", "padded_and_packed_mask"]
 
@@ -107,6 +108,7 @@ class Enabled:
             trainer = sys.modules.get("transformers.trainer")  # imported by now if it trains
             if trainer is not None and all(owner is not trainer.Trainer for owner, *_ in self._undo):
                 self._replace(trainer.Trainer, "_prepare_context_parallel_inputs", _trainer_inputs)
+                self._replace(trainer.Trainer, "prediction_step", _trainer_prediction)
             return args
 
         return prepare
@@ -399,6 +401,7 @@ def _trainer_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(steps, _Steps):
             result: tuple[Callable[..., Any], dict[str, Any]] = original(self, model, inputs)
             return result
+        _refuse_losses_of_labels(self, inputs)
         tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
         batch, length = tokens.shape[:2]
         if "labels" in inputs and "shift_labels" not in inputs:
@@ -435,3 +438,47 @@ def _trainer_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return opened, inputs
 
     return prepare
+
+
+def _refuse_losses_of_labels(trainer: Any, inputs: dict[str, Any]) -> None:
+    """Refuses losses that Trainer computes of the labels themselves, which they shift inside of this rank's shard."""
+    for name, argument in (("label_smoother", "label_smoothing_factor"), ("compute_loss_func", "compute_loss_func")):
+        if "labels" in inputs and getattr(trainer, name, None) is not None:
+            raise NotImplementedError(
+                f"Trainer got {argument}, which would shift labels within this rank's shard: override "
+                "Trainer.compute_loss instead, where inputs have shift_labels, shifted before they are sharded"
+            )
+
+
+def _trainer_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Trainer.prediction_step` whose loss is the mean over the ranks of a sequence.
+
+    Trainer takes the ranks' losses for those of other rows, and drops some of them in the last batch.
+    """
+
+    def prediction_step(
+        self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        steps = getattr(self.accelerator, "_cp_context", None)
+        if not isinstance(steps, _Steps):
+            result: tuple[Any, Any, Any] = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+            return result
+        if not prediction_loss_only:
+            raise NotImplementedError(
+                "Trainer.predict, and evaluate with compute_metrics, would take the logits of each rank's shard for "
+                "those of other rows: under context parallelism only the loss is evaluated (prediction_loss_only=True)"
+            )
+        ends = self.accelerator.gradient_state
+        if ends.end_of_dataloader and ends.remainder > 0:
+            warnings.warn(
+                f"the last batch of this evaluation has {ends.remainder} rows, fewer than the others: accelerate "
+                "counts them once, and each row of other batches once for every rank of a sequence, so that eval_loss, "
+                "if there are others, is no mean over rows: make the data set a multiple of the evaluation batch",
+                stacklevel=2,
+            )
+        loss, logits, labels = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+        if loss is not None:
+            loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
+        return loss, logits, labels
+
+    return prediction_step

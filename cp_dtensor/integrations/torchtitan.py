@@ -114,7 +114,16 @@ def attention(
 
     Returns:
         (T, H, V). Raises as `context_parallel_attention` and `context_parallel_flex_attention`.
+
+    Raises:
+        NotImplementedError: out_transform with documents and gradients, which would lack the part by the log-sum-exp.
     """
+    needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    if out_transform is not None and metadata.block_mask is None and needs_gradients:
+        raise NotImplementedError(
+            "the log-sum-exp of attention of documents has no gradient, so out_transform would give wrong gradients of "
+            "q and k: use a FlexAttention layer, or varlen_attention(sinks=...) for sinks; without gradients it works"
+        )
     options: dict[str, Any] = {
         "mesh": mesh, "layout": metadata.layout, "scale": scale, "seq_len": q.size(0) * sequence_ranks(mesh).size,
         "return_lse": out_transform is not None,

@@ -280,3 +280,50 @@ def test_masks_of_padding_and_packing() -> None:
         mask(attention_mask=torch.tensor([[1, 0, 1]]))
     with pytest.raises(ValueError, match="of one shape"):
         mask(torch.arange(3)[None], torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("given", ["label_smoother", "compute_loss_func"])
+def test_losses_that_trainer_computes_of_labels_are_refused(given: str) -> None:
+    from transformers.trainer import Trainer
+
+    def body(rank: int) -> None:
+        model = llama()
+        accelerator = prepared(rank, model)
+        accelerator.unwrap_model, accelerator.maybe_context_parallel = (lambda each: each), Accelerator
+        arguments = {"accelerator": accelerator, "_prepare_input": lambda each: each, "label_smoother": None}
+        trainer = SimpleNamespace(**{**arguments, "compute_loss_func": None, given: len})
+        prepare = Trainer._prepare_context_parallel_inputs
+        with pytest.raises(NotImplementedError, match="would shift labels within this rank's shard"):
+            prepare(trainer, model, batch())
+        prepare(trainer, model, {"input_ids": batch()["input_ids"]})
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+
+
+def test_every_rank_evaluates_the_mean_of_the_losses_and_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.trainer import Trainer
+
+    def of_rank(self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        return inputs["loss"], None, None
+
+    monkeypatch.setattr(Trainer, "prediction_step", of_rank)
+
+    def body(rank: int) -> None:
+        trainer = SimpleNamespace(accelerator=prepared(rank, nn.Identity()))
+        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=rank == 0, remainder=-1)
+        inputs = {"loss": torch.tensor([3.0, 8.0][rank])}
+        assert Trainer.prediction_step(trainer, None, inputs, True)[0] == 5.5  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match="only the loss is evaluated"):
+            Trainer.prediction_step(trainer, None, inputs, False)  # type: ignore[arg-type]
+
+    def partial_batch(rank: int) -> None:
+        trainer = SimpleNamespace(accelerator=prepared(rank, nn.Identity()))
+        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=True, remainder=3)
+        Trainer.prediction_step(trainer, None, {"loss": torch.zeros(())}, True)  # type: ignore[arg-type]
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+        with pytest.warns(UserWarning, match="the last batch of this evaluation has 3 rows"):
+            run_ranks(RANKS, partial_batch)
+    assert Trainer.prediction_step is of_rank

@@ -157,7 +157,11 @@ def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...]
         for got, wanted in zip((out, *grads), expected, strict=True):
             torch.testing.assert_close(got, local(wanted, rank, order), rtol=1e-10, atol=1e-10)
         both: list[torch.Tensor] = []
-        module(q, k, v, attention_metadata=metadata, out_transform=lambda out, lse: both.extend((out, lse)) or out)
+        transformed: Any = {"attention_metadata": metadata, "out_transform": lambda *pair: both.extend(pair) or pair[0]}
+        with pytest.raises(NotImplementedError, match="log-sum-exp of attention of documents has no gradient"):
+            module(q, k, v, **transformed)
+        with torch.no_grad():
+            module(q, k, v, **transformed)
         torch.testing.assert_close(both[1], local(lse, rank, order))
 
     run_ranks(RANKS, body)

@@ -7,20 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_dtensor import HeadTail
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.named_masks import named_mask
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
 from cp_dtensor.integrations.transformers import register  # noqa: E402
 
 
-def tiny_model(implementation: str) -> Any:
+def tiny_model(implementation: str, kind: str = "Llama") -> Any:
     register()
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    windows = {"sliding_window": 4} if kind == "Mistral" else {}
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, attn_implementation=implementation,
+        max_position_embeddings=64, attn_implementation=implementation, num_key_value_heads=2, **windows,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def test_trainer_divides_the_loss_by_the_labels_that_have_a_token_before_them(tmp_path: Path) -> None:
@@ -35,3 +42,40 @@ def test_trainer_divides_the_loss_by_the_labels_that_have_a_token_before_them(tm
     trainer = transformers.Trainer(model, arguments, train_dataset=data)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("positions", [[*range(9)], [*range(3, 12)], [*range(4), *range(5)]], ids=str)
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_the_provider_attends_as_sdpa(kind: str, use_cache: bool, positions: list[int]) -> None:
+    model, rows = tiny_model("cp_dtensor", kind), torch.randint(32, (2, 9))
+    given = {"input_ids": rows, "position_ids": torch.tensor([positions]), "use_cache": use_cache}
+    found = model(**given).logits
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(found, model(**given).logits)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_provider_generates_as_sdpa(cache: str) -> None:
+    model, rows = tiny_model("cp_dtensor"), torch.randint(1, 32, (2, 9))
+    seen = torch.ones_like(rows)
+    seen[0, :4] = 0
+    given = {"input_ids": rows, "attention_mask": seen, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    found = model.generate(**given, cache_implementation=cache)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(found, model.generate(**given, cache_implementation=cache))
+
+
+def test_a_mask_that_counts_cached_keys_is_for_one_process_only() -> None:
+    """Modules with `ContextParallel` get masks that a model made outside of contexts."""
+    model, rows = tiny_model("cp_dtensor"), torch.randint(1, 32, (1, 6))
+    cache = model(input_ids=rows[:, :4]).past_key_values
+    given = {"inputs_embeds": torch.zeros(1, 2, 16), "attention_mask": None, "past_key_values": cache}
+    name = transformers.masking_utils.create_causal_mask(model.config, **given)
+
+    def body(rank: int) -> None:
+        config = AttentionConfig.of(init_device_mesh("cpu", (2,)), "auto", HeadTail(), None, debug=False)
+        with pytest.raises(NotImplementedError, match="takes no cache of keys that has tokens"):
+            named_mask(name).mask_for(config)
+
+    run_ranks(2, body)
