@@ -232,6 +232,7 @@ class _ReadHeads(Arrivals):
         ]
         with label("read heads"):
             if stream != current:
+                workspace.in_flight[id(self)] = arriving
                 workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
             table.copy(arriving, stream, current)
@@ -245,6 +246,7 @@ class _ReadHeads(Arrivals):
         arrived = self._arriving
         if self._next_stage > 1:
             current_stream(arrived[0].device).wait_event(self._workspace.kv_arrived)
+            self._workspace.in_flight.pop(id(self), None)
         if self._next_stage < len(self._tables):
             self._arriving = self._read(self._workspace.kv_stream)
         views = iter([tensor.transpose(1, 2) for tensor in arrived])
@@ -265,8 +267,10 @@ class _ReadRows(Departure):
             workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
             _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
         stream = workspace.grad_stream if overlaps else current
+        self._read_on, self._device, self._workspace = stream, tensors[0].device, workspace
         with label("read rows"):
             if overlaps:
+                workspace.in_flight[id(self)] = targets
                 workspace.flags.submit(current, signal=Flag.GRAD_READY, overlaps=True)
                 workspace.memory_is_free.record(current)
                 stream.wait_event(workspace.memory_is_free)
@@ -275,12 +279,12 @@ class _ReadRows(Departure):
                 workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
             table.copy([target for bundle in targets for target in bundle], stream, current)
             workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
-        self._read_on, self._device = stream, tensors[0].device
 
     def wait(self) -> None:
         current = current_stream(self._device)
         if self._read_on != current:
             current.wait_stream(self._read_on)
+        self._workspace.in_flight.pop(id(self), None)
 
 
 def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:

@@ -127,6 +127,7 @@ class _PulledKv(KvTransfers):
         if self._next_rows is None or self._is_pulled:
             return
         workspace, width = self._workspace, self._widths[self._next_stage]
+        workspace.in_flight[id(self)] = self._next_rows
         stage_start = self._pitch * sum(self._widths[: self._next_stage])
         with label("pull K/V"):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
@@ -147,6 +148,7 @@ class _PulledKv(KvTransfers):
         rows = self._next_rows
         assert rows is not None
         self._stream.wait_event(self._workspace.kv_arrived)
+        del self._workspace.in_flight[id(self)]
         self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
         return rows
 
@@ -187,6 +189,10 @@ class _PulledGrads(GradTransfers):
             Contribution(rows, self._k.new_empty(len(places), rows[1] - rows[0], columns))
             for rows, places in plan.grad_pulls
         ]
+        # The stage before this one is received before this one, so two events in turns are enough.
+        arrived = workspace.grads_arrived[len(self._stages) % 2]
+        self._in_flight.append((contributions, arrived))
+        workspace.in_flight[id(self)] = self._in_flight
         workspace.memory_is_free.record(self._stream)
         with label("pull dK/dV"):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
@@ -198,12 +204,11 @@ class _PulledGrads(GradTransfers):
                     copy_bytes(stream, target, workspace.grads_address(peer) + first_row * width, count)
                     target += count
             workspace.flags.submit(workspace.grad_stream, signal=Flag.GRAD_TAKEN, overlaps=True)
-            # The stage before this one is received before this one, so two events in turns are enough.
-            arrived = workspace.grads_arrived[len(self._stages) % 2]
             arrived.record(workspace.grad_stream)
-        self._in_flight.append((contributions, arrived))
 
     def receive(self) -> Sequence[Contribution]:
         contributions, arrived = self._in_flight.popleft()
         self._stream.wait_event(arrived)
+        if not self._in_flight:
+            del self._workspace.in_flight[id(self)]
         return contributions

@@ -129,6 +129,11 @@ class Workspace:
         self.grads_arrived = torch.cuda.Event(), torch.cuda.Event()
         self.tables: LRUCache[Any] = LRUCache(pins=capturing)
         """Device tensors of addresses in the buffer, by what they are for."""
+        self.in_flight: dict[int, object] = {}
+        """Tensors that copies on `kv_stream` and `grad_stream` write to, by the identity of their transfer.
+
+        The allocator does not know of these copies. A call that raises leaves its tensors here, so that nothing else
+        gets their memory before the copies are done."""
         self._kv_views: dict[torch.dtype, torch.Tensor] = {}
         self._last_stream: torch.cuda.Stream | None = None
         # At first all areas count as read, so that no rank waits before the first use.
@@ -237,8 +242,9 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
 _lock = threading.Lock()  # not held during collectives: ranks may call for several groups in any order
 _current: WeakKeyDictionary[dist.ProcessGroup, Workspace] = WeakKeyDictionary()
 _pinned: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
-"""Workspaces of captured graphs, whose replays use these addresses, and of calls that raised, which peers may still be
-reading."""
+"""Workspaces of captured graphs, whose replays use these addresses."""
+_abandoned: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
+"""Workspaces of calls that raised, which peers may still be reading, and whose copies may still be in flight."""
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
@@ -250,18 +256,19 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
         PeerError: an earlier call of the group waited longer than the timeout of the group.
         RuntimeError: memory has to be mapped while a CUDA graph is captured.
     """
-    with _lock:
-        held, failure = _current.get(group), _failure(group)
-    if failure is not None:
-        raise PeerError(str(failure)) from failure
+    held = _working(group)
     if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
         refuse_capture("the ranks have to map shared memory", "run one forward and backward of this size")
         if held is not None:
             kv_bytes, grad_bytes = _grown(kv_bytes, held.kv_bytes), _grown(grad_bytes, held.grad_bytes)
-            # Peers may be reading the old memory until all ranks are here.
+        if held is not None or group in _abandoned:
+            # Peers may be reading the old memory, and copies may be in flight, until all ranks are here.
             prepared(lambda: _synchronize_ranks(group, device))
+            _working(group)  # while the ranks waited for each other, a wait may have failed
             with _lock:
-                del _current[group], held
+                held = None
+                for old in (_current, _abandoned):
+                    old.pop(group, None)
         held = prepared(lambda: Workspace(group, device, _round_up(kv_bytes), _round_up(grad_bytes)))
         with _lock:
             _current[group] = held
@@ -273,16 +280,27 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 def abandon(group: dist.ProcessGroup) -> None:
     """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
     with _lock:
-        if _failure(group) is not None:  # ranks that do not take part cannot map another
-            return
-        held = _current.pop(group, None)
-    if held is not None:
-        _pin(group, held)
+        held = None if _failure(group) else _current.pop(group, None)  # ranks may be missing that mapping needs
+        if held is not None:
+            _abandoned.setdefault(group, []).append(held)
+
+
+def _working(group: dist.ProcessGroup) -> Workspace | None:
+    """The group's workspace, None if there is none.
+
+    Raises:
+        PeerError: a wait of the group has failed.
+    """
+    with _lock:
+        held, failure = _current.get(group), _failure(group)
+    if failure is not None:
+        raise PeerError(str(failure)) from failure
+    return held
 
 
 def _failure(group: dist.ProcessGroup) -> PeerError | None:
-    """The error of an earlier wait of the group, also in a workspace of captured graphs. The caller holds `_lock`."""
-    held = [*filter(None, [_current.get(group)]), *_pinned.get(group, ())]
+    """The error of an earlier wait of the group, in any of its workspaces. The caller holds `_lock`."""
+    held = [*filter(None, [_current.get(group)]), *_pinned.get(group, ()), *_abandoned.get(group, ())]
     return next((each.failure for each in held if each.failure is not None), None)
 
 
@@ -296,7 +314,8 @@ def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
 def allocated_bytes(device: torch.device) -> int:
     """The bytes of symmetric memory on a device, which torch's allocator does not count."""
     with _lock:
-        held = {*_current.values(), *(each for pinned in _pinned.values() for each in pinned)}
+        old = (each for by_group in (_pinned, _abandoned) for several in by_group.values() for each in several)
+        held = {*_current.values(), *old}
         own = [each.buffer.bytes_of[each.rank] for each in held]
         return sum(memory.numel() for memory in own if memory.device == device)
 

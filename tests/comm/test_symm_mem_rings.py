@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
 from support.labels import record_labels
 from support.method_checks import check
 from support.problems import Problem
@@ -13,6 +20,7 @@ from support.staging import fine
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm import symm_mem
+from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import Staging
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
@@ -79,3 +87,47 @@ def test_each_rank_begins_with_another_peer(of: str, monkeypatch: pytest.MonkeyP
         run_ranks(4, attend, 4, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"})
     passes = 2 if of == "kv_address" else 1
     assert asked == {rank: [(rank + hop) % 4 for hop in (1, 2, 3)] * passes for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("transfers", "targets"),
+    [
+        (symm_mem._PulledKv, lambda each: [each._next_rows]),
+        (symm_mem._PulledGrads, lambda each: [stack for own, _ in each._in_flight for _, stack in own]),
+    ],
+    ids=["K/V", "dK/dV"],
+)
+def test_memory_that_copies_write_to_outlives_a_call_that_raises(
+    transfers: Any, targets: Callable[[Any], list[torch.Tensor]], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the next call has waited for them: the allocator does not know of copies on other streams."""
+    of_rank: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    receive = transfers.receive
+
+    def raising_at_first(self: Any) -> Any:
+        rank = self._workspace.rank
+        if rank in of_rank:
+            return receive(self)
+        if transfers is symm_mem._PulledKv:
+            self.tiles_launched()
+        of_rank[rank] = [weakref.ref(each) for each in targets(self)]
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(transfers, "receive", raising_at_first)
+    problem = Problem(24, 24)
+
+    def body(rank: int) -> None:
+        call = rank, 2, problem.draw(seed=0), problem, Contiguous(), {"rotate_method": "symm_mem"}
+        with pytest.raises(torch.OutOfMemoryError):
+            attend(*call)  # type: ignore[arg-type]
+        gc.collect()
+        assert of_rank[rank]
+        assert all(each() is not None for each in of_rank[rank])
+        attend(*call)  # type: ignore[arg-type]
+        gc.collect()
+        assert all(each() is None for each in of_rank[rank])
+        held = workspaces.workspace(dist.group.WORLD, torch.device("cpu"), 0, 0)  # type: ignore[arg-type]
+        assert not held.in_flight, "what has arrived is not held"
+
+    with shared_memory():
+        run_ranks(2, body)

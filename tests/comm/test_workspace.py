@@ -99,6 +99,28 @@ def test_memory_is_unmapped_when_a_larger_one_is_mapped() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_calls_that_raise_keep_no_memory_beyond_the_next_call(is_captured: bool) -> None:
+    """Such as those of a search for the largest batch. Replays of a captured graph use its memory for ever."""
+
+    def body(rank: int) -> list[bool]:
+        group, device = dist.group.WORLD, torch.device("cpu")
+        first = workspaces.workspace(group, device, 1024, 512)
+        if is_captured:
+            workspaces._pin(group, first)
+        raised = [weakref.ref(first)]
+        del first
+        for _ in range(2):
+            workspaces.abandon(group)
+            assert raised[-1]() is not None, "peers may be reading it"
+            raised.append(weakref.ref(workspaces.workspace(group, device, 1024, 512)))
+        return [each() is not None for each in raised]
+
+    gc.collect()
+    with shared_memory():
+        assert run_ranks(2, body) == [[is_captured, False, True]] * 2
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_ranks_share_a_device_and_its_memory_if_torch_allows_it(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if allowed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -78,6 +78,14 @@ class Stream:
         self.wait_event(event)
 
 
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [each for part in value for each in _tensors_in(part)] if isinstance(value, Iterable) else []
+
+
 class Rank:
     """One device; also stands in for the process group on this rank."""
 
@@ -110,6 +118,9 @@ class Rank:
     def read(self, stream: Stream, source: int, target: int) -> None:
         holder, kind, _ = self.group.place(source)
         assert kind != "flags"
+        if stream is not self.current:  # its memory must outlive a call that raises
+            held = _tensors_in(self.group.workspaces[self._rank].in_flight)
+            assert any(each.data_ptr() <= target < each.data_ptr() + each.untyped_storage().nbytes() for each in held)
         number = self.group.new_id()
         self.reads.append((target, number))
         stream.submit("read", (holder, kind), self.signalled[kind], number)
@@ -184,6 +195,7 @@ class Group:
         self.active = rank
         with self.recording():
             program(rank)
+        assert not self.workspaces[rank.rank()].in_flight, "what has arrived is not held"
 
     @contextmanager
     def recording(self) -> Iterator[None]:
