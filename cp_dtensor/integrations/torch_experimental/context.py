@@ -75,7 +75,7 @@ def context_parallel(
                     f"{tuple(tensor.shape)} that is not"
                 )
     group = axis_group(mesh)
-    layout = None
+    layout: Layout | None = None
     if not _cp_options.enable_load_balance or _cp_options.orders.shards_are_contiguous(group):
         layout = Contiguous()
     elif dims:
