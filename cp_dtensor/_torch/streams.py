@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -51,3 +51,23 @@ class Readers:
             self._streams.add(handle)
             for tensor in self._tensors:
                 tensor.record_stream(current_stream(self._device))
+
+
+class Shared(Generic[V]):
+    """A value with tensors that calls on any stream may read, such as one of a cache.
+
+    Args:
+        make: makes the value.
+        tensors: the tensors of the value.
+    """
+
+    def __init__(
+        self, device: torch.device, make: Callable[[], V], tensors: Callable[[V], Iterable[torch.Tensor]]
+    ) -> None:
+        self._value = made_beside(device, make)
+        self._readers = Readers(device, tensors(self._value))
+
+    def read(self) -> V:
+        """The value, before launches on the current stream read it."""
+        self._readers.add_current()
+        return self._value

@@ -71,7 +71,7 @@ class LocalRows:
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """Global positions: (rows,) int32, or (batch, rows) where batch rows differ. Cached: do not write to them."""
-        return cached(_positions, self, device)
+        return cached(_positions, device, self)
 
     def group_positions(self, device: torch.device) -> list[torch.Tensor]:
         """Global positions of each batch group: (rows,) int64."""
@@ -80,10 +80,10 @@ class LocalRows:
 
     def has_unaligned_blocks(self, q_block: int) -> bool:
         """True if a local block of this many queries spans several global blocks."""
-        return cached(_global_blocks, self, q_block, torch.device("cpu")).size(2) > 1
+        return cached(_global_blocks, torch.device("cpu"), self, q_block).size(2) > 1
 
 
-def _positions(rows: LocalRows, device: torch.device) -> torch.Tensor:
+def _positions(device: torch.device, rows: LocalRows) -> torch.Tensor:
     of_groups = rows.group_positions(device)
     if len(of_groups) == 1:
         return of_groups[0].int()
@@ -91,7 +91,7 @@ def _positions(rows: LocalRows, device: torch.device) -> torch.Tensor:
     return torch.cat([positions.expand(stop - start, -1) for positions, (start, stop) in spans]).int()
 
 
-def _global_blocks(rows: LocalRows, q_block: int, device: torch.device) -> torch.Tensor:
+def _global_blocks(device: torch.device, rows: LocalRows, q_block: int) -> torch.Tensor:
     """(batch groups, local blocks, most) int64: global blocks that each local block spans, the last repeated."""
     of_groups, global_count = [], -(-rows.seq_len // q_block)
     for positions in rows.group_positions(torch.device("cpu")):
@@ -182,7 +182,7 @@ def local_tables(
     """
     assert mask.kv_indices is not None
     rows.check_batch_size(mask.kv_indices.size(0))
-    blocks = cached(_global_blocks, rows, block_size[0], mask.kv_indices.device)
+    blocks = cached(_global_blocks, mask.kv_indices.device, rows, block_size[0])
     kinds = None
     if unaligned or blocks.size(2) > 1:
         kinds = _block_kinds(mask, -(-kv_len // block_size[1]))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from cp_dtensor._torch import label, prepared
 from cp_dtensor._torch.cache import refuse_capture
 from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
+from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.flags import Flag
@@ -308,7 +309,7 @@ class _Table:
     """The pieces of an exchange, with addresses as sources."""
 
     pieces: tuple[Piece, ...]
-    on_device: torch.Tensor
+    on_device: Shared[torch.Tensor]
     most_rows: int
     most_row_bytes: int
     starts: list[int]
@@ -322,7 +323,7 @@ class _Table:
         """Copies all pieces to the targets: on the current stream by a kernel, on another one by copy engines."""
         if stream == current:
             if self.pieces:
-                launch_copies(self.on_device, self.most_rows, self.most_row_bytes, targets, _PROGRAMS)
+                launch_copies(self.on_device.read(), self.most_rows, self.most_row_bytes, targets, _PROGRAMS)
             return
         addresses = [target.data_ptr() for target in targets]
         for _, source, tensor, target, rows, row_bytes, source_pitch, target_pitch in self.pieces:
@@ -344,7 +345,11 @@ def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -
         for piece in pieces_of(written, workspace.rank, to_heads)
     )
     fields, device = [piece[1:] for piece in pieces], workspace.kv().device
-    on_device = prepared(lambda: torch.tensor(fields, dtype=torch.int64, device=device)).view(-1, PIECE_FIELDS)
+
+    def uploaded() -> torch.Tensor:
+        return torch.tensor(fields, dtype=torch.int64, device=device).view(-1, PIECE_FIELDS)
+
+    on_device = prepared(lambda: Shared(device, uploaded, lambda tensor: (tensor,)))
     most_rows = max((piece.rows for piece in pieces), default=0)
     most_row_bytes = max((piece.row_bytes for piece in pieces), default=0)
     starts, rank = offsets(written, to_heads)[:-1], workspace.rank

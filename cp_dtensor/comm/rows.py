@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
@@ -108,15 +109,17 @@ class _Tables:
         self.has_several_copies = any(stop > start for (_, stop), (start, _) in pairwise(spans))
         """True if some row of this rank has copies in two places."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables, by which the cache that holds them is bounded."""
-        return sum(each.nbytes for each in (self.own_source, self.own_target, self.sent, self.received))
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.own_source, self.own_target, self.sent, self.received
 
 
-_cached_tables = LRUCache[_Tables](256 << 20, pins=capturing)
+_cached_tables = LRUCache[Shared[_Tables]](256 << 20, pins=capturing)
 
 
 def _tables(route: RowRoute, device: torch.device) -> _Tables:
     key = route, device
-    return _cached_tables.get(key) or _cached_tables.add(key, _torch.prepared(lambda: _Tables(route, device)))
+    tables = _cached_tables.get(key)
+    if tables is None:
+        made = _torch.prepared(lambda: Shared(device, lambda: _Tables(route, device), _Tables.tensors))
+        tables = _cached_tables.add(key, made)
+    return tables.read()

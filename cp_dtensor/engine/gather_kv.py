@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import in_words, on_device_of, wide_dtype
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.faults import all_to_all_single
@@ -33,7 +34,6 @@ from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
 from cp_dtensor.spec.logs import log_once
 
-T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
 """K and V or their gradients: (B, Hkv, T, D) and (B, Hkv, T, Dv)."""
 
@@ -120,7 +120,7 @@ class KVGather:
     def _select_rows(self, source: torch.Tensor, out: torch.Tensor, to_shards: bool) -> None:
         """Copies rows (dim 2) of `source` to `out` by `_row_index`, which may differ between batch groups."""
         for group, (start, stop) in enumerate(self.layout.batch_groups(source.size(0))):
-            index = cached(_row_index, self.layout, self.seq_len, self.ranks.size, source.device, group, to_shards)
+            index = cached(_row_index, source.device, self.layout, self.seq_len, self.ranks.size, group, to_shards)
             torch.index_select(source[start:stop], 2, index, out=out[start:stop])
 
 
@@ -153,7 +153,7 @@ def _split_kv(rows: torch.Tensor, width: int) -> Pair:
 
 
 def _row_index(
-    layout: Layout, seq_len: int, world_size: int, device: torch.device, group: int, to_shards: bool
+    device: torch.device, layout: Layout, seq_len: int, world_size: int, group: int, to_shards: bool
 ) -> torch.Tensor:
     """(ranks * longest shard,) positions of padded shards, 0 for padding, with `to_shards`; else (positions,) rows."""
     longest = max(shard_lengths(layout, seq_len, world_size))
@@ -208,14 +208,15 @@ def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRo
 # Small tensors on devices
 
 
-def cached(make: Callable[..., T], *key: Any) -> T:
-    """`make(*key)`, small tensors, from an LRU cache; a graph that is being captured computes what is not there."""
-    value = _cache.get((make, *key))
+def cached(make: Callable[..., torch.Tensor], device: torch.device, *key: Any) -> torch.Tensor:
+    """`make(device, *key)`, a small tensor, from an LRU cache; a graph being captured computes what is not there."""
+    value = _cache.get((make, device, *key))
     if value is None:
         if capturing():
-            return make(*key)
-        value = _cache.add((make, *key), _torch.prepared(lambda: make(*key)))
-    return value  # type: ignore[return-value]
+            return make(device, *key)
+        shared = _torch.prepared(lambda: Shared(device, lambda: make(device, *key), lambda tensor: (tensor,)))
+        value = _cache.add((make, device, *key), shared)
+    return value.read()
 
 
-_cache = LRUCache[object](pins=capturing)
+_cache = LRUCache[Shared[torch.Tensor]](pins=capturing)

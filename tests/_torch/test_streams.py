@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cp_dtensor._torch import streams
+from cp_dtensor.engine import gather_kv
 
 GPU = torch.device("cuda:0")
 
@@ -70,3 +71,23 @@ def test_cpus_have_no_streams(fake: Streams) -> None:
     cpu = torch.device("cpu")
     streams.Readers(cpu, [streams.made_beside(cpu, fake.tensor)]).add_current()
     assert fake.seen == [("made", "compute")]
+
+
+def test_cached_tensors_are_complete_and_outlive_the_work_of_each_stream_that_reads_them(fake: Streams) -> None:
+    def make(device: torch.device, key: object) -> Any:
+        return fake.tensor()
+
+    key = object()
+    for name in ("compute", "other"):
+        with fake.on(name):
+            gather_kv.cached(make, GPU, key)
+    assert fake.seen == [("made", "beside"), ("waited", "beside"), ("read", "compute"), ("read", "other")]
+
+
+def test_shared_values_note_the_streams_that_read_them(fake: Streams) -> None:
+    shared = streams.Shared(GPU, lambda: [fake.tensor(), fake.tensor(), "no tensor"], lambda value: value[:2])
+    for name in ("compute", "other", "compute"):
+        with fake.on(name):
+            assert shared.read()[2] == "no tensor"
+    made = [("made", "beside")] * 2 + [("waited", "beside")]
+    assert fake.seen == [*made, *[("read", "compute")] * 2, *[("read", "other")] * 2]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Readers, made_beside
+from cp_dtensor._torch.streams import Readers, Shared, made_beside
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
@@ -93,16 +93,19 @@ class TileRows:
         tables = (self.mask.lo, self.mask.hi, self._hidden)
         self.readers = Readers(device, (table for table in tables if table is not None))
 
-    @cached_property
+    @property
     def positions(self) -> tuple[Tensor, Tensor, bool]:
         """Global positions of rows (S,) and columns (T,), int32; True if both are in runs, for faster dropout."""
+        return self._positions.read()
 
+    @cached_property
+    def _positions(self) -> Shared[tuple[Tensor, Tensor, bool]]:
         def made() -> tuple[Tensor, Tensor, bool]:
             both = self._on_host()
             queries, keys = (self._on_device(x) for x in both)
             return queries, keys, all(map(are_in_runs, both))
 
-        return _torch.prepared(made)
+        return _torch.prepared(lambda: Shared(self._device, made, lambda positions: positions[:2]))
 
     def without_hidden(self, *of_columns: Tensor) -> tuple[Tensor, ...]:
         """K and V with 0 in the columns that no row sees: kernels multiply them by weights of 0, and 0 NaN is NaN.
