@@ -133,12 +133,13 @@ def test_unshard_without_a_balancer_knows_the_order_or_refuses() -> None:
         shards = _context_parallel_shard(mesh, [tokens], [0])
         assert torch.equal(context_parallel_unshard(mesh, shards, [0])[0], tokens)
         assert _cp_options.enable_load_balance  # which torch's helper switches off for everybody
+        balancer = _HeadTailLoadBalancer(16, 2, "cpu")
+        _context_parallel_shard(mesh, [tokens], [0], balancer)
         kept = tokens.clone()
         with context_parallel(mesh, buffers=[kept], buffer_seq_dims=[0], no_restore_buffers={kept}):
             pass
         with pytest.raises(ValueError, match=r"Contiguous\(\), HeadTail\(\); pass the right one"):
             context_parallel_unshard(mesh, [kept], [0])
-        balancer = _HeadTailLoadBalancer(16, 2, "cpu")
         assert torch.equal(context_parallel_unshard(mesh, [kept], [0], balancer)[0], tokens)
         uneven = _context_parallel_shard(mesh, [torch.arange(5)], [0])
         assert torch.equal(context_parallel_unshard(mesh, uneven, [0])[0], torch.arange(5))

@@ -47,8 +47,9 @@ def context_parallel(
     """`cp_dtensor.context_parallel` with torch's arguments; as in torch, nothing happens before entry.
 
     `_cp_options` is read on entry: shards are in head-tail order if load balance is enabled and twice the number of
-    ranks divides the length of the first buffer, otherwise contiguous. This is torch's order, so that shards fit those
-    of other helpers.
+    ranks divides the length of the first buffer, otherwise contiguous. They are contiguous, too, if the latest call of
+    `_context_parallel_shard` for this axis had no load balancer, which disables it in torch. This is torch's order, so
+    that shards fit those of other helpers.
 
     Args:
         mesh: the context-parallel axis.
@@ -74,18 +75,18 @@ def context_parallel(
                     f"{tuple(tensor.shape)} that is not"
                 )
     group = axis_group(mesh)
-    layout = None
-    if dims:
-        layout = default_layout(tensors[0].size(dims[0]), group.size())
-    elif not _cp_options.enable_load_balance:
+    layout: Layout | None = None
+    if not _cp_options.enable_load_balance or _cp_options.orders.shards_are_contiguous(group):
         layout = Contiguous()
+    elif dims:
+        layout = default_layout(tensors[0].size(dims[0]), group.size())
     context = context_of_buffers(
         mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, layout=layout
     )
-    if layout is not None:
-        for tensor, dim in zip(tensors, dims, strict=True):
-            _cp_options.orders.note(group, tensor.size(dim), layout)
+    lengths = [tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=True)]
     with context, intercepted(_reordered_dtensor_sdpa):  # before the interceptor of the context
+        for length in lengths if layout is not None else ():
+            _cp_options.orders.note(group, length, layout)
         yield
 
 

@@ -41,12 +41,22 @@ class ShardOrders:
     def __init__(self) -> None:
         # Keys are ordered by their latest use. None is the order of a load balancer that no layout describes.
         self._noted: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, Layout | None], None]] = WeakKeyDictionary()
+        self._have_balancer: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
     def note(self, group: dist.ProcessGroup, length: int, layout: Layout | None) -> None:
         """Records the layout of a sequence of `length` tokens."""
         noted = self._noted.setdefault(group, {})
         noted.pop((length, layout), None)
         noted[length, layout] = None
+
+    def note_shards(self, group: dist.ProcessGroup, length: int, layout: Layout | None, has_balancer: bool) -> None:
+        """Records the layout of shards outside of contexts, and whether they had a load balancer."""
+        self.note(group, length, layout)
+        self._have_balancer[group] = has_balancer
+
+    def shards_are_contiguous(self, group: dist.ProcessGroup) -> bool:
+        """True if the latest shards outside of contexts had no load balancer."""
+        return not self._have_balancer.get(group, True)
 
     def of_length(self, group: dist.ProcessGroup, length: int) -> list[Layout | None]:
         """The layouts in which sequences of this length were sharded, the latest last."""
@@ -59,6 +69,7 @@ class ShardOrders:
     def forget(self) -> None:
         """Deletes all records; called when the program sets `enable_load_balance`."""
         self._noted.clear()
+        self._have_balancer.clear()
 
 
 class _ContextParallelOptions:

@@ -77,7 +77,7 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
     length = buffer.size(dim) if isinstance(buffer, torch.Tensor) else buffer.seq_lengths[0]
     group = axis_group(mesh)
     layout = _balancer_layout(balancer, length, group.size())
-    _cp_options.orders.note(group, length, layout)
+    _cp_options.orders.note_shards(group, length, layout, balancer is not None)
     indices = _balancer_indices(balancer, length) if layout is None else None
     if layout is None and length % group.size() and isinstance(buffer, torch.Tensor):
         raise ValueError(
