@@ -11,7 +11,7 @@ from support.package_kernels import check, check_interval_tiles, drawn, flash4, 
 
 from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask, PrefixLM, SlidingWindow, Striped
 from cp_dtensor.attention.backends import cudnn_flex, interval
-from cp_dtensor.attention.backends.aten import CudnnAttention
+from cp_dtensor.attention.backends.aten import CudnnAttention, EfficientAttention, FlashAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, planned_tile
 from cp_dtensor.attention.backends.flash4 import PACKAGE as FLASH4
@@ -48,6 +48,12 @@ def test_flash4(
 @pytest.mark.parametrize("memory", ["BHSD", "slice", "packed", "odd"])
 def test_flash4_in_any_memory(memory: str) -> None:
     check(flash4(), CAUSAL_TILE, (2, 8, 2, 300, 300), (128, 128), memory=memory)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", [FlashAttention(), CudnnAttention(), EfficientAttention()], ids=lambda x: x.name)
+def test_torch_kernels_in_memory_that_is_not_aligned(backend: AttentionBackend) -> None:
+    check(backend, CAUSAL_TILE, (2, 8, 2, 300, 300), (128, 128), memory="odd")
 
 
 @needs_flash4
