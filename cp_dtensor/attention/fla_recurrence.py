@@ -15,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.streams import Shared
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
 from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence, Maps, zero_of
+from cp_dtensor.spec.cache import LRUCache
 
 _FLA_AVAILABLE = find_spec("fla") is not None
 LARGEST_ERROR = 3e-2
@@ -141,9 +144,8 @@ class FlaRecurrence:
         return torch.stack(entering, 1).flatten(0, 1).float().contiguous()
 
     def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
-        edges = [0, *accumulate(self.lengths * self.batch)]
         options = {"scale": self.scale, "initial_state": initial, "output_final_state": final}
-        options["cu_seqlens"] = torch.tensor(edges, dtype=torch.int64, device=v.device)
+        options["cu_seqlens"] = _edges(self.lengths * self.batch, v.device)
         by_channel = self.g is not None and self.g.dim() == 4
         kernel = _kernel(self.beta is not None, by_channel)
         g = self.g
@@ -163,6 +165,26 @@ class FlaRecurrence:
         by_channel = [x if x.dim() == 3 else x.unsqueeze(-1) for x in sums]
         decays = torch.stack([x[-1] for x in by_channel]).exp().expand(-1, -1, self.k.size(-1))
         return self.q * self.scale * torch.cat(by_channel).exp().unsqueeze(0), decays
+
+
+_cached_edges = LRUCache[Shared[Tensor]](pins=capturing)
+
+
+def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """(1 + sequences,) int64: where sequences begin and end.
+
+    All layers get one object: its upload makes the host wait for the device, and the package reads each new one back.
+    """
+    key = lengths, device
+    edges = _cached_edges.get(key)
+    if edges is None:
+
+        def made() -> Tensor:
+            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
+
+        shared = _torch.prepared(lambda: Shared(device, made, lambda tensor: (tensor,)))
+        edges = _cached_edges.add(key, shared)
+    return edges.read()
 
 
 def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: Sequence[int]) -> bool:

@@ -123,6 +123,22 @@ def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, decay
         assert "out of a small problem is wrong by" in fla_recurrence._small_error(q, v, decays, is_delta)
 
 
+def test_layers_share_the_edges_of_their_sequences() -> None:
+    """Each new tensor makes the host wait for the device."""
+    x = torch.zeros(2, 8, 1, 4)
+    seen: list[torch.Tensor] = []
+
+    def kernel(*arguments: torch.Tensor, cu_seqlens: torch.Tensor, **options: Any) -> Any:
+        seen.append(cu_seqlens)
+        return arguments[2], None
+
+    with mock.patch.object(fla_recurrence, "_kernel", return_value=kernel):
+        for lengths in ((5, 3), (5, 3), (4, 4)):
+            fla_recurrence.FlaRecurrence.of(x, x, x, None, None, 1.0, lengths).outputs([None, None])
+    assert seen[0] is seen[1]
+    assert [each.tolist() for each in seen[1:]] == [[0, 5, 8, 13, 16], [0, 4, 8, 12, 16]]
+
+
 def test_a_recurrence_without_decays_has_a_first_use_of_its_own() -> None:
     """The package compiles another kernel for it."""
     tried: list[str] = []

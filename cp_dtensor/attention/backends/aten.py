@@ -15,6 +15,8 @@ from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, TileMask
 
 aten = torch.ops.aten
 
+_ALIGNMENT = 16
+"""Bytes that kernels read at once: at other addresses the device would raise, and the process lose it."""
 # The memory-efficient kernels read LSE and bias rows in groups of this many elements.
 _LSE_ALIGNMENT = 32
 
@@ -31,12 +33,14 @@ class FlashAttention(AttentionBackend):
         return _half_precision_refusal(spec, max_head_dim=256)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = _aligned(q, k, v)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.is_causal, False, scale=scale)
         return out, lse
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_out, q, k, v, out = _aligned(grad_out, q, k, v, out)
         rng_state, unused = _random_state(q.device)
         return aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, k, v, out, lse.contiguous(), None, None, q.size(2), k.size(2),
@@ -85,6 +89,7 @@ class CudnnAttention(AttentionBackend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         if _has_single_row(q, k):
             return self._flash.forward(q, k, v, mask, scale)
+        q, k, v = _aligned(q, k, v)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, mask.is_causal, False, scale=scale
         )
@@ -95,6 +100,7 @@ class CudnnAttention(AttentionBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if _has_single_row(q, k):
             return self._flash.backward(grad_out, q, k, v, out, lse, mask, scale)
+        grad_out, q, k, v, out = _aligned(grad_out, q, k, v, out)
         # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run a plan made for
         # other strides of out. The strides of out must therefore follow from q's. (grad_out must have those of out.)
         grad_out, out = laid_out_after(q, grad_out), laid_out_after(q, out)
@@ -103,6 +109,15 @@ class CudnnAttention(AttentionBackend):
             grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), state, state, None, None, None,
             q.size(2), k.size(2), 0.0, mask.is_causal, scale=scale,
         )  # fmt: skip
+
+
+def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, copied where rows do not begin at multiples of 16 bytes, as in some slices; expanded ones stay."""
+
+    def is_aligned(x: Tensor) -> bool:
+        return x.data_ptr() % _ALIGNMENT == 0 and not any(step * x.itemsize % _ALIGNMENT for step in x.stride()[:-1])
+
+    return tuple(x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
 def _has_single_row(q: Tensor, k: Tensor) -> bool:
@@ -126,6 +141,7 @@ class EfficientAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = _aligned(q, k, v)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, mask.is_causal, scale=scale
@@ -136,6 +152,7 @@ class EfficientAttention(AttentionBackend):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         kv_heads = k.size(1)
+        grad_out, q, k, v, out = _aligned(grad_out, q, k, v, out)
         k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         padding = -lse.size(2) % _LSE_ALIGNMENT
         lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf")) if padding else lse.contiguous()
