@@ -458,16 +458,19 @@ class _Extraction:
     ring_impl_type: str
 
     def extract_local(
-        self, value: torch.Tensor, rank: int, world_size: int, rd: int, ud: int, dim: int = 1
-    ) -> torch.Tensor:
+        self, value: torch.Tensor, rank: int, world_size: int, rd: int | None = None, ud: int | None = None,
+        dim: int = 1,
+    ) -> torch.Tensor:  # fmt: skip
         """A rank's shard of a whole tensor (B, S, ...), for layers of this `ring_impl_type`.
 
         Args:
-            rank: ring rank * ud + Ulysses rank (`use_ulysses_low`).
-            rd, ud: the ring and Ulysses degrees; their product is `world_size`, else ValueError.
+            rank: ring rank * ud + Ulysses rank: the global rank with `use_ulysses_low` only; else use `shard`.
+            rd, ud: the ring and Ulysses degrees; their product is `world_size`, else ValueError. "basic" needs none.
             dim: of the sequence.
         """
-        if rd * ud != world_size:
+        if (rd, ud, self.ring_impl_type) == (None, None, "basic"):
+            rd, ud = world_size, 1
+        if rd is None or ud is None or rd * ud != world_size:
             raise ValueError(f"expected rd * ud to be the world size {world_size}, got rd={rd} and ud={ud}")
         return take_shard(value, dim, _ulysses_cut(self.ring_impl_type, ud), rank, world_size)
 

@@ -101,6 +101,8 @@ def _attention(
         )
     causal = attention_mask is None and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     documents = None
+    if cu_seq_lens_q is None and cu_seq_lens_k is not None:
+        raise ValueError("got cu_seq_lens_k without cu_seq_lens_q, expected both or neither")
     if cu_seq_lens_q is not None:
         documents = _documents(query, cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     out = attention_of_shards(

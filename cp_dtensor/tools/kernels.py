@@ -200,7 +200,7 @@ def relative_error(problem: Problem, out: torch.Tensor) -> float:
         mask = RowMask(causal_offset=mask.causal_offset + rows.start)
     if dropout is not None:
         dropout = replace(dropout, q_positions=dropout.q_positions[rows])
-    exact, _ = attention_forward(last_q, k, v, mask, problem.case.head_dim**-0.5, dropout=dropout)
+    exact, _ = attention_forward(last_q, k, v, mask, problem.case.dims[0] ** -0.5, dropout=dropout)
     return ((out[:, :1, rows].double() - exact).norm() / exact.norm()).item()
 
 
@@ -244,7 +244,7 @@ def _report(measured: list[Measured], arguments: list[str]) -> str:
     about = "Tiles with dropout have positions in runs of 16, and masks of intervals.\n" if has_dropout else ""
     return f"""# The Triton attention kernels {"with dropout" if has_dropout else "under each mask"}
 
-Batch 1, {case.heads.q} query and {case.heads.kv} kv heads, d = {case.head_dim}, bfloat16, one GPU.
+Batch 1, {case.heads.q} query and {case.heads.kv} kv heads, d = {"/".join(map(str, case.dims))}, bfloat16, one GPU.
 
 {environment()}
 

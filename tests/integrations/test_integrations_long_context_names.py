@@ -70,6 +70,10 @@ def test_dictionaries_have_the_functions_of_their_names() -> None:
         for name in ("basic", "zigzag", "stripe")
     }
     assert shards == {"basic": [[4, 5, 6, 7]], "zigzag": [[12, 13, 14, 15]], "stripe": [[8, 10, 12, 14]]}
+    assert long_context.basic_extract_local(whole, 1, 4).tolist() == shards["basic"], "as in yunchang"
+    for name in ("zigzag", "stripe"):
+        with pytest.raises(ValueError, match="got rd=None and ud=None"):
+            getattr(long_context, f"{name}_extract_local")(whole, 1, 4)
 
 
 def test_refusals() -> None:

@@ -55,6 +55,11 @@ def test_the_provider_attends_as_sdpa(kind: str, use_cache: bool, positions: lis
     torch.testing.assert_close(found, model(**given).logits)
 
 
+def test_documents_of_keys_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="got cu_seq_lens_k without cu_seq_lens_q"):
+        tiny_model("cp_dtensor")(torch.zeros(1, 4, dtype=torch.int64), cu_seq_lens_k=torch.tensor([0, 2, 4]))
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_the_provider_generates_as_sdpa(cache: str) -> None:
     model, rows = tiny_model("cp_dtensor"), torch.randint(1, 32, (2, 9))

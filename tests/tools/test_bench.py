@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cp_dtensor.comm.select import TRANSPORTS
 from cp_dtensor.tools.bench.cases import Case, Heads, grid
 from cp_dtensor.tools.bench.command import announcement, parse_options, progress
 from cp_dtensor.tools.bench.measure import Effort
-from cp_dtensor.tools.bench.methods import methods_by_name
+from cp_dtensor.tools.bench.methods import _compiled, methods_by_name
 from cp_dtensor.tools.bench.report import REFUSED, Results, Row, draw, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,19 @@ def row(method: str, *samples_ms: tuple[float, ...], **changes: Any) -> Row:
 
 def results(*rows: Row) -> Results:
     return Results("torch 2.11  \n8 x GPU visible", "torchrun ...", 2, rows)
+
+
+def test_each_case_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of all methods and cases is one closure, of which Dynamo compiles a limited number."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+    def eager(case: Case, device: torch.device) -> Any:
+        return lambda q: q * case.seq_len
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (2, 3, 4):
+            attention: Any = _compiled(eager, dataclasses.replace(CASE, seq_len=length), torch.device("cpu"))
+            assert attention(torch.ones(length)).tolist() == [length] * length
 
 
 # Cases and options

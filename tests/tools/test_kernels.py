@@ -39,6 +39,13 @@ def test_kernels_see_the_mask_and_errors_are_small(mask: str, dropout_p: float) 
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_errors_are_those_of_heads_with_dims_of_their_own() -> None:
+    case = dataclasses.replace(problem_of("causal", 0.0).case, heads=Heads(2, 2, 24, 8))
+    inputs = Source(0, torch.device("cpu")).inputs(case, all_tokens).contiguous()
+    out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True)
+    assert relative_error(Problem(case, 0.0, inputs), out) < 1e-5
+
+
 def test_torch_has_kernels_of_some_masks() -> None:
     names = {mask: set(ready_kernels(problem_of(mask, 0.0))) - {"Triton"} for mask in NAMES}
     assert names["causal"] == names["full"] == {"FlashAttention-2", "cuDNN"}

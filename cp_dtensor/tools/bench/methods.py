@@ -84,7 +84,10 @@ def _all_methods() -> list[Method]:
 
 
 def _compiled(eager: Callable[[Case, torch.device], Attention], case: Case, device: torch.device) -> Attention:
-    return torch.compile(eager(case, device), fullgraph=True)
+    # All methods and cases share the code of one closure. Without a reset they meet Dynamo's limit of recompilations.
+    # From the second length on they would have dynamic shapes, which a training step of one length does not have.
+    torch.compiler.reset()
+    return torch.compile(eager(case, device), fullgraph=True, dynamic=False)
 
 
 # One GPU: the time of the whole sequence, to be divided by the number of ranks
