@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,9 @@ def shard_rows(module: Any, mesh: Any) -> None:
 
 
 def block_mask(module: Any, mesh: Any) -> None:
-    module._create_cp_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 130, 130, device_mesh=mesh)
+    create = module._create_cp_block_mask
+    blocks = {"BLOCK_SIZE": (128, 128)} if "BLOCK_SIZE" in signature(create).parameters else {}  # not before torch 2.15
+    create(lambda b, h, q, kv: q >= kv, 1, 1, 130, 130, **blocks, device_mesh=mesh)
 
 
 def context_dims(module: Any, mesh: Any) -> None:
@@ -57,7 +60,7 @@ CASES = [
     (shard_dims, ValueError, "`seq_dims` must have the same number of elements as `buffers`"),
     (shard_type, ValueError, "Unknown buffer type: <class 'int'>"),
     (shard_rows, ValueError, "Cannot rearrange buffer"),
-    (block_mask, NotImplementedError, r"Q_LEN 130 is not divisible by CP mesh world size 2 \* BLOCK_SIZE"),
+    (block_mask, NotImplementedError, r"Q_LEN 130 is not divisible by CP mesh world size 2 \* (Q_)?BLOCK_SIZE"),
     (context_dims, ValueError, "`seq_dims` must have the same number of elements as `buffers`"),
     (context_no_restore, ValueError, "`no_restore_buffers` must be a subset of `buffers`"),
     (rotate_method, NotImplementedError, "rings|Unknown method|rotate"),
