@@ -90,13 +90,13 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def aligned(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """The tensor, copied unless its start and the steps of all dims but the last are multiples of bytes.
+def aligned(tensor: torch.Tensor, width: int, *, keeps_expanded: bool = False) -> torch.Tensor:
+    """The tensor, copied unless its start and the steps of all dims but the last are multiples of `width` bytes.
 
-    An expanded tensor is copied too. `width`: the number of bytes.
+    Expanded dims, whose steps are 0, are copied too, unless `keeps_expanded` is True.
     """
-    step = width // tensor.itemsize
-    if tensor.data_ptr() % width == 0 and all(stride and stride % step == 0 for stride in tensor.stride()[:-1]):
+    step, strides = width // tensor.itemsize, tensor.stride()[:-1]
+    if tensor.data_ptr() % width == 0 and all(stride % step == 0 and (stride or keeps_expanded) for stride in strides):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

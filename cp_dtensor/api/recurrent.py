@@ -78,7 +78,9 @@ def gated_delta_rule(
     Source: Gated Delta Networks (arXiv 2412.06464). Arguments as `chunk_gated_delta_rule` of flash-linear-attention.
     """
     _check_dtypes("gated_delta_rule", q=q, k=k, v=v)
-    _check_heads("gated_delta_rule", v, beta=beta, **({} if g is None else {"g": g}))
+    _check_heads("gated_delta_rule", v, beta=beta)
+    if g is not None:
+        _check_heads("gated_delta_rule", v, g=g)
     return _recurrence(
         "gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh,
         layout, cu_seqlens, seq_len, method,
@@ -243,11 +245,11 @@ def _check_dtypes(owner: str, **tensors: torch.Tensor) -> None:
         raise ValueError(f"{owner} expects {', '.join(tensors)} of one dtype, got {received}")
 
 
-def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor) -> None:
     """Refuses tensors that are not (B, T, H) of v (B, T, H, V)."""
     check_tensors(owner, v=v, **tensors)
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != v.shape[:3]:
+        if tensor.shape != v.shape[:3]:
             raise ValueError(
                 f"{owner} expects {name} (batch, tokens, heads), {tuple(v.shape[:3])}, got {tuple(tensor.shape)}"
             )

@@ -48,16 +48,14 @@ def problems_of(model: nn.Module) -> list[str]:
     found: dict[str, list[str]] = {}
     inside = {part for module in model.modules() if is_caught(module) for part in module.modules()}
     seen = {part for module in model.modules() if is_attention(module) for part in module.modules()}
+    seen_or_inside = seen | inside
     for name, module in model.named_modules():
-        problems = () if module in inside else _problems_of_module(module)
-        if _mixes_unseen(module, seen | inside):
-            problems = (
-                *problems,
-                f"{type(module).__name__} computes attention by operations that a context does not see",
-            )
+        problems = [] if module in inside else [*_problems_of_module(module)]
+        if _mixes_unseen(module, seen_or_inside):
+            problems.append(f"{type(module).__name__} computes attention by operations that a context does not see")
         for problem in problems:
             found.setdefault(problem, []).append(name or type(model).__name__)
-    if is_model(model) and not found and not seen and not inside and getattr(model.config, "num_hidden_layers", None):
+    if is_model(model) and not found and not seen_or_inside and getattr(model.config, "num_hidden_layers", None):
         found["none of its layers calls attention that a context sees"] = [type(model).__name__]
     return [f"{_shortened(names)}: {problem}" for problem, names in found.items()]
 

@@ -75,11 +75,15 @@ class SequenceRanks:
 
     def shares_sequence_with(self, other: SequenceRanks) -> bool:
         """True if both have the same ranks, along the same axes or others."""
+        if self == other:
+            return True
         mine, others = self.global_ranks(), other.global_ranks()
-        return self == other or (self.size == other.size and (mine <= others or others <= mine))
+        return self.size == other.size and (mine <= others or others <= mine)
 
     def is_in_order_of(self, other: SequenceRanks) -> bool:
         """True if each of the ranks, which share a sequence, has the same place in `other`."""
+        if self == other:
+            return True
         are_known = all(each.members or each.inner is None for each in (self, other))
         return self.ranks_in_order() == other.ranks_in_order() if are_known else self.outer == other.outer
 

@@ -1,4 +1,4 @@
-"""What layers with a state refuse: arguments that do not fit, and calls that differ between ranks."""
+"""Layers with a state refuse arguments that do not fit, and calls that differ between ranks."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_partial_sums_are_reduced_first() -> None:
 
 
 def test_symmetric_padding_of_the_context() -> None:
-    """Whose positions look like lengths."""
+    """Its positions look like the lengths of documents."""
 
     def body(rank: int) -> None:
         mesh, mask = init_device_mesh("cpu", (2,)), Documents.for_length([2, 4], 6)

@@ -188,7 +188,7 @@ RIGHT += [(_has_another_length_that_is_exchanged, "alltoall"), (_destroys_the_gr
 
 @dataclass
 class Outcome:
-    """What a rank got from the calls of a fault: an error of a peer, or None."""
+    """The result of a fault on one rank: the error that its calls raised, or None."""
 
     error: BaseException | None
     seconds: float

@@ -142,7 +142,7 @@ _OTHERWISE: tuple[dict[str, Any], ...] = (
     {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"num_key_value_heads": 4, "head_dim": None},
     {"num_key_value_heads": 4, "is_decoder": None, "head_dim": None, "sliding_window": None},
 )  # fmt: skip
-"""What replaces some of these sizes until a model runs; None leaves the default."""
+"""Sizes that are tried instead of some of these, one set after another; None leaves the default."""
 
 
 def _changes_for(kind: str) -> Iterator[dict[str, Any]]:

@@ -143,7 +143,7 @@ class FlexModule(ModuleType):
     """`cudnn.flex_attention`: plans are the end points, in memory that counts; kernels compute dense attention.
 
     With `skips` they do not write results of blocks of rows that see nothing ("rows"), or of blocks of columns that
-    nobody sees ("columns").
+    no row sees ("columns").
     """
 
     def __init__(self, factor: float = 1.0, plan_bytes: int = 1 << 20, skips: str = "") -> None:

@@ -33,7 +33,7 @@ def cold_caches() -> None:
 
 @dataclass(frozen=True)
 class PatchedTorch:
-    """What torch has where the library reaches in; equal if all objects are the same ones."""
+    """The functions and settings of torch that the library patches; equal if all objects are the same ones."""
 
     functions: tuple[Any, ...]
     kernels: str

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import laid_out_after, wide_dtype
+from cp_dtensor._torch.tensors import aligned, laid_out_after, wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads, reduce_kv_heads
 from cp_dtensor.attention.backends.first_use import SmallTile, first_use
 from cp_dtensor.plan.partition import CallSpec
@@ -113,11 +113,7 @@ class CudnnAttention(AttentionBackend):
 
 def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, copied where rows do not begin at multiples of 16 bytes, as in some slices; expanded ones stay."""
-
-    def is_aligned(x: Tensor) -> bool:
-        return x.data_ptr() % _ALIGNMENT == 0 and not any(step * x.itemsize % _ALIGNMENT for step in x.stride()[:-1])
-
-    return tuple(x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors)
+    return tuple(aligned(x, _ALIGNMENT, keeps_expanded=True) for x in tensors)
 
 
 def _has_single_row(q: Tensor, k: Tensor) -> bool:
