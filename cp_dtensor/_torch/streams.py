@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.cache import capturing, prepared
 from cp_dtensor._torch.tensors import current_stream, current_stream_handle
 
 V = TypeVar("V")
@@ -64,7 +64,7 @@ class Shared(Generic[V]):
     def __init__(
         self, device: torch.device, make: Callable[[], V], tensors: Callable[[V], Iterable[torch.Tensor]]
     ) -> None:
-        self._value = made_beside(device, make)
+        self._value = prepared(lambda: made_beside(device, make))
         self._readers = Readers(device, tensors(self._value))
 
     def read(self) -> V:

@@ -182,8 +182,7 @@ def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
         def made() -> Tensor:
             return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
 
-        shared = _torch.prepared(lambda: Shared(device, made, lambda tensor: (tensor,)))
-        edges = _cached_edges.add(key, shared)
+        edges = _cached_edges.add(key, Shared(device, made, lambda tensor: (tensor,)))
     return edges.read()
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import label, prepared
+from cp_dtensor._torch import label
 from cp_dtensor._torch.cache import refuse_capture
 from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
 from cp_dtensor._torch.streams import Shared
@@ -349,7 +349,7 @@ def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -
     def uploaded() -> torch.Tensor:
         return torch.tensor(fields, dtype=torch.int64, device=device).view(-1, PIECE_FIELDS)
 
-    on_device = prepared(lambda: Shared(device, uploaded, lambda tensor: (tensor,)))
+    on_device = Shared(device, uploaded, lambda tensor: (tensor,))
     most_rows = max((piece.rows for piece in pieces), default=0)
     most_row_bytes = max((piece.row_bytes for piece in pieces), default=0)
     starts, rank = offsets(written, to_heads)[:-1], workspace.rank

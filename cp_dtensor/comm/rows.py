@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import wide_dtype
@@ -120,6 +119,5 @@ def _tables(route: RowRoute, device: torch.device) -> _Tables:
     key = route, device
     tables = _cached_tables.get(key)
     if tables is None:
-        made = _torch.prepared(lambda: Shared(device, lambda: _Tables(route, device), _Tables.tensors))
-        tables = _cached_tables.add(key, made)
+        tables = _cached_tables.add(key, Shared(device, lambda: _Tables(route, device), _Tables.tensors))
     return tables.read()

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
@@ -214,7 +213,7 @@ def cached(make: Callable[..., torch.Tensor], device: torch.device, *key: Any) -
     if value is None:
         if capturing():
             return make(device, *key)
-        shared = _torch.prepared(lambda: Shared(device, lambda: make(device, *key), lambda tensor: (tensor,)))
+        shared = Shared(device, lambda: make(device, *key), lambda tensor: (tensor,))
         value = _cache.add((make, device, *key), shared)
     return value.read()
 

@@ -105,7 +105,7 @@ class TileRows:
             queries, keys = (self._on_device(x) for x in both)
             return queries, keys, all(map(are_in_runs, both))
 
-        return _torch.prepared(lambda: Shared(self._device, made, lambda positions: positions[:2]))
+        return Shared(self._device, made, lambda positions: positions[:2])
 
     def without_hidden(self, *of_columns: Tensor) -> tuple[Tensor, ...]:
         """K and V with 0 in the columns that no row sees: kernels multiply them by weights of 0, and 0 NaN is NaN.
