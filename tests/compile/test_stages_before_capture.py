@@ -13,8 +13,7 @@ pytest.importorskip("cp_dtensor.comm.triton_kernels")
 from support.stream_model.programs import ulysses
 from support.stream_model.recording import Group, Rank, Stream
 
-from cp_dtensor._torch import cache
-from cp_dtensor.comm import head_exchange_symm_mem
+from cp_dtensor._torch import cache, streams
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -34,7 +33,7 @@ def test_they_stay_on_the_stream_of_graphs(stages: int) -> None:
 
         with (
             mock.patch.object(cache, "_is_in_memory_of_graphs", is_of_graphs),
-            mock.patch.object(head_exchange_symm_mem, "prepared", prepared),
+            mock.patch.object(streams, "prepared", prepared),
         ):
             group.record(rank, ulysses(stages, True, True))
             tables = len(made_on)
