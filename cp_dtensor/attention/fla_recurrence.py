@@ -18,6 +18,7 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
+from cp_dtensor.attention.backends.packages import quiet
 from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence, Maps, zero_of
 from cp_dtensor.spec.cache import LRUCache
 
@@ -213,6 +214,7 @@ def _warn(reason: str) -> None:
     )
 
 
+@quiet()  # the package is imported and compiles
 def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
     """Compares outputs, maps and gradients of two pieces in two batch rows with float64; "" if they are right.
 

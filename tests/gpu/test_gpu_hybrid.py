@@ -45,10 +45,11 @@ DOCUMENTS = [0, 200, 203, LENGTH]
 
 @pytest.mark.gpu(1)
 @needs_package
-@pytest.mark.parametrize(("is_delta", "by_channel"), [(True, False), (True, True), (False, False), (False, True)])
-def test_kernels_of_the_package(is_delta: bool, by_channel: bool) -> None:
+@pytest.mark.parametrize("decays", ["", "by head", "by channel"])
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_kernels_of_the_package(is_delta: bool, decays: str) -> None:
     x = torch.zeros(1, 1, 2, WIDTH, device="cuda", dtype=torch.bfloat16)
-    assert _small_error(x, x, by_channel, is_delta) == ""
+    assert _small_error(x, x, decays, is_delta) == ""
 
 
 def _recurrences(tensors: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
