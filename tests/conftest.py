@@ -30,7 +30,9 @@ hypothesis.settings.load_profile("cp_dtensor")
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = "cases of each random test that compares attention with a reference; a failing one is printed as a call"
     parser.addoption("--cases", type=int, metavar="N", help=about)
-    about = "run tests of several GPUs also where there is one, which ranks share; those that need NCCL fail then"
+    about = (
+        "run tests of several GPUs also where there is one, which ranks share; those that need NCCL are skipped then"
+    )
     parser.addoption("--share-gpu", action="store_true", help=about)
 
 
@@ -43,8 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if marker := item.get_closest_marker("gpu"):
             needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
-            reason = f"needs {needed} CUDA GPU{'s' if needed > 1 else ''}, this machine has {GPUS}"
-            item.add_marker(pytest.mark.skipif(needed > GPUS and not shared, reason=reason))
+            nccl = marker.kwargs.get("nccl", False)
+            of_nccl = ", since NCCL wants one for each rank" if nccl else ""
+            reason = f"needs {needed} CUDA GPU{'s' if needed > 1 else ''}{of_nccl}, this machine has {GPUS}"
+            item.add_marker(pytest.mark.skipif(needed > GPUS and (nccl or not shared), reason=reason))
 
 
 def pytest_collection_finish() -> None:

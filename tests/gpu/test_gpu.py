@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.gpu_checks import with_nccl
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -154,8 +155,20 @@ def _dtensor_body(
         single.backward(grad_out)
     if length % WORLD_SIZE == 0:  # torch 2.11 gathers gradients of uneven shards, whatever the operation
         assert [tensor.grad.placements for tensor in inputs] == [(placement,) for placement in placements]
-    ours = [each.full_tensor() for each in (out, *(tensor.grad for tensor in inputs))]
-    return [_relative_errors(ours, truth), _relative_errors((single, *(tensor.grad for tensor in whole)), truth)]
+    return _errors_of_shards((out, *(tensor.grad for tensor in inputs)), (single, *(x.grad for x in whole)), truth)
+
+
+def _errors_of_shards(ours: tuple[Any, ...], single: tuple[Any, ...], truth: Any) -> list[list[float]]:
+    """Relative errors of this rank's shards of DTensors, and of the same rows on one GPU."""
+
+    def sharded(tensors: Any) -> list[torch.Tensor]:
+        return [
+            distribute_tensor(tensor.detach(), mine.device_mesh, mine.placements, src_data_rank=None).to_local()
+            for tensor, mine in zip(tensors, ours, strict=True)
+        ]
+
+    exact = sharded(truth)
+    return [_relative_errors([mine.to_local() for mine in ours], exact), _relative_errors(sharded(single), exact)]
 
 
 def _own_recompute_body(rank: int) -> str:
@@ -175,9 +188,13 @@ def test_a_recompute_that_is_not_torchs_is_refused(gpus: Processes) -> None:
 
 
 SEQUENCE, MIXED = (Shard(2), Shard(2), Shard(2)), (Shard(2), Replicate(), Replicate())
+LENGTHS = [256, pytest.param(101, marks=with_nccl)]
+"""DTensor gathers gradients of uneven shards in torch 2.11, and those of replicated tensors."""
 
 
-@pytest.mark.parametrize("placements", [SEQUENCE, MIXED], ids=["all on the sequence", "k and v replicated"])
+@pytest.mark.parametrize(
+    "placements", [SEQUENCE, pytest.param(MIXED, marks=with_nccl)], ids=["all on the sequence", "k and v replicated"]
+)
 @pytest.mark.parametrize(
     ("backend", "dtype", "head_dim"),
     [
@@ -188,7 +205,7 @@ SEQUENCE, MIXED = (Shard(2), Shard(2), Shard(2)), (Shard(2), Replicate(), Replic
         ("math", torch.float32, 33),
     ],
 )
-@pytest.mark.parametrize("length", [256, 101])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_sdpa_of_dtensors_is_that_of_the_full_tensors(
     gpus: Processes, backend: str, dtype: torch.dtype, head_dim: int, placements: tuple[Placement, ...], length: int
 ) -> None:
@@ -217,15 +234,14 @@ def _fused_op_body(rank: int, op: str, length: int) -> list[list[float]]:
         assert isinstance(out, DTensor)
         assert out.placements == (Shard(2),)
         out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
-        ours = [each.full_tensor() for each in (out, *(tensor.grad for tensor in inputs))]
     whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     single = call(*whole)
     single.backward(grad_out)
-    return [_relative_errors(ours, truth), _relative_errors((single, *(tensor.grad for tensor in whole)), truth)]
+    return _errors_of_shards((out, *(tensor.grad for tensor in inputs)), (single, *(x.grad for x in whole)), truth)
 
 
 @pytest.mark.parametrize("op", ["flash", "efficient", "cudnn"])
-@pytest.mark.parametrize("length", [256, 101])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_fused_ops_called_on_dtensors_ring(gpus: Processes, op: str, length: int) -> None:
     for ours, single in gpus.run(_fused_op_body, op, length):
         assert all(a <= 1.5 * b for a, b in zip(ours, single, strict=True)), (ours, single)

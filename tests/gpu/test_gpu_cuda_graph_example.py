@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, nccl=True)
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda_graph.py"
 
 

@@ -49,7 +49,7 @@ def _attend(attend: Any, qkv: torch.Tensor, grad_out: torch.Tensor, **options: A
 
 
 def _complaints(rank: int) -> list[str]:
-    generator = torch.Generator(torch.device("cuda", rank)).manual_seed(rank)
+    generator = torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(rank)
     shapes = ((2, LENGTH, 3, 4, 64), (2, LENGTH, 4, 64))
     qkv, grad_out = (torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes)
     draw, found = random.Random(rank), []

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.gathered_kv import IN_RANGES, IN_STRIPES, WIDTHS, check, drawn, kv_gather
-from support.gpu_checks import WORLD_SIZE, Tensors, delay, replayed_differences
+from support.gpu_checks import WORLD_SIZE, Tensors, delay, replayed_differences, with_nccl
 from support.problems import shard
 from support.processes import Processes
 
@@ -84,6 +84,7 @@ def _graph(rank: int, rotate_method: str) -> list[float]:
     )  # fmt: skip
 
 
+@with_nccl  # gradients return by a collective
 @pytest.mark.parametrize("rotate_method", ["auto", "allgather"])
 def test_a_captured_graph_replays_with_fresh_inputs(gpus: Processes, rotate_method: str) -> None:
     for worst in gpus.run(_graph, rotate_method):

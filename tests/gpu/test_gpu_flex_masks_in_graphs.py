@@ -50,7 +50,7 @@ def errors(rank: int, layers: int, device_type: str, options: dict[str, Any]) ->
     fresh()
     warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # one of torch's own
     warnings.filterwarnings("ignore", ".*autograd.function.Function.* should not be instantiated")  # Dynamo does
-    device = torch.device(device_type, rank if device_type == "cuda" else 0)
+    device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else 0)
     whole = torch.randn(1, 4, LENGTH, 64, device=device, generator=torch.Generator(device).manual_seed(1))
     compiled: Any = torch.compile(layers_with_masks, fullgraph=True, **options)
     found = []

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.compile_checks import fresh
-from support.gpu_checks import WAYS, WORLD_SIZE, attend, shards
+from support.gpu_checks import WAYS, WORLD_SIZE, attend, captured, shards
 from support.problems import Problem
 from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +71,7 @@ def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, in
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", captured(WAYS))
 def test_first_calls_may_be_in_graphs(gpus: Processes, way: str, mask: str) -> None:
     for worst, graphs, skipped in gpus.run(_steps, way, MASKS[mask]):
         assert max(worst) < 1e-4, worst

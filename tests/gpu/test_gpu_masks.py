@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors
+from support.gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors, captured
 from support.problems import shard
 from support.processes import Processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -194,8 +194,8 @@ def _truth_and_torchs(whole: Tensors, kind: Kind, rank: int) -> tuple[Tensors, T
 
 def _complaints(rank: int, name: str, layout_name: str) -> list[str]:
     """What is less precise than one device by more than half, or not a number."""
-    assert workspace.p2p_obstacle(dist.group.WORLD, torch.device("cuda", rank)) is None
     kind, whole, group = KINDS[name], _draw(5), dist.group.WORLD
+    assert workspace.p2p_obstacle(dist.group.WORLD, whole[0].device) is None
     layout = LAYOUTS[layout_name](kind.mask)
     truth, torchs = (_shards(tensors, layout, rank) for tensors in _truth_and_torchs(whole, kind, rank))
     inputs, bias = _shards(whole, layout, rank), _bias(kind)
@@ -248,7 +248,7 @@ def _graph(rank: int, name: str, way: str) -> list[float]:
     return worst
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", captured(WAYS))
 def test_a_captured_masked_call_replays_with_fresh_inputs(gpus: Processes, way: str) -> None:
     for worst in gpus.run(_graph, "documents", way):
         assert max(worst) < 1e-2, worst  # ways round differently

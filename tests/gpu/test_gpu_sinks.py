@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors
+from support.gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors, captured
 from support.problems import shard
 from support.processes import Processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -117,7 +117,7 @@ def _graph(rank: int, way: str) -> list[bool]:
     return [((a - b).norm() / b.norm()).item() < 1e-2 for a, b in zip(captured, eager, strict=True)]
 
 
-@pytest.mark.parametrize("way", ["allgather", "ulysses"])
+@pytest.mark.parametrize("way", captured(["allgather", "ulysses"]))
 def test_a_captured_call_takes_fresh_sinks(gpus: Processes, way: str) -> None:
     for near in gpus.run(_graph, way):
         assert all(near), near

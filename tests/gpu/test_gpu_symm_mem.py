@@ -8,7 +8,16 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpu_checks import WORLD_SIZE, Tensors, attend, delay, different_layers, replayed_differences, shards
+from support.gpu_checks import (
+    WORLD_SIZE,
+    Tensors,
+    attend,
+    captured,
+    delay,
+    different_layers,
+    replayed_differences,
+    shards,
+)
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from support.staging import BY_HEAD
@@ -95,7 +104,7 @@ def _graph(rank: int, rotate_method: str) -> list[float]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rotate_method", ["symm_mem", "allgather", "alltoall", "auto"])
+@pytest.mark.parametrize("rotate_method", captured(["symm_mem", "allgather", "alltoall", "auto"]))
 def test_a_captured_graph_replays_with_fresh_inputs(gpus: Processes, rotate_method: str) -> None:
     for worst in gpus.run(_graph, rotate_method):
         assert max(worst) < 1e-4, worst

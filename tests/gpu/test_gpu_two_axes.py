@@ -1,4 +1,4 @@
-"""Hybrids and nested rings of four ranks on two GPUs; neighbours on each axis are on different GPUs."""
+"""Hybrids and nested rings of four ranks on two GPUs, neighbours on each axis on different ones; or on one GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ METHODS = [("hybrid", "symm_mem"), ("hybrid", "alltoall"), ("ring", "symm_mem"),
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Processes]:
-    processes = Processes(WORLD_SIZE, timeout=120, backend="cpu:gloo,cuda:nccl")
+    # Neighbours need NCCL between GPUs; "nccl" is gloo where all ranks share one.
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() > 1 else "nccl"
+    processes = Processes(WORLD_SIZE, timeout=120, backend=backend)
     yield processes
     processes.stop()
 
@@ -39,7 +41,7 @@ def gpus() -> Iterator[Processes]:
 def _errors(
     rank: int, names: tuple[str, str], methods: list[tuple[str, str]], layouts: list[Layout], stages: int
 ) -> list[str]:
-    torch.cuda.set_device(DEVICES[rank])
+    torch.cuda.set_device(DEVICES[rank] % torch.cuda.device_count())
     mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=names)
     inner = names.index("ulysses")
     here = mesh.get_local_rank(1 - inner) * 2 + mesh.get_local_rank(inner)

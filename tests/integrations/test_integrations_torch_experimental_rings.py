@@ -237,7 +237,7 @@ def fused_ops_over_nccl(rank: int) -> None:
                 assert error < 5e-3, (kind, error)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, nccl=True)
 def test_fused_ops_over_nccl() -> None:
     processes = Processes(2, backend="nccl")
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from cp_dtensor import HeadTail, Layout, context_parallel_attention
@@ -22,6 +23,14 @@ WAYS: dict[str, dict[str, str]] = {
     "alltoall": {"method": "ring", "rotate_method": "alltoall"},
     "ulysses": {"method": "ulysses"},
 }
+with_nccl = pytest.mark.gpu(WORLD_SIZE, nccl=True)
+"""Mark of tests that gloo cannot run on CUDA tensors: captures of collectives, and all-gathers of DTensors, at which
+the process ends with a segmentation fault (https://github.com/pytorch/pytorch/issues/152645)."""
+
+
+def captured(ways: Iterable[str]) -> list[Any]:
+    """Ways as parameters of a test that captures calls: collectives need NCCL, shared memory does not."""
+    return [pytest.param(way, marks=with_nccl) if way in ("allgather", "alltoall") else way for way in ways]
 
 
 def shards(problem: Problem, seed: int, layout: Layout, rank: int, size: int = WORLD_SIZE) -> Tensors:
