@@ -80,6 +80,7 @@ class FlaRecurrence:
             state = torch.zeros(0, self.batch, heads, width, columns, device=self.v.device)
             return torch.zeros(shape, device=self.v.device) + zero, state + zero
         some = self._of_pieces(pieces)
+        transition: Tensor | None
         if self.beta is None:
             out, ends = some._run(some.v, None, True)
             queries, transition = some._decayed()
