@@ -177,7 +177,9 @@ def test_calls_with_other_readers_and_streams_wait_for_each_other() -> None:
 def _after_release(rank: int) -> tuple[list[float], int, int]:
     """Errors of a call after the memory of a larger one was released, and the bytes mapped by each."""
     device = Device(use_gpu=True)
-    large, small = (Problem(length, length, 1, 4, 2, 64, is_causal=True) for length in (1 << 17, 512))
+    large, small = (
+        Problem(length, length, 1, 4, 2, 64, is_causal=True, dtype=torch.float32) for length in (1 << 15, 512)
+    )
     way = {"method": "ring", "rotate_method": "symm_mem"}
     mapped = []
     for problem in (large, small):
@@ -193,5 +195,5 @@ def _after_release(rank: int) -> tuple[list[float], int, int]:
 
 def test_memory_is_released_and_mapped_again(gpus: Processes) -> None:
     for errors, large, small in gpus.run(_after_release):
-        assert max(errors) < 1e-10
-        assert large > 64 << 20 > 8 << 20 > small
+        assert max(errors) < 1e-4
+        assert large > 16 << 20 > small
