@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.parsing import positive, positive_number
 from cp_dtensor.tools.soak_cases import Case, draw_case, errors_of
 
 _DESCRIPTION = """\
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long; default: 1")
+    parser.add_argument("--minutes", type=positive_number, default=1.0, help="how long; default: 1")
     parser.add_argument("--cases", type=positive, help="end after so many cases, if the minutes are not over before")
     parser.add_argument("--seed", type=int, help="of the cases; default: drawn, and printed")
     parser.add_argument("--ranks", type=positive, help="without torchrun; default: a rank for each GPU, or 2")
