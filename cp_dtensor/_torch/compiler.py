@@ -182,8 +182,11 @@ def traced_scope() -> str | None:
     return scopes[-1] if scopes else None
 
 
-def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Wraps a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python."""
+def never_compiled(function: Callable[P, T], reason: str | None = None) -> Callable[P, T]:
+    """Wraps a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python.
+
+    `reason` is part of torch's error where `fullgraph=True` forbids that.
+    """
     disabled: list[Callable[P, T]] = []
 
     @functools.wraps(function)
@@ -191,7 +194,7 @@ def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
         if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing has been compiled yet
             return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            disabled.append(torch.compiler.disable(function, reason=reason))
         return disabled[0](*args, **kwargs)
 
     return run

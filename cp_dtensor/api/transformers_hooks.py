@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -64,26 +64,34 @@ transformers_hooks = SharedInstallation(_patches)
 """Held by open contexts, and for good by the provider's `register()`."""
 
 
+_MASKS_UNCOMPILED = (
+    "the ranks of context_parallel find the mask of a whole model by collectives: compile its layers with "
+    "fullgraph=True, or the model without"
+)
+
+
 @contextmanager
 def _masks_of_whole_sequences(utils: ModuleType) -> Iterator[None]:
     """While open, mask functions of transformers in contexts are those of the whole sequence."""
     table = table_of(utils.AttentionMaskInterface)
     with ExitStack() as stack:
-        stack.enter_context(_torch.wrapped(utils, PREPROCESS, _torch.never_compiled(_preprocessed)))
+        stack.enter_context(_torch.wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
         for name, make in (("sdpa", _sdpa_mask), ("flex_attention", _flex_mask)):
-            stack.enter_context(
-                _torch.entry_replaced(table, name, _torch.never_compiled(partial_of(make, table[name])))
-            )
+            ours = wraps(table[name])(partial(_of_shards(make), table[name]))
+            stack.enter_context(_torch.entry_replaced(table, name, ours))
         yield
 
 
-def partial_of(make: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`make(original, ...)`, as a function with the name of `original`."""
+def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make` for models that see shards or have the provider, which is never compiled; else `original` as it is."""
+    uncompiled = _torch.never_compiled(make, _MASKS_UNCOMPILED)
 
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        return make(original, *args, **kwargs)
+    def mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config", args[0] if args else None)
+        if _shards_are_seen() or implementation_of(config) == PROVIDER:
+            return uncompiled(original, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    mask.__name__, mask.__wrapped__ = original.__name__, original  # type: ignore[attr-defined]
     return mask
 
 
@@ -126,7 +134,7 @@ def _losses_checked(utils: ModuleType) -> Iterator[None]:
 
 def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, shift_labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if shift_labels is None:
+        if shift_labels is None and _shards_are_seen():
             _refuse_shift()
         return loss(*args, shift_labels=shift_labels, **kwargs)
 
@@ -135,12 +143,11 @@ def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 @_torch.never_compiled
 def _refuse_shift() -> None:
-    if sharding_context() is not None:
-        raise ValueError(
-            "a model got labels inside of context_parallel, and would shift them within this rank's shard: shift "
-            "labels before they are sharded and pass shift_labels, or compute the loss by "
-            "cp_dtensor.integrations.transformers.causal_lm_loss"
-        )
+    raise ValueError(
+        "a model got labels inside of context_parallel, and would shift them within this rank's shard: shift labels "
+        "before they are sharded and pass shift_labels, or compute the loss by "
+        "cp_dtensor.integrations.transformers.causal_lm_loss"
+    )
 
 
 def sharding_context() -> ActiveContext | None:
@@ -203,7 +210,7 @@ def _preprocessed(
     """The arguments of a mask, with position ids for all functions that may see packed documents."""
     context, implementation = sharding_context(), implementation_of(config)
     found = partial(original, config, inputs_embeds, attention_mask, past_key_values)
-    if context is None and (implementation != PROVIDER or past_key_values is not None):
+    if context is None and past_key_values is not None:
         return found(position_ids, layer_idx, encoder_hidden_states)
     if implementation not in SEEN:
         raise NotImplementedError(unseen(str(implementation)))

@@ -270,7 +270,6 @@ class AllToAll(CollectiveTransport):
     ranks: with one hop ahead, every delay of a rank delays its neighbours."""
 
     name = "alltoall"
-    keeps_own_gradients_wide = False
 
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
         tiling = spec.tiling

@@ -58,7 +58,6 @@ class SymmetricMemory(KVTransport):
     name = "symm_mem"
     transfers_ahead = 1  # as `AllGather`
     slows_compute = False
-    keeps_own_gradients_wide = False
 
     def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
         return self if self.is_available(group, device) else AllGather(self.staging)

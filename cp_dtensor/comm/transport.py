@@ -80,7 +80,7 @@ class KVTransport(TransportMethod):
     """K/V transfers in flight while a step is computed."""
     slows_compute: bool
     """True if transfers run on multiprocessors, which they take from attention kernels."""
-    keeps_own_gradients_wide: bool
+    keeps_own_gradients_wide: bool = False
     """True if gradients of tiles against the rank's own K/V stay float32 until they are summed (a slower kernel)."""
 
     def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:

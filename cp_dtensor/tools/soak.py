@@ -23,11 +23,12 @@ from torch.distributed import run as torchrun
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.parsing import positive, positive_number
 from cp_dtensor.tools.soak_cases import Case, draw_case, errors_of
 
 _DESCRIPTION = """\
@@ -68,7 +69,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long; default: 1")
+    parser.add_argument("--minutes", type=positive_number, default=1.0, help="how long; default: 1")
     parser.add_argument("--cases", type=positive, help="end after so many calls, if the minutes are not over before")
     parser.add_argument("--seed", type=int, help="of the cases; default: drawn, and printed")
     parser.add_argument("--ranks", type=positive, help="without torchrun; default: a rank for each GPU, or 2")
@@ -177,7 +178,7 @@ def soak(options: argparse.Namespace, ranks: Ranks) -> bool:
 
 
 def _memory(use_gpu: bool) -> dict[str, int]:
-    """MiB by kind: RSS (0 where the system does not tell), estimate of the caches, and bytes allocated on the GPU."""
+    """MiB by kind: RSS (0 where the system does not tell), estimate of the caches, and what is allocated on the GPU."""
     gc.collect()
     cached = sum(each.nbytes for each in gc.get_objects() if type(each) is LRUCache) // _MIB
     # Tensors of many sizes leave gaps in the heap of the C library, 100 MiB within minutes, which are no leak.
@@ -186,8 +187,11 @@ def _memory(use_gpu: bool) -> dict[str, int]:
         trim(0)
     statm = Path("/proc/self/statm")
     resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") // _MIB if statm.exists() else 0
-    of_gpu = {"GPU": torch.cuda.memory_allocated() // _MIB} if use_gpu else {}
-    return {"RSS": resident, "caches": cached, **of_gpu}
+    if not use_gpu:
+        return {"RSS": resident, "caches": cached}
+    device = torch.device("cuda", torch.cuda.current_device())
+    of_gpu = torch.cuda.memory_allocated(device) + allocated_bytes(device)
+    return {"RSS": resident, "caches": cached, "GPU": of_gpu // _MIB}
 
 
 def _by_rank(memory: Sequence[dict[str, int]]) -> str:

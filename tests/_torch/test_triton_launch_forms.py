@@ -1,5 +1,7 @@
 """Cache keys of launches: equal keys have the same compiled form of a kernel and the same parameters.
 
+Tiles of other lengths share the compiled forms, so that nothing is compiled in the middle of a run.
+
 Run as a script, this file makes random calls of all launchers without a GPU: Triton specializes a kernel for their
 arguments and launches nothing. Triton's interpreter, in which other tests run kernels, does not specialize.
 """
@@ -7,7 +9,7 @@ arguments and launches nothing. Triton's interpreter, in which other tests run k
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +33,8 @@ class Forms:
         self._known: dict[Any, str] = {}
         self.times: Counter[str] = Counter()
         """Returns by kernel how often a form was cached already, and the number of forms."""
+        self.compiled: defaultdict[str, set[str]] = defaultdict(set)
+        """Returns by kernel all that Triton compiled it for."""
 
     def launch(self, launch: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Stand-in for `Launch.__call__`."""
@@ -51,6 +55,7 @@ class Forms:
         _, specialization, options = self._binders[kernel](*arguments, *launch._numbers, **launch._constants)
         form = repr((specialization, options, described))
         key = (launch, _alignments([x.data_ptr() for x in tensors]))
+        self.compiled[kernel.__name__].add(repr((specialization, options)))
         self.times[f"{kernel.__name__} {'again' if key in self._known else 'new'}"] += 1
         assert self._known.setdefault(key, form) == form, kernel.__name__
 
@@ -180,6 +185,29 @@ class Calls:
         launch_rows(k, v, memory, (self.choice((0, 1, 2)), length), length, heads)
 
 
+def tile_of_a_ring(rows: int, columns: int, first: int) -> None:
+    """Launches all kernels of a tile under a mask, whose rows begin at row `first` of a rank's."""
+    from cp_dtensor.attention.masked import RowMask
+    from cp_dtensor.attention.triton.backward import launch_attention_backward, launch_attention_delta
+    from cp_dtensor.attention.triton.forward import launch_attention_forward
+    from cp_dtensor.attention.triton.merge import launch_merge, launch_sum
+
+    def normal(heads: int, length: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        return torch.zeros(1, length, heads, 64, dtype=dtype).transpose(1, 2)
+
+    whole = first + rows + 7
+    of_rank, lse_of_rank, delta_of_rank = normal(4, whole), torch.zeros(1, 4, whole), torch.zeros(1, 4, whole)
+    q, lse, delta = (x[:, :, first : first + rows] for x in (of_rank, lse_of_rank, delta_of_rank))
+    k, out, part_lse = normal(2, columns), normal(4, rows), torch.zeros(1, 4, rows)
+    mask = RowMask(lo=torch.zeros(rows).int(), hi=torch.full((rows,), columns).int())
+    launch_attention_forward(out, part_lse, q, k, k, mask, 0.125)
+    launch_attention_delta(torch.zeros(1, 4, rows), q, out)
+    launch_attention_backward(out, *(normal(2, columns) for _ in "kv"), q, q, k, k, lse, delta, mask, 0.125)
+    sums, span = normal(4, whole, torch.float32), (first, first + rows)
+    launch_merge(sums, lse_of_rank, of_rank, lse_of_rank, [(span, out, part_lse)])
+    launch_sum(sums, sums, [(span, out.unsqueeze(0))])
+
+
 def main() -> None:
     from cp_dtensor._torch.triton_launch import Launch
     from cp_dtensor.attention.triton import backward as attention_backward
@@ -201,9 +229,14 @@ def main() -> None:
             calls.make(call)
     for kernel, times in sorted(forms.times.items()):
         print(kernel, times)
+    forms.compiled.clear()
+    for rows, columns, first in ((300, 512, 0), (37, 1, 5), (128, 33, 16), (2048, 4000, 3), (33, 77, 1)):
+        tile_of_a_ring(rows, columns, first)
+    for kernel, found in sorted(forms.compiled.items()):
+        print(kernel, "compiled", len(found))
 
 
-def test_a_launch_has_one_form_for_each_alignment() -> None:
+def test_a_launch_has_one_form_for_each_alignment_and_a_tile_one_for_all_lengths() -> None:
     jit = pytest.importorskip("triton.runtime.jit")
     if not hasattr(jit, "create_function_from_signature"):
         pytest.skip("this Triton sorts arguments in another way")
@@ -211,6 +244,8 @@ def test_a_launch_has_one_form_for_each_alignment() -> None:
     again = [int(line.split()[2]) for line in printed.splitlines() if " again " in line]
     assert len(again) == 10, printed  # all kernels
     assert min(again) > 5, printed
+    compiled = [line.split()[2] for line in printed.splitlines() if " compiled " in line]
+    assert compiled == ["1"] * 7, printed  # all kernels of attention, merges and sums
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from support.pretended_packages import (
     install,
 )
 
-from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages
+from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, interval, packages
 from cp_dtensor.attention.backends.aten import CudnnAttention, MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
@@ -319,6 +319,26 @@ def test_flex_computes_interval_tiles(flex: Patch, batch: int, heads: tuple[int,
     assert len(module.plans) == 1 + 1, "of the small tile, and one for forward and backward of this one"
     check(CudnnFlexAttention(), interval_mask(300, 280, batch), tensors(300, 280, heads, dims), IntervalAttention())
     assert len(module.plans) == 1 + 2, "another mask object has a plan of its own"
+
+
+def test_first_uses_of_flex_compile_our_kernels_too(flex: Patch) -> None:
+    """A later mask may have a tile that is too small for cuDNN; no step of a run waits for a compiler then."""
+    install(flex, flex=FlexModule())
+    used = []
+
+    def recorded(name: str, compute: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            used.append((name, arguments[0].dtype, arguments[0].size(1)))
+            return compute(*arguments, **options)
+
+        return call
+
+    for name in ("attention_forward", "attention_backward"):
+        flex.setattr(interval, name, recorded(name, getattr(interval, name)))
+    for _ in range(2):
+        both(CudnnFlexAttention(), interval_mask(), tensors(heads=(6, 2)))
+    ours = [each for each in used if each[1] == torch.bfloat16]
+    assert ours == [("attention_forward", torch.bfloat16, 6), ("attention_backward", torch.bfloat16, 6)], "small tiles"
 
 
 def test_flex_keeps_the_latest_plans_within_its_bytes(flex: Patch) -> None:

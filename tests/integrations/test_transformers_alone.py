@@ -55,6 +55,15 @@ def test_the_provider_attends_as_sdpa(kind: str, use_cache: bool, positions: lis
     torch.testing.assert_close(found, model(**given).logits)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_other_implementations_compile_to_one_graph(implementation: str) -> None:
+    torch.compiler.reset()
+    model, rows = tiny_model(implementation), torch.randint(32, (2, 9))
+    given = {"input_ids": rows, "labels": rows, "use_cache": False}
+    found = torch.compile(model, fullgraph=True, backend="eager")(**given)
+    torch.testing.assert_close(found.loss, model(**given).loss)
+
+
 def test_documents_of_keys_alone_are_refused() -> None:
     with pytest.raises(ValueError, match="got cu_seq_lens_k without cu_seq_lens_q"):
         tiny_model("cp_dtensor")(torch.zeros(1, 4, dtype=torch.int64), cu_seq_lens_k=torch.tensor([0, 2, 4]))

@@ -131,6 +131,13 @@ def compiled_layers(rank: int, family: str) -> None:
     model.zero_grad()
     documents = torch.cat([torch.arange(20), torch.arange(LENGTH - 20)])[None]
     train(family, "", None, model=model, changes={"position_ids": documents})  # the same code
+    whole = torch.compile(tiny_model(family, "cp_dtensor"), backend="aot_eager", fullgraph=True)
+    one = batch()
+    with (
+        context_parallel(init_device_mesh("cpu", (2,)), **one.buffers),
+        pytest.raises(Exception, match="compile its layers"),
+    ):
+        whole(**one.inputs)
 
 
 @pytest.mark.slow

@@ -81,19 +81,20 @@ class CudnnFlexAttention(AttentionBackend):
         return result or _INTERVALS.backward(grad_out, q, k, v, out, lse, mask, scale)
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
-        """True if these kernels may compute a tile. At their first use they are compiled and compute a small tile."""
+        """True if these kernels may compute a tile. At their first use they and ours are compiled, for a small tile."""
         assert isinstance(mask, IntervalMask)
         group, dims = q.size(1) // k.size(1), (q.size(3), v.size(3))
         if 2 * mask.pairs * q.size(0) * q.size(1) * sum(dims) < FEWEST_FLOPS:
             return False
 
         def problem() -> str:
-            tile = SmallTile.drawn(
-                q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(), IntervalAttention()
-            )
-            if direction == "forward":
-                return tile.forward_error(partial(_forward, is_check=True))
-            return tile.backward_error(partial(_backward, is_check=True))
+            ours = IntervalAttention()
+            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(), ours)
+            is_forward = direction == "forward"
+            check = tile.forward_error if is_forward else tile.backward_error
+            # Compiles our kernels too: otherwise the first small tile of a later mask would, in the middle of a run.
+            check(ours.forward if is_forward else ours.backward)
+            return check(partial(_forward if is_forward else _backward, is_check=True))
 
         return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group), q.device, problem)
 

@@ -48,7 +48,7 @@ _ROWS_BLOCK = 4096
 """Rows of a program of `attention_rows_kernel`."""
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
+@triton.jit(do_not_specialize=["rows", "heads", "delta_stride_b", "delta_stride_h"])
 def attention_delta_kernel(
     delta_ptr, out_ptr, grad_ptr, rows, heads,
     delta_stride_b, delta_stride_h, out_stride_b, out_stride_h, out_stride_s,
@@ -87,7 +87,13 @@ def _delta_launch(delta: Facts, out: Facts, grad_out: Facts) -> Launch:
     )
 
 
-@triton.jit(do_not_specialize=["rows", "padded_rows", "heads"])
+@triton.jit(
+    do_not_specialize=[
+        "rows", "padded_rows", "heads",
+        "lse_stride_b", "lse_stride_h", "lse_stride_low", "delta_stride_b", "delta_stride_h",
+    ],
+    do_not_specialize_on_alignment=["lse_ptr", "delta_ptr"],
+)  # fmt: skip
 def attention_rows_kernel(
     shift_ptr, low_ptr, padded_delta_ptr, lse_ptr, delta_ptr,
     rows, padded_rows, heads, log_scale, kept_share,
@@ -351,14 +357,15 @@ def launch_attention_backward(
     takes_registers = softcap > 0 or (dropout is not None and not dropout.in_runs)
     config = config or default_backward_config(q, k, v, grad_out, bias is not None, takes_registers)
     mask_kind, offset = mask_arguments(mask, rows, columns)
-    others, numbers, kinds = modifier_arguments(bias, dropout, (batch, heads, rows, columns), lse)
+    unused = dq  # begins at a multiple of 16 bytes; LSE of a part of the rows may not, which compiles another form
+    others, numbers, kinds = modifier_arguments(bias, dropout, (batch, heads, rows, columns), unused)
     # Kernels read LSE and delta in whole blocks, which begin at any row; descriptors need lines of 16 bytes.
     padded_rows = rows + max(config.dq.block_rows, config.dkv.block_rows)
     padded_rows += -padded_rows % 4
     is_additive = kinds[0] == ADDITIVE.value
     lines = lse.new_empty((2 + is_additive, batch * heads, padded_rows), dtype=torch.float32).unbind()
     shift, low, padded_delta = lines[0], lines[-2], lines[-1]  # without an additive bias, `low` is not read
-    lo = hi = ranges = lse  # not read without intervals
+    lo = hi = ranges = unused
     interval_strides = (0, 0, 0)
     if mask.lo is not None:
         lo, hi = mask.padded_intervals(padded_rows)

@@ -16,6 +16,9 @@ from cp_dtensor.spec.layouts import Span
 
 _SPANS = [f"{edge}{part}" for part in range(MAX_PARTS) for edge in ("start", "stop")]
 _COUNTS = [f"count{part}" for part in range(MAX_PARTS)]
+_LSES = ["lse_stride", "base_lse_stride", *(f"p{part}_lse" for part in range(MAX_PARTS))]
+_LSE_STRIDES = [f"{name}_{dim}" for name in _LSES for dim in ("b", "h", "low")]  # numbers of rows
+_LSE_POINTERS = ["lse_ptr", "base_lse_ptr", *(f"part{part}_lse_ptr" for part in range(MAX_PARTS))]
 
 
 @triton.jit
@@ -28,7 +31,7 @@ def _tile(rows, head_dim, heads, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constex
     return row, dim, batch.to(tl.int64), head.to(tl.int64), in_rows, in_dims, in_rows[:, None] & in_dims[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "heads", *_SPANS])
+@triton.jit(do_not_specialize=["rows", "heads", *_SPANS, *_LSE_STRIDES], do_not_specialize_on_alignment=_LSE_POINTERS)
 def lse_merge_kernel(
     out_ptr, lse_ptr, base_ptr, base_lse_ptr,
     part0_ptr, part0_lse_ptr, part1_ptr, part1_lse_ptr,
