@@ -42,10 +42,10 @@ _KERNELS = {
 class FlaRecurrence:
     """The recurrence of `ChunkedRecurrence`, whose pieces are sequences of variable length to a kernel.
 
-    The map of a piece is the state at its end, from a state of zero beside the identity (K more columns of values) with
-    the delta rule; without it the transition is the product of the decays. Outputs are linear in the entering state S:
-    those of a state of zero, plus `queries` S. The same columns of outputs are these queries (without the delta rule:
-    decayed q), so that pieces whose maps are known do not go through a kernel again.
+    The map of a piece is the state at its end from a state of zero, and its transition, with the delta rule, the state
+    at its end from the identity and values of zero; without the delta rule it is the product of the decays. Outputs are
+    linear in the entering state S: those of a state of zero, plus `queries` S. The outputs from the identity are these
+    queries (without the delta rule: decayed q), so that pieces whose maps are known do not go through a kernel again.
     """
 
     q: Tensor
@@ -80,18 +80,24 @@ class FlaRecurrence:
             state = torch.zeros(0, self.batch, heads, width, columns, device=self.v.device)
             return torch.zeros(shape, device=self.v.device) + zero, state + zero
         some = self._of_pieces(pieces)
+        transition: Tensor | None
         if self.beta is None:
             out, ends = some._run(some.v, None, True)
             queries, transition = some._decayed()
         else:
             identity = torch.eye(width, dtype=torch.float32, device=self.v.device)
-            initial = F.pad(identity, (columns, 0)).expand(self.batch * len(pieces), heads, width, -1)
-            out, ends = some._run(F.pad(some.v, (0, width)), initial.contiguous(), True)
-            assert ends is not None
-            (out, queries), transition = out.split([columns, width], -1), ends[..., columns:]
+            identity = identity.expand(self.batch * len(pieces), heads, width, width).contiguous()
+            if _runs_once(some.g):
+                out, ends = some._run(F.pad(some.v, (0, width)), F.pad(identity, (columns, 0)), True)
+                assert ends is not None
+                (out, queries), (ends, transition) = (x.split([columns, width], -1) for x in (out, ends))
+            else:
+                out, ends = some._run(some.v, None, True)
+                queries, transition = some._run(torch.zeros_like(some.k), identity, True)
         assert ends is not None
+        assert transition is not None
         self._of_maps = tuple(pieces), out, queries.to(out.dtype)
-        by_piece = [x.unflatten(0, (self.batch, -1)).transpose(0, 1) for x in (transition, ends[..., :columns])]
+        by_piece = [x.unflatten(0, (self.batch, -1)).transpose(0, 1) for x in (transition, ends)]
         return by_piece[0], by_piece[1]
 
     def _of_pieces(self, pieces: Sequence[int]) -> FlaRecurrence:
@@ -201,6 +207,15 @@ def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: 
     return first_use(key, q.device, lambda: _small_error(q, v, decays, is_delta), _warn) == ""
 
 
+def _runs_once(g: Tensor | None) -> bool:
+    """True if one run of a delta rule gives outputs and transition, whose K columns are beside those of v.
+
+    With decays by channel, work within chunks is most of a run, and is done once. With decays by head it is less, and
+    kernels of backward have too few registers for 256 columns (docs/log.md).
+    """
+    return g is not None and g.dim() == 4
+
+
 def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
     module, name = _KERNELS[is_delta, by_channel]
     function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(module), name)
@@ -208,8 +223,9 @@ def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Ten
 
 
 def _warn(reason: str) -> None:
+    advice = " (torch 2.13 is the first that installs this version)" if "upgrade Triton to >= 3.7.1" in reason else ""
     warnings.warn(
-        f"flash-linear-attention's kernels are not used for a recurrent layer, torch operations are: {reason}",
+        f"flash-linear-attention's kernels are not used for a recurrent layer, torch operations are: {reason}{advice}",
         stacklevel=2,
     )
 

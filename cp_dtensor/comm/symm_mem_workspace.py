@@ -311,6 +311,17 @@ def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
             pinned.append(held)
 
 
+def release() -> None:
+    """Drops all workspaces but those of captured graphs and of failed waits; the next calls map what they need.
+
+    All ranks call it, when all work that any of them has launched is done.
+    """
+    with _lock:
+        for by_group in (_current, _abandoned):
+            for group in [each for each in by_group if _failure(each) is None]:
+                del by_group[group]
+
+
 def allocated_bytes(device: torch.device) -> int:
     """The bytes of symmetric memory on a device, which torch's allocator does not count."""
     with _lock:

@@ -18,7 +18,7 @@ from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.report import ERRORS, IDEAL, MEASURED, OURS_PREFIX, Results, Row, markdown_table
 from cp_dtensor.tools.bench.suite import Suite
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.parsing import positive, positive_number
 
 _TRANSPORTS = ("allgather", "alltoall", "symm_mem")
 _CUDNN, _FLASH, _EFFICIENT = (f"{name}_ATTENTION" for name in ("CUDNN", "FLASH", "EFFICIENT"))
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="Markdown file to write")
     parser.add_argument("--seq-len", type=positive, default=4096, help="global number of tokens; default: 4096")
-    parser.add_argument("--limit", type=float, default=1.5, help="largest ratio to one device's error; default: 1.5")
+    parser.add_argument(
+        "--limit", type=positive_number, default=1.5, help="largest ratio to one device's error; default: 1.5"
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--quick", action="store_true", help="one case of each backend")
     options = parser.parse_args(arguments)

@@ -294,7 +294,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=positive, default=4, help=f"1 to {len(RANK_COLOURS)}; default: 4")
     parser.add_argument("--seq-len", type=positive, default=64, help="global number of tokens; default: 64")
     methods = "alltoall: a ring (default); allgather: all other ranks' keys at once, as symm_mem"
-    parser.add_argument("--rotate-method", choices=("alltoall", "allgather"), default="alltoall", help=methods)
+    parser.add_argument("--rotate-method", choices=("alltoall", "allgather"), help=methods)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="picture to write, such as plan.png")
     options = parser.parse_args(arguments)
     ranks, seq_len = options.ranks, options.seq_len
@@ -310,11 +310,13 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(str(error))
     title = f"{options.mask} · {options.layout} · {seq_len} tokens on {ranks} rank{'s' if ranks > 1 else ''}"
     if options.output is None:
+        if options.rotate_method is not None:
+            parser.error("--rotate-method is of pictures: it needs --output")
         print(f"{mask_as_text(mask, seq_len)}\n{title}: imbalance {imbalance(layout, mask, seq_len, ranks):.1%}")
         return
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("a picture needs matplotlib, of the extra tools: pip install 'cp_dtensor[tools]'")
-    figure = draw_assignment(mask, layout, seq_len, ranks, title, options.rotate_method)
+    figure = draw_assignment(mask, layout, seq_len, ranks, title, options.rotate_method or "alltoall")
     try:
         figure.savefig(options.output, dpi=110, facecolor="white")
     except (OSError, ValueError) as error:

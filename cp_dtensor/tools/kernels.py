@@ -5,7 +5,7 @@ python -m cp_dtensor.tools.kernels --flex --output docs/benchmarks/attention_ker
 python -m cp_dtensor.tools.kernels --dropout 0.1 --masks causal full --output docs/benchmarks/attention_dropout.md
 
 In bfloat16, batch 1. TFLOP/s count useful work: 4 D flops for each (query, key) pair that the mask allows, and 2.5
-times as many in backward, whatever a kernel really computes.
+times as many in backward, whatever a kernel really computes. Exits with status 1 if a Triton kernel is wrong or failed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from cp_dtensor.tools.bench.methods import kernel_attention
 from cp_dtensor.tools.bench.report import markdown_table
 from cp_dtensor.tools.bench.torch_methods import varlen_on_one_gpu
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import argument, positive
+from cp_dtensor.tools.parsing import argument, positive, positive_number
 
 LENGTHS = (16384, 65536)
 MASKS = ("causal", "full", "window 4096", "documents 2048", "prefix")  # the prefix is a quarter of the sequence
 _WARM_UP_S, _REPEATED_S = 0.4, 0.25
 _CHECKED_ROWS = 128
+_OURS = "Triton"
 _MAX_ERROR = 0.02
 """Relative error of bfloat16 results that no rounding explains."""
 
@@ -97,8 +98,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--heads", type=argument(Heads.parse), default=Heads(32, 8), metavar="Q:KV")
     parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, whose compilation takes a minute")
-    parser.add_argument("--dropout", type=float, metavar="P", help="each kernel without dropout, and with it")
+    parser.add_argument("--dropout", type=positive_number, metavar="P", help="each kernel without dropout, and with it")
     options = parser.parse_args(arguments)
+    if options.dropout is not None and options.dropout >= 1:
+        parser.error(f"--dropout: expected a probability less than 1, got {options.dropout}")
+    if min(options.seq_len) < _CHECKED_ROWS:
+        parser.error(f"--seq-len: expected at least {_CHECKED_ROWS}, got {min(options.seq_len)}")
     if not torch.cuda.is_available():
         parser.error("the benchmark of kernels needs a GPU, and torch sees none")
     keys = [
@@ -120,6 +125,7 @@ def main(arguments: list[str]) -> None:
                     options.output.write_text(_report(measured, arguments))
                 if options.json:
                     options.json.write_text(json.dumps([asdict(row) for row in measured], indent=1))
+    sys.exit(sum(row.kernel == _OURS for row in measured) < len(keys))
 
 
 def measure(case: Case, dropout_p: float, kernels: Callable[[Problem], dict[str, Attention]]) -> Iterator[Measured]:
@@ -131,7 +137,7 @@ def measure(case: Case, dropout_p: float, kernels: Callable[[Problem], dict[str,
     for name, attention in kernels(problem).items():
         try:
             forward, backward = passes(problem, attention)
-            error = None if dropout_p and name != "Triton" else relative_error(problem, forward())
+            error = None if dropout_p and name != _OURS else relative_error(problem, forward())
             if error is not None and not error < _MAX_ERROR:
                 print(f"{case}, {name}: wrong, error {error:.1e}", flush=True)
                 continue
@@ -148,7 +154,7 @@ def measure(case: Case, dropout_p: float, kernels: Callable[[Problem], dict[str,
 
 def ready_kernels(problem: Problem) -> dict[str, Attention]:
     """The Triton kernels, and torch's kernels that have the mask."""
-    kernels = {"Triton": kernel_attention(problem.mask, problem.dropout)}
+    kernels = {_OURS: kernel_attention(problem.mask, problem.dropout)}
     if problem.case.is_plain:
         kernels["FlashAttention-2"] = partial(_sdpa, problem, SDPBackend.FLASH_ATTENTION)
         kernels["cuDNN"] = partial(_sdpa, problem, SDPBackend.CUDNN_ATTENTION)

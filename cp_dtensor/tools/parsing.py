@@ -142,3 +142,15 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"expected a positive integer, got {text}")
     return int(text)
+
+
+@argument
+def positive_number(text: str) -> float:
+    """The positive number of a command-line argument."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"expected a positive number, got {text}")
+    return number

@@ -16,6 +16,7 @@ from support.sequences import Sequence, recurrence
 from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.attention import fla_recurrence
 from cp_dtensor.attention.backends import first_use
+from cp_dtensor.attention.recurrent import ChunkedRecurrence
 from cp_dtensor.engine import layers
 from cp_dtensor.spec.cache import LRUCache
 
@@ -113,6 +114,36 @@ def test_ranks_have_the_results_and_gradients_of_one(
     assert {*used} == {(is_delta, by_channel)}
 
 
+@pytest.mark.parametrize("once", [True, False])
+def test_transitions_of_one_run_and_of_two(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps, outputs and gradients; two runs have no more columns than the layer."""
+    monkeypatch.setattr(fla_recurrence, "_runs_once", lambda g: once)
+    columns: list[int] = []
+
+    def kernel(*arguments: torch.Tensor, **options: Any) -> Any:
+        columns.append(arguments[2].size(-1))
+        return pretended()(*arguments, **options)
+
+    monkeypatch.setattr(fla_recurrence, "_kernel", lambda *kind: kernel)
+    lengths, results = (5, 9), []
+    for by_channel in (True, False):
+        leaves = [x.requires_grad_() for x in problem(True, by_channel, 2, 14).values()]
+        entering = torch.randn(2, 2, 2, 3, 4, dtype=torch.float64).requires_grad_()
+        q, k, v, g, beta = leaves
+        for kind in (fla_recurrence.FlaRecurrence, ChunkedRecurrence):
+            layer = kind.of(q, k, v, g, beta, 0.5, lengths, 4)
+            found = [*layer.maps([0, 1]), layer.outputs([entering[0], entering[1]])[0]]
+            grads = torch.autograd.grad([x.square().sum() for x in found], [*leaves, entering])
+            results.append([*found, *grads])
+    for got, expected in (results[:2], results[2:]):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert columns == ([7, 7] if once else [4, 3, 4, 3])
+
+
+def test_only_decays_by_channel_are_worth_more_columns() -> None:
+    assert [fla_recurrence._runs_once(g) for g in (None, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 1))] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("decays", ["", "by head", "by channel"])
 @pytest.mark.parametrize("is_delta", [True, False])
 def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, decays: str) -> None:
@@ -206,6 +237,14 @@ def test_one_tensor_alone_has_a_gradient(name: str) -> None:
         mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
     ):
         run_ranks(3, body)
+
+
+def test_the_warning_says_which_torch_brings_the_triton_that_the_package_asks_for() -> None:
+    reason = "RuntimeError: incorrect results. Please upgrade Triton to >= 3.7.1 or install tilelang"
+    with pytest.warns(UserWarning, match=r"or install tilelang \(torch 2\.13 is the first that installs this version"):
+        fla_recurrence._warn(reason)
+    with pytest.warns(UserWarning, match="torch operations are: dv is wrong$"):
+        fla_recurrence._warn("dv is wrong")
 
 
 def test_cpus_and_float32_do_not_use_the_package() -> None:

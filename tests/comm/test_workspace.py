@@ -17,6 +17,7 @@ from support.shared_memory import shared_memory
 from cp_dtensor._torch import SymmetricBuffer
 from cp_dtensor.comm import flags
 from cp_dtensor.comm import symm_mem_workspace as workspaces
+from cp_dtensor.tools.bench.measure import Device
 
 
 class SingleRank:
@@ -97,6 +98,25 @@ def test_memory_is_unmapped_when_a_larger_one_is_mapped() -> None:
             assert all(run_ranks(2, body))
     finally:
         gc.enable()
+
+
+def test_released_memory_is_unmapped_and_mapped_again() -> None:
+    """But that of captured graphs. Memory that was mapped since counts for what is measured."""
+
+    def body(rank: int) -> None:
+        group, device = dist.group.WORLD, Device(use_gpu=False)
+        first = weakref.ref(workspaces.workspace(group, device.torch_device, 8 << 20, 512))
+        captured = dist.new_group([0])
+        pinned = workspaces.workspace(captured, device.torch_device, 1024, 512)
+        workspaces._pin(captured, pinned)
+        device.free_unused()
+        assert first() is None
+        assert device.mapped_bytes() == 0
+        second = workspaces.workspace(group, device.torch_device, 1024, 512)
+        assert device.mapped_bytes() == second.buffer.bytes_of[rank].numel() < 8 << 20
+
+    with shared_memory():
+        run_ranks(1, body)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

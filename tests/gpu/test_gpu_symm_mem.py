@@ -26,6 +26,7 @@ from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, con
 from cp_dtensor.comm import symm_mem_workspace as workspace
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.tools.bench.measure import Device
 
 pytestmark = pytest.mark.gpu(2)
 PROBLEMS = (
@@ -171,3 +172,28 @@ def test_calls_with_other_readers_and_streams_wait_for_each_other() -> None:
             assert not wrong, wrong
     finally:
         processes.stop()
+
+
+def _after_release(rank: int) -> tuple[list[float], int, int]:
+    """Errors of a call after the memory of a larger one was released, and the bytes mapped by each."""
+    device = Device(use_gpu=True)
+    large, small = (
+        Problem(length, length, 1, 4, 2, 64, is_causal=True, dtype=torch.float32) for length in (1 << 15, 512)
+    )
+    way = {"method": "ring", "rotate_method": "symm_mem"}
+    mapped = []
+    for problem in (large, small):
+        device.synchronize()
+        dist.barrier()
+        device.free_unused()
+        inputs = shards(problem, 5, HeadTail(), rank)
+        results = attend(inputs, problem, HeadTail(), dist.group.WORLD, **way)
+        mapped.append(device.mapped_bytes())
+    expected = attend(inputs, small, HeadTail(), dist.group.WORLD, method="ring", rotate_method="allgather")
+    return [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)], *mapped
+
+
+def test_memory_is_released_and_mapped_again(gpus: Processes) -> None:
+    for errors, large, small in gpus.run(_after_release):
+        assert max(errors) < 1e-4
+        assert large > 16 << 20 > small

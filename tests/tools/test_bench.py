@@ -7,6 +7,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from support.forked_programs import launch
 
 from cp_dtensor.comm.select import TRANSPORTS
+from cp_dtensor.tools.bench import command
 from cp_dtensor.tools.bench.cases import Case, Heads, grid
 from cp_dtensor.tools.bench.command import announcement, parse_options, progress
 from cp_dtensor.tools.bench.measure import Effort
@@ -127,6 +129,11 @@ def test_progress_has_no_lines_of_refused_rows(capsys: pytest.CaptureFixture[str
         (["--heads", "8:3"], "multiple of the kv heads, got '8:3'"),
         (["--seq-lens", "0"], "expected a positive integer, got 0"),
         (["--trace", "x", "--trace-method", "ideal"], "--trace-method: expected one of ours-allgather"),
+        (["--trace-method", "ours-auto"], "--trace-method and --trace-seq-len need --trace"),
+        (["--trace", "x", "--seq-lens", "64", "96", "--trace-seq-len", "32"], "expected one of 64, 96, got 32"),
+        (["--seq-lens", "64", "--mask", "documents:0,96"], "the documents of a mask end at 96"),
+        (["--timeout", "0"], "expected a positive number, got 0"),
+        (["--row-seconds", "nan"], "expected a positive number, got nan"),
     ],
 )
 def test_command_lines_that_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,6 +248,23 @@ def test_slow_calls_are_repeated_less_often() -> None:
 
 
 # The command
+
+
+@pytest.mark.parametrize(
+    ("status", "traced", "code"),
+    [("measured", True, 0), ("refused", True, 0), ("error", True, 1), ("measured", False, 1)],
+)
+def test_a_run_with_errors_ends_with_status_1(
+    status: str, traced: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [dataclasses.replace(row("ideal", (4.0,)), status=each) for each in ("measured", status)]
+    monkeypatch.setattr(command, "start", lambda *_: (SimpleNamespace(rank=0, world_size=2), None, "torchrun ..."))
+    monkeypatch.setattr(command, "_measure", lambda *_: (rows, None, traced))
+    monkeypatch.setattr(command, "end", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--device", "cpu"])
+    assert int(ended.value.code or 0) == code
+    assert "# Benchmark, 2 ranks" in capsys.readouterr().out
 
 
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:

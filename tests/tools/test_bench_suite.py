@@ -31,7 +31,7 @@ def shard_of(rank: int) -> Select:
 # Errors
 
 
-@pytest.mark.parametrize("mask", ["causal", "full", "window 4", "documents"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window 4", "documents", "documents:3,9", "documents:0,0"])
 def test_the_reference_is_attention(mask: str) -> None:
     generator = torch.Generator().manual_seed(0)
     value = lognormal_documents(13, 3, 1.0) if mask == "documents" else mask_by_name(mask, 13)
@@ -170,6 +170,46 @@ def test_failures_become_rows_and_the_others_are_measured(monkeypatch: pytest.Mo
         assert (unable_row.status, unable_row.message) == ("refused", "NotImplementedError: not today")
         assert by_name["no expansion", "fwd"].status == "error"
         assert by_name["local graph", "fwd"].message == "NotImplementedError: CUDA graphs need a GPU"
+
+
+def test_kernels_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.dist, "barrier", lambda: None)
+
+    def body(ranks: Ranks) -> tuple[str, ...]:
+        device = Device(use_gpu=False)
+        device.kernels_of = lambda call: ("ours", f"of rank {ranks.rank}")  # type: ignore[method-assign]
+        suite = Suite(ranks, device, Effort(1, 1.0, 0.0), Source(0, CPU), 0, lambda row: None)
+        return suite.run(CASE, ("fwd",), (method("local", with_gqa),))[0].kernels
+
+    assert as_ranks(2, body) == [("ours", "of rank 0", "of rank 1")] * 2
+
+
+def test_peak_memory_is_that_of_the_call_above_what_was_held_before_it_was_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, peak = [100], [0]
+
+    def allocate(count: int) -> None:
+        held[0] += count
+        peak[0] = max(peak[0], held[0])
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held[0])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, held[0]))
+    device = Device(use_gpu=False)
+    device._is_gpu = True
+
+    def prepare() -> None:
+        for count in (70, -50):  # of which 20 stay
+            allocate(count)
+
+    def call() -> None:
+        for count in (7, -7):
+            allocate(count)
+
+    assert device.extra_bytes(call, prepare) == 27
+    assert device.extra_bytes(call) == 7
 
 
 def test_a_failure_on_some_ranks_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,7 @@ def test_the_command_writes_a_picture_or_prints_the_mask(tmp_path: Path, capsys:
         (["--ranks", "17"], "--ranks: expected at most 16"),
         (["--seq-len", "4096"], "--seq-len: expected at most 2048"),
         (["--seq-len", "0"], "expected a positive integer, got 0"),
+        (["--rotate-method", "allgather"], "--rotate-method is of pictures"),
         (["-o", "/no/such/folder/x.png"], "--output /no/such/folder/x.png"),
         (["-o", "x.word"], "--output x.word"),
     ],

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from support.masked_problems import shown
 from support.processes import Processes
 
 from cp_dtensor import HeadTail, context_parallel_attention
-from cp_dtensor.tools.bench import llama
+from cp_dtensor.tools.bench import llama, train_command
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.llama import PRESETS, Llama, Size, initialise
 from cp_dtensor.tools.bench.measure import Device, Ranks
@@ -199,12 +200,31 @@ def test_the_report_shows_every_row() -> None:
         (["--dim", "100"], "expected dim to be a multiple of 2 * heads, and heads of kv heads, got dim 100, 32 heads"),
         (["--kv-heads", "5"], "got dim 2048, 32 heads and 5 kv heads"),
         (["--mask", "some"], "expected a mask such as causal"),
+        (["--mask", "documents:0,96", "--seq-lens", "64"], "the documents of a mask end at 96"),
+        (["--peak-tflops", "0"], "expected a positive number, got 0"),
     ],
 )
 def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--device", "cpu", *arguments])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"), [(("measured", "refused"), 0), (("measured", "error"), 1), (("refused",), 1), ((), 1)]
+)
+def test_a_run_with_errors_or_without_measurements_ends_with_status_1(
+    statuses: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [dataclasses.replace(row(name, 1.0), status=name) for name in statuses]
+    monkeypatch.setattr(
+        train_command, "start", lambda *_: (SimpleNamespace(rank=0, world_size=2), None, "torchrun ...")
+    )
+    monkeypatch.setattr(train_command, "_rows", lambda *_: iter(rows))
+    monkeypatch.setattr(train_command, "end", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--device", "cpu"])
+    assert int(ended.value.code or 0) == code
 
 
 def test_options_change_a_preset_and_methods_are_measured_compiled_too() -> None:

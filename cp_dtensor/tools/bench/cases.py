@@ -247,8 +247,6 @@ class Method:
     """The attention of a case."""
     refusal: Callable[[Case, int], str | None] = lambda case, world_size: None
     """The reason why a case on so many ranks is not measured; None if it is."""
-    workspace_bytes: Callable[[torch.device], int] = lambda device: 0
-    """The bytes that the method holds outside of torch's allocator."""
     context: Callable[[Case, torch.device], AbstractContextManager[object]] = lambda case, device: nullcontext()
     """The context in which the attention is made and runs, forward and backward."""
     shards: Shards = field(default_factory=ByLayout)

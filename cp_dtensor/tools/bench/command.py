@@ -20,14 +20,14 @@ import torch.distributed as dist
 from cp_dtensor.tools.bench.cases import PASSES, Case, Heads, Method, Source, grid
 from cp_dtensor.tools.bench.measure import MOST_WARM_CALLS, Device, Effort, Failed, Ranks
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.report import MEASURED, REFUSED, Results, Row, draw, markdown
+from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Results, Row, draw, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, argument, mask_by_name, positive
+from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, argument, mask_by_name, positive, positive_number
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
-ideal, on the same inputs in the same run.
+ideal, on the same inputs in the same run. Exits with status 1 if a row ended in an error.
 
     torchrun --nproc-per-node 8 -m cp_dtensor bench --output docs/benchmarks/8xH200
     torchrun --nproc-per-node 2 -m cp_dtensor bench --quick
@@ -65,19 +65,26 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if use_gpu and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
-    try:
-        methods = methods_by_name(parsed.methods, graph=parsed.graph, compiled=parsed.compile)
-    except ValueError as error:
-        parser.error(str(error))
     cases = grid(
         parsed.seq_lens, parsed.heads, parsed.mask, parsed.backend,
         head_dim=parsed.head_dim, batch=parsed.batch, dtype=parsed.dtype, layout=parsed.layout,
     )  # fmt: skip
+    try:
+        methods = methods_by_name(parsed.methods, graph=parsed.graph, compiled=parsed.compile)
+        refuse_masks_beyond(cases)
+    except ValueError as error:
+        parser.error(str(error))
     sharing = {method.name: method for method in methods if not method.alone}
-    if parsed.trace and parsed.trace_method not in (None, *sharing):
-        parser.error(f"--trace-method: expected one of {', '.join(sharing)}, got {parsed.trace_method!r}")
+    if not parsed.trace and (parsed.trace_method or parsed.trace_seq_len):
+        parser.error("--trace-method and --trace-seq-len need --trace")
     if parsed.trace and not sharing:
         parser.error("--trace: none of the chosen methods runs on all ranks")
+    if parsed.trace_method not in (None, *sharing):
+        parser.error(f"--trace-method: expected one of {', '.join(sharing)}, got {parsed.trace_method!r}")
+    if parsed.trace_seq_len not in (None, *parsed.seq_lens):
+        parser.error(
+            f"--trace-seq-len: expected one of {', '.join(map(str, parsed.seq_lens))}, got {parsed.trace_seq_len}"
+        )
     parsed.use_gpu, parsed.cases, parsed.methods = use_gpu, cases, methods
     parsed.passes = tuple(name for name in PASSES if name in parsed.passes)
     parsed.trace_case = next((case for case in cases if case.seq_len == parsed.trace_seq_len), cases[0])
@@ -114,13 +121,15 @@ def _parser() -> argparse.ArgumentParser:
     quick = "a small run, the default without GPUs; other options take precedence"
     how.add_argument("--quick", action="store_true", help=quick)
     how.add_argument("--repeats", type=positive, default=20, help="timed calls of a row")
-    how.add_argument("--row-seconds", type=float, default=3.0, help="rows slower than this are repeated less often")
+    how.add_argument(
+        "--row-seconds", type=positive_number, default=3.0, help="rows slower than this are repeated less often"
+    )
     how.add_argument("--warm-ms", type=float, default=400, help="time of calls before a row is timed")
     checked = "errors are computed of cases with no more work than a causal sequence of this length"
-    how.add_argument("--check-up-to", type=int, default=16384, metavar="N", help=checked)
+    how.add_argument("--check-up-to", type=positive, default=16384, metavar="N", help=checked)
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    how.add_argument("--timeout", type=float, default=180, metavar="SECONDS", help="timeout of a collective")
+    how.add_argument("--timeout", type=positive_number, default=180, metavar="SECONDS", help="timeout of a collective")
     out = parser.add_argument_group("output")
     out.add_argument("--output", type=Path, metavar="DIR", help="folder of bench.json, bench.md and bench.png")
     out.add_argument("--trace", type=Path, metavar="DIR", help="folder of a Chrome trace of each rank")
@@ -139,6 +148,16 @@ def mask_argument(text: str) -> str:
     return text
 
 
+def refuse_masks_beyond(cases: Sequence[Case]) -> None:
+    """Refuses masks that do not fit the lengths of their cases.
+
+    Raises:
+        ValueError: a mask of documents that are longer than the sequence.
+    """
+    for case in cases:
+        _ = case.pairs
+
+
 # Run
 
 
@@ -147,10 +166,11 @@ def main(arguments: Sequence[str]) -> None:
     options = parse_options(arguments)
     ranks, device, command = start("bench", arguments, options.use_gpu, options.timeout)
     with torch.autograd.set_multithreading_enabled(not options.one_thread):
-        rows, lost = _measure(options, ranks, device, command)
+        rows, lost, traced = _measure(options, ranks, device, command)
     if ranks.rank == 0:
         _write(Results(environment(), command, ranks.world_size, tuple(rows)), options, final=True)
     end(ranks, lost)
+    sys.exit(not traced or any(row.status == ERROR for row in rows))
 
 
 def end(ranks: Ranks, lost: GroupLost | None) -> None:
@@ -197,8 +217,8 @@ def start(
 
 def _measure(
     options: argparse.Namespace, ranks: Ranks, device: Device, command: str
-) -> tuple[Sequence[Row], GroupLost | None]:
-    """All rows, and the error that ended the run early."""
+) -> tuple[Sequence[Row], GroupLost | None, bool]:
+    """All rows, the error that ended the run early, and False if there is no trace that was asked for."""
     finished: list[Row] = []
     current: list[Row] = []  # of the case that is running, without errors
     total = sum(1 for _ in _rows_to_run(options, ranks.world_size))
@@ -222,11 +242,11 @@ def _measure(
         if options.trace is not None:
             suite.trace(options.trace_case, options.trace_method, options.trace)
     except GroupLost as lost:
-        return [*finished, *current], lost
+        return [*finished, *current], lost, False
     except Failed as failure:
         print(f"no trace: {failure}", file=sys.stderr, flush=True)
-        return finished, None if failure.alike else GroupLost(str(failure))
-    return finished, None
+        return finished, None if failure.alike else GroupLost(str(failure)), False
+    return finished, None, True
 
 
 def _write(results: Results, options: argparse.Namespace, final: bool) -> None:

@@ -88,23 +88,23 @@ def _reference_heads(case: Case, source: Source) -> Iterator[tuple[str, int, tor
 
 
 def seen_keys(mask: Mask, seq_len: int) -> torch.Tensor:
-    """(2, S) on the CPU: the first key that each query sees, and the key after the last one.
+    """(2, S) on the CPU: the first key that each query sees, and the key after the last one; equal if it sees none.
 
     >>> from cp_dtensor import SlidingWindow
     >>> seen_keys(SlidingWindow(1, 0), 3).tolist()
     [[0, 0, 1], [1, 2, 3]]
 
     Raises:
-        ValueError: a query sees no key, or several intervals of keys.
+        ValueError: a query sees several intervals of keys.
     """
-    (interval_set,) = clipped_interval_sets(mask, seq_len, seq_len)
+    interval_sets = clipped_interval_sets(mask, seq_len, seq_len)
+    if len(interval_sets) > 1:
+        raise ValueError(f"expected a mask with one interval of keys for each query, got {mask}")
     seen = torch.zeros(2, seq_len, dtype=torch.int64)
-    for band in interval_set:
+    for band in (band for interval_set in interval_sets for band in interval_set):
         query = torch.arange(band.first, band.last)
         seen[0, band.first : band.last] = (query - band.left).clamp(min=band.lo)
         seen[1, band.first : band.last] = (query + band.right + 1).clamp(max=band.hi)
-    if not (seen[0] < seen[1]).all():
-        raise ValueError(f"a query sees no key under {mask}")
     return seen
 
 
@@ -126,18 +126,21 @@ def reference_head(
     """
     batch, seq_len, head_dim = q.shape
     scale = head_dim**-0.5
-    out, dq = torch.empty_like(grad_out), torch.empty_like(q)
-    widest = int((seen[1] - seen[0]).max())
+    out, dq = torch.zeros_like(grad_out), torch.zeros_like(q)
+    widest = max(int((seen[1] - seen[0]).max()), 1)
     rows = min(max(block_elements // (batch * widest), 1), _MOST_ROWS)
     for start in range(0, seq_len, rows):
         block = slice(start, min(start + rows, seq_len))
-        first, last = int(seen[0, block].min()), int(seen[1, block].max())
+        sees = seen[0, block] < seen[1, block]
+        if not sees.any():
+            continue
+        first, last = int(seen[0, block][sees].min()), int(seen[1, block][sees].max())
         lo, hi = (seen[:, block, None] - first).to(q.device)
         column = torch.arange(last - first, device=q.device)
         block_k, block_v = k[:, first:last], v[:, first:last]
         logits = q[:, block] @ block_k.mT * scale
         logits.masked_fill_((column < lo) | (column >= hi), -torch.inf)
-        weights = logits.softmax(-1)
+        weights = logits.softmax(-1).nan_to_num()  # NaN where a query sees no key
         block_grad = grad_out[:, block]
         block_out = weights @ block_v
         delta = (block_grad * block_out).sum(-1, keepdim=True)

@@ -20,7 +20,6 @@ from cp_dtensor import (
     SlidingWindow,
     context_parallel_flex_attention,
 )
-from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.tools.bench.cases import Attention, ByLayout, Case, Method, Select, Shards, shard_of
 from cp_dtensor.tools.bench.report import OURS_PREFIX
 from cp_dtensor.tools.parsing import LAYOUTS
@@ -36,7 +35,7 @@ def flex_methods() -> list[Method]:
     shards.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     return [
         Method(
-            OURS_PREFIX + name, partial(_compiled, each), partial(_refusal, each), allocated_bytes, shards=each,
+            OURS_PREFIX + name, partial(_compiled, each), partial(_refusal, each), shards=each,
             suits=lambda case: case.mask != "full", by_default=False,
         )
         for name, each in shards.items()

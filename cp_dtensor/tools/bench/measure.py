@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from cp_dtensor.comm.symm_mem_workspace import allocated_bytes, release
 from cp_dtensor.tools.bench.cases import Attention, Inputs
 
 T = TypeVar("T")
@@ -82,6 +83,10 @@ class Ranks:
         self._store.delete_key(self._key(self._round - 1, self.rank))
         return values
 
+    def is_first(self, event: str) -> bool:
+        """True on the rank that asks first, once a name of an event."""
+        return bool(self._store.add(event, 1) == 1)
+
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
         """Calls a function on the ranks that take part, waits for all, and returns the results in rank order.
 
@@ -129,6 +134,7 @@ class Device:
     def __init__(self, use_gpu: bool) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
         self._is_gpu = use_gpu
+        self._kept_bytes = 0
 
     def synchronize(self) -> None:
         """Waits for everything that was launched."""
@@ -161,14 +167,19 @@ class Device:
         self.synchronize()
         return statistics.median(seconds) * 1e6
 
-    def extra_bytes(self, call: Call) -> int | None:
-        """Makes a call and returns its peak memory above the memory in use before it; None on CPUs."""
+    def extra_bytes(self, call: Call, prepare: Call = lambda: None) -> int | None:
+        """Makes both calls; returns the peak memory of `call` above the memory in use before both. None on CPUs.
+
+        Symmetric memory does not count: see `mapped_bytes`.
+        """
         if not self._is_gpu:
+            prepare()
             call()
             return None
+        before = torch.cuda.memory_allocated(self.torch_device)
+        prepare()
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        before = torch.cuda.memory_allocated(self.torch_device)
         call()
         self.synchronize()
         return torch.cuda.max_memory_allocated(self.torch_device) - before
@@ -208,9 +219,15 @@ class Device:
         return tuple(name for name, time in times.most_common() if time > 0 and time >= 0.1 * times.total())
 
     def free_unused(self) -> None:
-        """Frees cached memory."""
+        """Frees cached memory, and symmetric memory but that of CUDA graphs; no rank may still be at work."""
+        release()
+        self._kept_bytes = allocated_bytes(self.torch_device)
         if self._is_gpu:
             torch.cuda.empty_cache()
+
+    def mapped_bytes(self) -> int:
+        """The symmetric memory, which torch's allocator does not count, that was mapped since `free_unused`."""
+        return allocated_bytes(self.torch_device) - self._kept_bytes
 
 
 # Measurement
@@ -278,20 +295,11 @@ class Effort:
         return max(min(self.repeats, affordable), min(self.repeats, _FEWEST_REPEATS))
 
 
-def measure(
-    work: Work | None,
-    device: Device,
-    ranks: Ranks,
-    effort: Effort,
-    workspace_bytes: Callable[[], int],
-    *,
-    captured: bool,
-) -> dict[str, Any]:
+def measure(work: Work | None, device: Device, ranks: Ranks, effort: Effort, *, captured: bool) -> dict[str, Any]:
     """The numbers of repeated calls, fields of a `Row`; afterwards `work` has the results of the last call.
 
     Args:
         work: work of this rank on `device`; None if only rank 0 works.
-        workspace_bytes: returns the memory in use that the device does not count.
         captured: True to run the work as a CUDA graph.
 
     Raises:
@@ -326,11 +334,11 @@ def measure(
     together(lambda: [timed() for _ in range(warm_calls)])
     samples = together(lambda: tuple(timed() for _ in range(repeats)))
     cpu_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
-    workspaces = together(workspace_bytes)
-    kernels = together(lambda: device.kernels_of(call))
+    workspaces = together(device.mapped_bytes)
+    kernels = dict.fromkeys(kernel for of_rank in together(lambda: device.kernels_of(call)) for kernel in of_rank)
     needed = [None if peak is None else peak + more for peak, more in zip(extra, workspaces, strict=True)]
     cpu_and_memory = {"cpu_us": _largest(cpu_us), "extra_bytes": _largest(needed)}
-    return {"samples_ms": tuple(samples), "kernels": kernels[0], **cpu_and_memory}
+    return {"samples_ms": tuple(samples), "kernels": tuple(kernels), **cpu_and_memory}
 
 
 def _largest(values: Sequence[N | None]) -> N | None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from cp_dtensor import context_parallel, context_parallel_attention, explain
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.bench.flex import flex_methods
@@ -68,8 +67,8 @@ def splits_by_name() -> dict[str, Split]:
 def _all_methods() -> list[Method]:
     ours = [
         Method(
-            OURS_PREFIX + name, split.attention, split.refusal, split.workspace_bytes, context=_backend,
-            shards=ByLayout(split.layout), by_default=split.layout is None, predicted_ms=split.predicted_ms,
+            OURS_PREFIX + name, split.attention, split.refusal, context=_backend, shards=ByLayout(split.layout),
+            by_default=split.layout is None, predicted_ms=split.predicted_ms,
         )
         for name, split in splits_by_name().items()
     ]  # fmt: skip
@@ -186,11 +185,6 @@ class Split:
         if self.rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
             return "ranks on CPUs share no memory"
         return case.layout_refusal(self.layout)
-
-    def workspace_bytes(self, device: torch.device) -> int:
-        """The bytes of symmetric memory, which torch's allocator does not count; all calls share it."""
-        never_uses_it = self.method == "ring" and self.rotate_method in ("allgather", "alltoall")
-        return 0 if never_uses_it else allocated_bytes(device)
 
     def predicted_ms(self, case: Case, pass_name: str, device: torch.device) -> float | None:
         if device.type != "cuda":

@@ -62,7 +62,7 @@ class Row:
     extra_bytes: int | None = None
     """Peak memory above inputs and grad_out, workspaces included, on the rank that needs most."""
     kernels: tuple[str, ...] = ()
-    """The attention kernels that took most of the GPU's time; empty on CPUs."""
+    """The kernels that took most of a GPU's time, of all ranks; empty on CPUs."""
     predicted_ms: float | None = None
     """Time that the library's cost model predicts for a method of its own."""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -182,13 +182,13 @@ _EXPLANATION = """\
 Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
 `ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks, by torch;
 `ideal-installed` by the kernels that this library chooses of those that are installed. The fastest of them counts.
-Kernels: those that take a tenth or more of the GPU's time. Backward counts as 2.5 times the operations of forward;
-masked pairs do not count. x others: speedup over the fastest method that is neither ours nor `ideal`. Predicted: by the
-cost model of `rotate_method="auto"`. CPU us: the host's time to launch a call. Extra MiB: peak memory above inputs and
-grad_out, results included (of a graph, when it is captured). torch's context parallel gets inputs that are contiguous
-as (B, H, S, D), since its backward fails with others; the other methods get (B, S, H, D) memory, as in models. Errors
-are relative (Frobenius, over the whole tensors) to float64 on the same inputs; in parentheses, over the errors of
-`ideal`."""
+Kernels: those that take a tenth or more of a GPU's time, of all ranks. Backward counts as 2.5 times the operations of
+forward; masked pairs do not count. x others: speedup over the fastest method that is neither ours nor `ideal`.
+Predicted: by the cost model of `rotate_method="auto"`. CPU us: the host's time to launch a call. Extra MiB: peak memory
+above inputs and grad_out, with results and symmetric memory (of a graph, when it is captured). torch's context parallel
+gets inputs that are contiguous as (B, H, S, D), since its backward fails with others; the other methods get
+(B, S, H, D) memory, as in models. Errors are relative (Frobenius, over the whole tensors) to float64 on the same
+inputs; in parentheses, over the errors of `ideal`."""
 _EXPLANATION_OF_MASKS = f"""\
 A name's second word is the layout, where it is not that of the title. `documents N`: of lognormal lengths (median N,
 sigma {DOCUMENTS_SIGMA}, seed 0), causal inside, the last cut off at the end. `window N`: a query sees itself and the

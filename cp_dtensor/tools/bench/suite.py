@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +143,7 @@ class Suite:
             try:
                 with ExitStack() as stack:
                     work = self._prepared(trial, inputs, expand_kv, stack)
-                    held = partial(method.workspace_bytes, self.device.torch_device)
-                    numbers = measure(work, self.device, self.ranks, self.effort, held, captured=method.captured)
+                    numbers = measure(work, self.device, self.ranks, self.effort, captured=method.captured)
                     results = work.results() if work is not None and self._checks(case) else None
             except Failed as failure:
                 failures.append(failure)
@@ -164,13 +162,14 @@ class Suite:
 
         def prepare() -> Work:
             assert inputs is not None
-            self.device.free_unused()
             used = inputs.with_expanded_kv() if expand_kv else inputs
             used = used.contiguous() if trial.method.contiguous else used
             stack.enter_context(trial.method.context(trial.case, self.device.torch_device))
             attention = trial.method.attention(trial.case, self.device.torch_device)
             return Work(attention, used, trial.pass_name, trial.case.heads.kv)
 
+        self.ranks.together(self.device.synchronize)
+        self.device.free_unused()  # on all ranks: symmetric memory is mapped by all together
         return self.ranks.on_each(prepare, inputs is not None)
 
     def _with_errors(self, case: Case, rows: list[Row], outcomes: dict[int, Outcome]) -> list[Row]:

@@ -57,8 +57,6 @@ class TrainMethod:
     """The reason why a case on so many ranks is not measured; None if it is."""
     settings: Callable[[Case, torch.device], AbstractContextManager[object]] = lambda case, device: nullcontext()
     """The context around all steps."""
-    workspace_bytes: Callable[[torch.device], int] = lambda device: 0
-    """The bytes that the method holds outside of torch's allocator."""
     contiguous: bool = False
     """True if attention gets contiguous (B, H, S, D) tensors."""
     compiled: bool = False
@@ -70,10 +68,7 @@ def train_methods(names: Sequence[str], compiled: bool) -> list[TrainMethod]:
     Raises:
         ValueError: no method has one of the names.
     """
-    ours = [
-        TrainMethod(OURS_PREFIX + name, split.context, split.refusal, workspace_bytes=split.workspace_bytes)
-        for name, split in splits_by_name().items()
-    ]
+    ours = [TrainMethod(OURS_PREFIX + name, split.context, split.refusal) for name, split in splits_by_name().items()]
     # The backward of torch's rings with cuDNN fails with tensors as models have them (see `torch_methods`).
     torchs = [
         TrainMethod(
@@ -168,7 +163,7 @@ class Turn:
     gradient_norm: float
     """Of the first step."""
     peak_bytes: int | None
-    """Peak memory on the rank that needs most, parameters and workspaces included; None on CPUs."""
+    """Peak memory of the timed steps on the rank that needs most, with parameters and workspaces; None on CPUs."""
 
 
 def take_turn(job: Job, method: TrainMethod, ranks: Ranks, device: Device, *, warm: int, steps: int) -> Turn:
@@ -178,6 +173,7 @@ def take_turn(job: Job, method: TrainMethod, ranks: Ranks, device: Device, *, wa
         Failed: on every rank, if a step raised on any rank.
     """
     gc.collect()  # modules of former turns refer to themselves
+    ranks.together(device.synchronize)
     device.free_unused()
     if method.compiled:
         torch.compiler.reset()  # methods would share Dynamo's limit of compilations, and their code
@@ -199,11 +195,12 @@ def take_turn(job: Job, method: TrainMethod, ranks: Ranks, device: Device, *, wa
 
     def run() -> tuple[int | None, tuple[float, ...]]:
         with method.settings(job.case, device.torch_device):
-            peak = device.extra_bytes(prepare)
-            return peak, tuple(timed() for _ in range(steps))
+            samples: list[float] = []
+            peak = device.extra_bytes(lambda: samples.extend(timed() for _ in range(steps)), prepare)
+            return peak, tuple(samples)
 
     peaks, samples = zip(*ranks.together(run), strict=True)
-    held = ranks.together(lambda: method.workspace_bytes(device.torch_device))
+    held = ranks.together(device.mapped_bytes)
     losses = ranks.together(lambda: [loss.item() for loss in trainers[0].losses])
     mean = tuple(sum(of_step) / len(of_step) for of_step in zip(*losses, strict=True))
     needed = [peak + more for peak, more in zip(peaks, held, strict=True) if peak is not None]

@@ -13,20 +13,20 @@ import torch
 
 from cp_dtensor.plan.hardware import GPUS
 from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.command import end, mask_argument, start
+from cp_dtensor.tools.bench.command import end, mask_argument, refuse_masks_beyond, start
 from cp_dtensor.tools.bench.llama import PRESETS, Size
 from cp_dtensor.tools.bench.measure import Device, Failed, Ranks
-from cp_dtensor.tools.bench.report import MEASURED, REFUSED
+from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED
 from cp_dtensor.tools.bench.suite import GroupLost, status_of
 from cp_dtensor.tools.bench.train import OPTIMIZERS, Job, TrainMethod, take_turn, train_methods
 from cp_dtensor.tools.bench.train_report import TOLERANCES, TrainResults, TrainRow, title, train_markdown
 from cp_dtensor.tools.doctor.machine import gpu_name
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, positive
+from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, positive, positive_number
 
 _DESCRIPTION = """\
 Measures whole training steps of a Llama-shaped model with FSDP2: this library's context parallel and torch's, in turns
-in the same run. Exits with status 1 if their losses differ.
+in the same run. Exits with status 1 if their losses differ, a method failed, or none was measured.
 
     torchrun --nproc-per-node 8 -m cp_dtensor train-bench --preset 8b-layers --seq-lens 32768 131072 --compile
     torchrun --nproc-per-node 8 -m cp_dtensor train-bench --preset 8b-layers --seq-lens 131072 \\
@@ -61,10 +61,12 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--rounds", type=positive, default=2, help="turns of each method")
     how.add_argument("--steps", type=positive, default=5, help="timed steps of a turn")
     how.add_argument("--warm-steps", type=positive, default=3, help="steps before them")
-    how.add_argument("--peak-tflops", type=float, help="peak of a GPU for MFU; default: the data sheet's, in bfloat16")
+    how.add_argument(
+        "--peak-tflops", type=positive_number, help="peak of a GPU for MFU; default: the data sheet's, in bfloat16"
+    )
     how.add_argument("--seed", type=int, default=0, help="of weights and tokens")
     how.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    how.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="timeout of a collective")
+    how.add_argument("--timeout", type=positive_number, default=300, metavar="SECONDS", help="timeout of a collective")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of train.json and train.md")
     options = parser.parse_args(arguments)
     options.use_gpu = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
@@ -77,16 +79,17 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
             "expected dim to be a multiple of 2 * heads, and heads of kv heads, got "
             f"dim {size.dim}, {size.heads} heads and {size.kv_heads} kv heads"
         )
-    try:
-        options.methods = train_methods(options.methods, options.compile)
-    except ValueError as error:
-        parser.error(str(error))
     heads = Heads(size.heads, size.kv_heads)
     cases = [
         Case(seq_len, heads, size.head_dim, options.batch, options.dtype, mask, options.layout, "auto")
         for mask in options.mask
         for seq_len in options.seq_lens
     ]
+    try:
+        options.methods = train_methods(options.methods, options.compile)
+        refuse_masks_beyond(cases)
+    except ValueError as error:
+        parser.error(str(error))
     options.jobs = [Job(size, case, options.optimizer, options.checkpoint, options.seed) for case in cases]
     name = gpu_name() if options.use_gpu and options.dtype in ("bfloat16", "float16") else None
     options.peak = options.peak_tflops or (None if name is None else GPUS[name].flops / 1e12)
@@ -117,7 +120,8 @@ def main(arguments: Sequence[str]) -> None:
     if wrong and ranks.rank == 0:
         print(f"losses or gradient norms differ from those of the first method: {wrong}", file=sys.stderr, flush=True)
     end(ranks, lost)
-    sys.exit(bool(wrong))
+    statuses = {row.status for row in rows.values()}
+    sys.exit(bool(wrong) or ERROR in statuses or MEASURED not in statuses)
 
 
 def _rows(options: argparse.Namespace, ranks: Ranks, device: Device) -> Iterator[TrainRow]:

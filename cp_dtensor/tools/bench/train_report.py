@@ -136,12 +136,12 @@ percentiles, over the turns of a method. Methods take turns; each turn trains a 
 tokens. Parameters, gradients and optimizer state are sharded by FSDP2 over the ranks that share the sequence. tokens/s:
 of all ranks. MFU: model FLOPs (6 for each token and matrix parameter, 12 for each pair that the mask allows, head,
 layer and head dim; nothing that is computed again) as a part of the peak of all GPUs{peak}. x torch: speedup over the
-fastest of torch's, compiled ones over compiled ones. Peak: memory of the rank that needs most, with parameters and
-workspaces. Losses are the means over all tokens of the first step and the last. Difference: the largest relative one of
-the losses of all steps, and of the norm of the first gradient, from those of the table's first method. torch's context
-parallel gets attention inputs that are contiguous as (B, H, S, D), since its backward fails with others, and has no
-mask of documents. `FA4`: after torch's `activate_flash_attention_impl("FA4")`. A name's second word is the layout,
-where it is not that of the title."""
+fastest of torch's, compiled ones over compiled ones. Peak: memory in the timed steps of the rank that needs most, with
+parameters and workspaces. Losses are the means over all tokens of the first step and the last. Difference: the largest
+relative one of the losses of all steps, and of the norm of the first gradient, from those of the table's first method.
+torch's context parallel gets attention inputs that are contiguous as (B, H, S, D), since its backward fails with
+others, and has no mask of documents. `FA4`: after torch's `activate_flash_attention_impl("FA4")`. A name's second word
+is the layout, where it is not that of the title."""
 
 
 def train_markdown(results: TrainResults) -> str:

@@ -35,6 +35,8 @@ attention on one device, forward and backward. Ends in OK, or in problems and wh
 """
 _SECONDS_OF_A_COLLECTIVE, _SECONDS = 60, 300
 _CPU_RANKS = 2
+_PROBLEMS = 3
+"""Exit status of a first rank that has printed problems: Python's own is 1 after an uncaught exception."""
 _REMEDY = "docs/troubleshooting.md has causes by symptom; messages of torch above name the collective"
 
 
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         ranks, device, _ = start("doctor", arguments, use_gpu, _SECONDS_OF_A_COLLECTIVE)
     except (RuntimeError, ValueError) as error:
+        if os.environ["RANK"] != "0":
+            raise  # this rank's report is not printed
         report.add([Finding("start", PROBLEM, f"{type(error).__name__}: {error}", _REMEDY)])
         sys.exit(report.end())
     try:
@@ -98,7 +102,7 @@ class _Report:
                 print(finding, flush=True)
 
     def end(self) -> int:
-        """Prints the verdict, and returns the exit status: 1 if there are problems, 0 of ranks that print nothing."""
+        """Prints the verdict; returns the exit status: `_PROBLEMS` if there are some, 0 of ranks that print nothing."""
         problems = [each for each in self.findings if each.status == PROBLEM]
         if self._visible and self._json:
             found = {"ok": not problems, "findings": [asdict(each) for each in self.findings]}
@@ -107,7 +111,7 @@ class _Report:
             names = ", ".join(dict.fromkeys(each.check for each in problems))
             verdict = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: {names}" if problems else "OK"
             print(f"{verdict} ({time.monotonic() - self._start:.0f} s)", flush=True)
-        return int(self._visible and bool(problems))
+        return _PROBLEMS if self._visible and problems else 0
 
 
 def _start_ranks(arguments: Sequence[str], options: argparse.Namespace) -> int:
@@ -134,18 +138,19 @@ def _start_ranks(arguments: Sequence[str], options: argparse.Namespace) -> int:
         process.kill()
         process.wait()
     if not failed and not hanging:
-        return processes[0].returncode
+        return int(processes[0].returncode == _PROBLEMS)
     crashed = "; ".join(f"rank {rank} ended with status {code}" for rank, code in failed.items())
     text = crashed or f"ranks {hanging} did not end within {_SECONDS} s"
     report = _Report(options.json, visible=True)
     report.add([Finding("ranks", PROBLEM, text, _REMEDY)])
-    return report.end()
+    report.end()
+    return 1
 
 
 def _failed(processes: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """The exit statuses of ranks that crashed. Rank 0 ends with 1 if there are problems, which it has printed."""
+    """The exit statuses of ranks that crashed."""
     codes = {rank: process.poll() for rank, process in enumerate(processes)}
-    return {rank: code for rank, code in codes.items() if code and (rank, code) != (0, 1)}
+    return {rank: code for rank, code in codes.items() if code and (rank, code) != (0, _PROBLEMS)}
 
 
 def _check(report: _Report, ranks: Ranks, device: torch.device, options: argparse.Namespace) -> None:
