@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 V = TypeVar("V")
 P = ParamSpec("P")
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 16 << 20
 """Bytes of a cache. A batch of 20,000 documents takes 1 to 6 MiB in each."""
 
 

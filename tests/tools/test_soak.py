@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import random
+import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ from support.forked_programs import launch
 from support.masked_problems import shown
 from support.ranks import run_ranks
 from support.settings_state import cold_caches
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import cp_dtensor
 from cp_dtensor.spec import masks
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.tools import soak, soak_cases
 from cp_dtensor.tools.bench import command
+from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.soak_cases import ENTRIES, SURROUNDINGS, Case, draw_case, errors_of
 
 RANKS = 2
@@ -110,39 +115,98 @@ def test_wrong_results_are_found(wrong: str, monkeypatch: pytest.MonkeyPatch) ->
     assert all(found[wrong] > 1 for found in errors(case))
 
 
+def soaked(ranks: int, *arguments: str) -> list[bool]:
+    options, store = soak.parse_options(["--device", "cpu", "--seed", "5", *arguments]), dist.HashStore()
+    return run_ranks(ranks, lambda rank: soak.soak(options, Ranks(store, rank, ranks)))
+
+
 def test_a_wrong_case_is_printed_as_a_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(soak, "errors_of", lambda case, mesh: {"out": float("nan"), "q": 0.5})
-    assert run_ranks(RANKS, lambda rank: soak._soak(60, 2, 5, 256, False)) == [True] * RANKS
+    assert soaked(RANKS, "--cases", "2") == [False] * RANKS
     output = capsys.readouterr().out
     assert "rank 1, case 1: errors in multiples of what is allowed: {'out': nan}" in output
-    assert "2 cases, 2 wrong, RSS of a rank" in output
-    printed = output.partition("case 1 is wrong:\n\n")[2].splitlines()
-    code = "\n".join(line for line in printed if line.startswith(("#", "from ", "run(")))
+    assert "2 calls, 2 wrong; MiB of ranks: RSS" in output
+    assert output.splitlines()[-1].startswith("failed: 2 calls of 2 cases, 2 wrong; while cases were repeated")
+    ran = programs_of(output.partition("case 1 is wrong:\n\n")[2].partition("The first wrong case, 0:\n\n"))
+    assert ran == [draw_case(1, 5, RANKS), draw_case(0, 5, RANKS)]
+
+
+def programs_of(texts: Sequence[str]) -> list[Case]:
+    """The cases that printed programs run."""
     ran: list[Case] = []
-    names: dict[str, Any] = {"Case": Case, "run": ran.append}
-    exec(code.replace("from cp_dtensor.tools.soak import Case, run", ""), names)
-    assert ran == [draw_case(1, 5, RANKS)]
-    assert code.startswith("# torchrun --nproc-per-node 2 case.py\n")
-    assert cp_dtensor.Documents is names["Documents"]
-    assert masks.Intersection is names["Intersection"]
+    for text in texts:
+        code = "\n".join(line for line in text.splitlines() if line.startswith(("#", "from ", "run(")))
+        names: dict[str, Any] = {"Case": Case, "run": ran.append}
+        exec(code.replace("from cp_dtensor.tools.soak import Case, run", ""), names)
+        assert not code or code.startswith("# torchrun --nproc-per-node 2 case.py\n")
+        assert not code or (names["Documents"], names["Intersection"]) == (cp_dtensor.Documents, masks.Intersection)
+    return ran
 
 
-def test_memory_that_grows_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    memory = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(soak, "errors_of", lambda case, mesh: {"out": 0.5})
-    monkeypatch.setattr(soak, "_memory", lambda use_gpu: [next(memory), 0])
-    assert run_ranks(1, lambda rank: soak._soak(60, 8, 5, 59, False)) == [True]
-    memory = iter(range(0, 10_000, 10))
-    assert run_ranks(1, lambda rank: soak._soak(60, 8, 5, 60, False)) == [False]
-    assert "memory has grown by 60 MiB after the first quarter, 59 MiB are allowed" in capsys.readouterr().out
+def test_the_first_error_is_printed_in_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(case: Case, mesh: object) -> dict[str, float]:
+        if dist.get_rank() == 0:
+            time.sleep(0.2)  # it notices that the other rank has failed
+        raise ValueError(f"planted on {dist.get_rank()}\nmore")
+
+    monkeypatch.setattr(soak, "errors_of", failing)
+    original = soak.soak
+
+    def ending(*arguments: Any) -> bool:
+        with pytest.raises(SystemExit, match="1"):
+            original(*arguments)
+        return False
+
+    monkeypatch.setattr(soak, "soak", ending)
+    soaked(RANKS)
+    in_full, _, in_short = capsys.readouterr().out.partition("failed: rank 1 in case 0, above\n")
+    assert programs_of([in_full]) == [draw_case(0, 5, RANKS)]
+    assert in_full.endswith("ValueError: planted on 1\nmore\n\n")
+    assert in_short.endswith("rank 0 failed after it: planted on 0\n")
+
+
+def test_memory_that_grows_while_cases_are_repeated_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(soak, "errors_of", lambda case, mesh: seeds.append(case.seed) or {"out": 0.5})
+    for most in ("19", "20"):
+        seeds.clear()
+        memory = iter([0, 500, 600, 700, 800, 1000, 1010, 1020])
+        monkeypatch.setattr(soak, "_memory", lambda use_gpu, memory=memory: {"RSS": next(memory)})
+        assert soaked(1, "--cases", "8", "--growth", most) == [most == "20"]
+        assert seeds[6:] == seeds[:2]
+        assert len({*seeds}) == 6
+    assert "memory grew by 20 MiB, 20 are allowed (ranks: RSS 20)" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path: Path) -> None:
-    output = launch(RANKS, "cp_dtensor", "soak", "--cases", "2", "--seed", "3", folder=tmp_path)
+    output = launch(RANKS, "cp_dtensor", "soak", "--cases", "2", "--seed", "3", "--verbose", folder=tmp_path)
     assert "2 ranks, seed 3" in output
-    assert "2 cases, 0 wrong" in output
+    assert f"case 1: {draw_case(1, 3, RANKS)}" in output
+    assert output.splitlines()[-1].startswith("passed: 2 calls of 2 cases, 0 wrong")
+
+
+@pytest.mark.parametrize(("exitcode", "printed"), [(1, ""), (-11, "failed: rank 1 was ended by SIGSEGV\n")])
+def test_torchruns_report_is_left_out(
+    exitcode: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(options: argparse.Namespace) -> None:
+        assert options.nproc_per_node == "3"
+        assert options.training_script_args == ["soak", "--ranks", "3"]
+        raise ChildFailedError("soak", {1: ProcessFailure(1, 5, exitcode, "")})
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(soak.torchrun, "run", run)
+    with pytest.raises(SystemExit) as ended:
+        soak.main(["--ranks", "3"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(("gpus", "device", "backend"), [(1, 0, "gloo"), (2, 1, "nccl")])

@@ -234,5 +234,4 @@ def _auto(world_size: int, device_type: str, options: argparse.Namespace) -> Fin
         v_head_dim=heads.v_dim, quiet=True,
     )  # fmt: skip
     on_cpu = ["CPUs take the ring; predictions for GPUs:"] if device_type == "cpu" else []
-    text = f"\n{'':<26} ".join([*on_cpu, *str(found).splitlines()])
-    return Finding("auto", OK, text)
+    return Finding("auto", OK, "\n".join([*on_cpu, str(found)]))
