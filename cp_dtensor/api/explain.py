@@ -181,7 +181,7 @@ def explain(
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
-        f"{lengths[0]:,} tokens on {sizes} ranks, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
+        f"{lengths[0]:,} tokens on {_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
         f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
         assumption, names, found, fastest(found),
     )  # fmt: skip
@@ -249,8 +249,8 @@ def explain_recurrence(
     found = recurrence_estimates(spec, slower_axis(axes), one_axis=len(axes) == 1)
     of_keys = "" if key_heads == heads else f":{key_heads}"
     explanation = Explanation(
-        f"{layer} of {seq_len:,} tokens on {ranks.size} ranks, {heads}{of_keys} heads of {key_dim}/{value_dim}, batch "
-        f"{batch_size}, {dtype}, {_short(config.layout)}",
+        f"{layer} of {seq_len:,} tokens on {_ranks(str(ranks.size))}, {heads}{of_keys} heads of {key_dim}/{value_dim}, "
+        f"batch {batch_size}, {dtype}, {_short(config.layout)}",
         assumption, names, found, fastest(found), _FIRST,
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
@@ -347,6 +347,10 @@ def _described(mask: Mask, q_len: int, kv_len: int) -> str:
     if mask in (Full(), Causal()):
         return "full" if mask == Full() else "causal"
     return f"{_short(mask)} ({mask.pairs(q_len, kv_len) / max(q_len * kv_len, 1):.1%} of all pairs)"
+
+
+def _ranks(sizes: str) -> str:
+    return f"{sizes} rank{'s' * (sizes != '1')}"
 
 
 def _short(value: object) -> str:

@@ -222,6 +222,11 @@ def _preprocessed(
         raise NotImplementedError(NO_CACHE)
     batch_size, packed = inputs_embeds.size(0), None
     if context is not None and position_ids is not None:
+        if position_ids.size(-1) != inputs_embeds.size(1):
+            raise ValueError(
+                f"expected position_ids of this rank's {inputs_embeds.size(1)} tokens, got {position_ids.size(-1)}: "
+                "make position_ids of the whole sequence one of the context's buffers"
+            )
         whole = whole_positions(position_ids, batch_size, context.config)
         _refuse_counted_positions(context, position_ids, whole)
         _refuse_rope_by_length(config, whole)

@@ -308,14 +308,15 @@ def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
 
 
 def release() -> None:
-    """Drops all workspaces but those of captured graphs and of failed waits; the next calls map what they need.
+    """Drops all workspaces but those of groups with a failed wait; the next calls map what they need.
 
-    All ranks call it, when all work that any of them has launched is done.
+    All ranks call it, when all work that any of them has launched is done. Graphs that were captured before cannot be
+    replayed any more.
     """
     with _lock:
-        for by_group in (_current, _abandoned):
-            for group in [each for each in by_group if each not in _failed]:
-                del by_group[group]
+        for group in {*_current, *_pinned, *_abandoned} - {*_failed}:
+            for by_group in (_current, _pinned, _abandoned):
+                by_group.pop(group, None)
 
 
 def allocated_bytes(device: torch.device) -> int:

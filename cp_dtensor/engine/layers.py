@@ -218,13 +218,13 @@ class AffineScan(SequenceLayer):
 
 def recurrence_spec(rows: Rows, sequence: SequenceLayout) -> RecurrenceSpec:
     """The numbers that the cost of a recurrent layer depends on."""
-    v, q, *_ = rows
+    v, q, _, g, beta = rows
     assert v is not None
     assert q is not None
     of_token = [math.prod(x.shape[2:]) * x.dtype.itemsize for x in rows if x is not None]
     return RecurrenceSpec(
         sequence, v.size(0), v.size(2), q.size(3), v.size(3), sum(of_token),
-        v.size(2) * v.size(3) * q.dtype.itemsize, rows[4] is not None,
+        v.size(2) * v.size(3) * q.dtype.itemsize, beta is not None, g is not None and g.dim() == 4,
     )  # fmt: skip
 
 

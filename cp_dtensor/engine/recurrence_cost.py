@@ -16,13 +16,15 @@ CHUNK = 64
 """Tokens of a chunk of the kernels."""
 _BLOCK = 64
 """Columns of the state that a thread block of the kernels has."""
-_TRAFFIC = 8.0
-"""Bytes that the kernels of forward take the time of, over those of q, k, v and the output. Counted from the tensors
-that flash-linear-attention's kernels read and write: 4; as many again for small matrix products."""
-_CHUNK_SECONDS = 1.5e-6
-"""Seconds of a chunk in the kernel that passes a state from chunk to chunk."""
-_BACKWARD = 2.5
-"""Time of backward over forward."""
+_CALL_SECONDS = (0.53e-3, 0.88e-3)
+"""Seconds of a run's launches, forward and backward."""
+_CHUNK_SECONDS = (1.5e-6, 4.8e-6)
+"""Seconds of a chunk in the kernels that pass a state, or its gradient, from chunk to chunk."""
+_TRAFFIC = {"none": (3.1, 9.0), "by head": (5.8, 12.0), "by channel": (13.6, 55.0)}
+"""Bytes that all kernels of forward and of backward take the time of, over those of q, k, v and the output, by the
+decays of a delta rule. These and the seconds are fitted to one H200 and fla-core 0.6 (docs/benchmarks/hybrid.md),
+within 5%; "none", for no delta rule, is counted from the tensors that kernels read and write, at the speed of "by
+head"."""
 _LINK_SECONDS = 30e-6
 """Host time to compose one map."""
 
@@ -42,6 +44,8 @@ class RecurrenceSpec(CachedHash):
     """Bytes of a token's output, all heads."""
     is_delta: bool
     """True if maps of states are matrices (delta rules), not diagonals."""
+    by_channel: bool
+    """True if decays differ by channel."""
     __hash__ = CachedHash.__hash__
 
     @property
@@ -67,11 +71,11 @@ def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = T
     sequence = spec.sequence
     found = {"scan": _scan(spec, sequence, axis)}
     if one_axis and spec.heads % sequence.world_size == 0:
-        seconds = _local(
+        seconds = kernel_times(
             spec, sequence.seq_len, _longest(spec, sequence.seq_len), spec.heads // sequence.world_size,
             spec.value_dim, axis.hardware,
         )  # fmt: skip
-        found["heads"] = _exchanged(spec, axis, seconds, _BACKWARD * seconds, 0.0, 0.0)
+        found["heads"] = _exchanged(spec, axis, *seconds, 0.0, 0.0)
     if max(_runs(sequence, rank)[0] for rank in range(sequence.world_size)) > 1:
         there = SequenceLayout(Contiguous(), sequence.seq_len, sequence.world_size, 0, sequence.edges)
         scan = _scan(spec, there, axis)
@@ -80,23 +84,26 @@ def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = T
 
 
 def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimate:
-    """A pass with more columns, which gives maps and queries of states; the exchange; and products with states."""
+    """Runs that give maps and queries of states; the exchange; and products with states."""
     runs, longest = map(max, zip(*(_runs(sequence, rank) for rank in range(sequence.world_size)), strict=True))
     tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size))
     # Of a run with several documents, the first and the last go on elsewhere.
     maps = runs * (2 if len(sequence.edges) > 2 else 1)
     links, gathered = maps * axis.size, float(maps * axis.size * spec.map_bytes)
-    columns = spec.value_dim + (spec.key_dim if spec.is_delta else 0)
     rows = float(spec.batch_size * tokens * spec.heads)
+    columns = _columns(spec)
+    computed = [
+        kernel_times(spec, tokens, _longest(spec, longest), spec.heads, each, axis.hardware) for each in columns
+    ]
+    of_forward, of_backward = map(sum, zip(*computed, strict=True))
     products = 2 * rows * (spec.key_dim + 4 * spec.value_dim) / axis.hardware.memory_speed
-    computed = _local(spec, tokens, _longest(spec, longest), spec.heads, columns, axis.hardware) + products
     composed = links * _LINK_SECONDS + 3 * gathered / axis.hardware.memory_speed
     received = gathered * (axis.size - 1) / axis.size
     exchange = axis.hardware.link_latency + received / axis.hardware.link_speed
-    forward = computed + composed + exchange
-    backward = _BACKWARD * computed + 2 * composed + exchange
-    # Values with more columns, and outputs; without the delta rule queries in float32, and outputs.
-    widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * columns)
+    forward = of_forward + products + composed + exchange
+    backward = of_backward + 2 * products + 2 * composed + exchange
+    # Values of the transition, and outputs; without the delta rule queries in float32, and outputs.
+    widened = rows * (4 * sum(columns) if spec.is_delta else 4 * spec.key_dim + 2 * spec.value_dim)
     return Estimate("-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)
 
 
@@ -113,13 +120,27 @@ def _exchanged(
     return Estimate("-", forward + seconds, backward + seconds, received + 2 * moved, 0.0, memory + 2 * size)
 
 
-def _local(spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, hardware: Hardware) -> float:
-    """Seconds of the kernels of forward: bytes, and the chunks that follow each other in the passing of states."""
+def _columns(spec: RecurrenceSpec) -> tuple[int, ...]:
+    """Columns of values of each run of the kernels that "scan" takes, as `FlaRecurrence.maps`."""
+    if not spec.is_delta:
+        return (spec.value_dim,)
+    return (spec.value_dim + spec.key_dim,) if spec.by_channel else (spec.value_dim, spec.key_dim)
+
+
+def kernel_times(
+    spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, hardware: Hardware
+) -> tuple[float, float]:
+    """Seconds of a run, forward and backward: launches, bytes, and the chunks that follow each other."""
     rows = float(spec.batch_size * tokens * heads)
-    moved = 2 * rows * 2 * (spec.key_dim + columns)
+    moved = 2 * rows * 2 * (spec.key_dim + columns) / hardware.memory_speed
     blocks = spec.batch_size * heads * -(-columns // _BLOCK)
     steps = max(longest / CHUNK, tokens / CHUNK * blocks / hardware.multiprocessors)
-    return _TRAFFIC * moved / hardware.memory_speed + steps * _CHUNK_SECONDS
+    traffic = _TRAFFIC["none" if not spec.is_delta else "by channel" if spec.by_channel else "by head"]
+    forward, backward = (
+        call + steps * chunk + each * moved
+        for call, chunk, each in zip(_CALL_SECONDS, _CHUNK_SECONDS, traffic, strict=True)
+    )
+    return forward, backward
 
 
 def _longest(spec: RecurrenceSpec, run: int) -> int:

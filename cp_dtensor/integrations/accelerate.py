@@ -31,12 +31,9 @@ import torch
 from torch import nn
 
 from cp_dtensor import Batched, Documents, HeadTail, Layout, Mask, context_parallel, local_positions
-from cp_dtensor.api.extension import Mesh, models_with_positions, sequence_ranks
+from cp_dtensor.api.extension import PROVIDER, Mesh, models_with_positions, sequence_ranks
 
 __all__ = ["Enabled", "enable", "padded_and_packed_mask"]
-
-PROVIDER = "cp_dtensor"
-"""The attention implementation of transformers models that builds masks of the whole sequence."""
 
 _SEQUENCE_INPUTS = (
     "input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids",

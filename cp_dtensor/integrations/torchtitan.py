@@ -205,6 +205,10 @@ def _context_parallel_class(inner: type, base: type) -> type:
             unknown = [name for name, value in kwargs.items() if value is not None]
             if unknown:
                 raise NotImplementedError(f"context-parallel inner attention has no {', '.join(unknown)}")
+            if not enable_gqa and q_THK.size(1) != k_THK.size(1):
+                raise ValueError(
+                    f"got {q_THK.size(1)} query and {k_THK.size(1)} kv heads, expected equally many without enable_gqa"
+                )
             with spmd.no_typecheck():
                 out = attention(
                     q_THK, k_THK, v_THV, mesh=cp_group(), metadata=attention_metadata, scale=scale,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from cp_dtensor.tools.bench.cases import Case, Heads, Source
@@ -18,7 +16,7 @@ from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.report import ERRORS, IDEAL, MEASURED, OURS_PREFIX, Results, Row, markdown_table
 from cp_dtensor.tools.bench.suite import Suite
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import positive, positive_number
+from cp_dtensor.tools.parsing import command_parser, positive, positive_number, uses_gpu
 
 _TRANSPORTS = ("allgather", "alltoall", "symm_mem")
 _CUDNN, _FLASH, _EFFICIENT = (f"{name}_ATTENTION" for name in ("CUDNN", "FLASH", "EFFICIENT"))
@@ -33,11 +31,7 @@ float64 attention of the same inputs. Exits with status 1 if an error is more th
 
 def main(arguments: Sequence[str]) -> None:
     """Measures, prints and writes the table of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_dtensor accuracy",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("accuracy", _DESCRIPTION)
     parser.add_argument("--output", type=Path, metavar="FILE", help="Markdown file to write")
     parser.add_argument("--seq-len", type=positive, default=4096, help="global number of tokens; default: 4096")
     parser.add_argument(
@@ -46,9 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--quick", action="store_true", help="one case of each backend")
     options = parser.parse_args(arguments)
-    use_gpu = options.device != "cpu" and torch.cuda.is_available()
-    if options.device == "cuda" and not use_gpu:
-        parser.error("--device cuda: torch sees no GPU")
+    use_gpu = uses_gpu(parser, options.device)
     ranks, device, command = start("accuracy", arguments, use_gpu, 300)
     measured = cases(options.seq_len, use_gpu, options.quick)
     show = progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)

@@ -11,6 +11,8 @@ from functools import lru_cache, reduce, wraps
 from operator import and_
 from typing import TypeVar
 
+import torch
+
 from cp_dtensor import (
     Balanced,
     Causal,
@@ -104,7 +106,8 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
     Raises:
         ValueError: no layout has this name, or the layout does not fit the mask.
     """
-    kind, _, text = name.removesuffix(")").partition("(")
+    found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", name)
+    kind, text = found.groups(default="") if found else ("", "")
     match kind, text:
         case "HeadTail", "":
             return HeadTail()
@@ -112,7 +115,7 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
             return Contiguous()
         case "MirroredBatch", "":
             return MirroredBatch()
-        case "Striped", _ if text == "" or text.isdecimal():
+        case "Striped", _:
             return Striped(int(text or 1))
         case "Balanced", "":
             return Balanced(mask, seq_len)
@@ -121,6 +124,21 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
                 raise ValueError("PerDocument is a layout of documents")
             return PerDocument(mask.cu_seqlens, seq_len=seq_len)
     raise ValueError(f"expected a layout, one of {', '.join(LAYOUTS)} or one such as Striped(4), got {name!r}")
+
+
+def command_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand, which shows its description as it is written."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=f"python -m cp_dtensor {command}", description=description, formatter_class=formatter
+    )
+
+
+def uses_gpu(parser: argparse.ArgumentParser, device: str) -> bool:
+    """True if `--device` is "cuda", or "auto" where torch sees a GPU; refuses "cuda" without one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    return device != "cpu" and torch.cuda.is_available()
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -28,7 +28,7 @@ from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import positive, positive_number
+from cp_dtensor.tools.parsing import command_parser, positive, positive_number, uses_gpu
 from cp_dtensor.tools.soak_cases import Case, draw_case, errors_of
 
 _DESCRIPTION = """\
@@ -64,11 +64,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line, and `use_gpu`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_dtensor soak",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("soak", _DESCRIPTION)
     parser.add_argument("--minutes", type=positive_number, default=1.0, help="how long; default: 1")
     parser.add_argument("--cases", type=positive, help="end after so many calls, if the minutes are not over before")
     parser.add_argument("--seed", type=int, help="of the cases; default: drawn, and printed")
@@ -78,9 +74,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--growth", type=positive, default=64, metavar="MIB", help=growth)
     parser.add_argument("--verbose", action="store_true", help="print each case before it runs, as for crashes")
     options = parser.parse_args(arguments)
-    options.use_gpu = options.device != "cpu" and torch.cuda.is_available()
-    if options.device == "cuda" and not options.use_gpu:
-        parser.error("--device cuda: torch sees no GPU")
+    options.use_gpu = uses_gpu(parser, options.device)
     return options
 
 

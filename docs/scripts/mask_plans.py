@@ -1,10 +1,11 @@
 """Price of packed documents that are new in every step: plans of tiles and of masks, and memory over many masks.
 
-python docs/scripts/mask_plans.py --seconds 120 --json docs/benchmarks/mask_plans.json
+OMP_NUM_THREADS=1 python docs/scripts/mask_plans.py --seconds 120 --json docs/benchmarks/mask_plans.json
 
 One GPU computes the tiles of one rank of 2 and of 8, forward and backward, for 32 layers: 65,536 tokens, 64 query and
 8 kv heads of 128, `Balanced`, documents of lognormal lengths, median 2,048; no transfers. Steps, some in a row, are run
-for new masks and twice again, after the GPU was idle. Without a GPU all is small: a test of this program.
+for new masks and twice again, after the GPU was idle. torchrun sets OMP_NUM_THREADS=1: threads of the host take longer
+to wake than tables of masks to be computed. Without a GPU all is small: a test of this program.
 """
 
 from __future__ import annotations

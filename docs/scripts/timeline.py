@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_shard
+from cp_dtensor.tools.bench import command
 
 PREFIX, BACKWARD = "cp_dtensor: ", "timeline: backward"
 """Of the library's labels, and the label of the call's second half."""
@@ -309,18 +310,11 @@ def main() -> None:
         return
     if parsed.device == "cuda":
         shape = Shape(parsed.seq_len or 32768, (32, 8), 128, "bfloat16")
-        gpus, rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-        device = torch.device("cuda", rank % gpus)
-        torch.cuda.set_device(device)
-        shared = gpus < int(os.environ["LOCAL_WORLD_SIZE"])
-        if shared:
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        dist.init_process_group("gloo" if shared else "cpu:gloo,cuda:nccl")
     else:
-        shape, device = Shape(parsed.seq_len or 2048, (8, 2), 64, "float32"), torch.device("cpu")
-        dist.init_process_group("gloo")
+        shape = Shape(parsed.seq_len or 2048, (8, 2), 64, "float32")
+    _, device, _ = command.start("timeline", sys.argv[1:], parsed.device == "cuda", 300, may_share_gpus=True)
     try:
-        record(parsed.record, shape, device)
+        record(parsed.record, shape, device.torch_device)
     finally:
         dist.destroy_process_group()
 

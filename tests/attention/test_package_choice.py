@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,6 @@ from support.pretended_packages import (
     MLA,
     FlashModule,
     FlexModule,
-    fresh_process,
     install,
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,12 +30,6 @@ from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.masks import Causal
 
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture
-def fresh() -> Iterator[Patch]:
-    with fresh_process() as patch:
-        yield patch
 
 
 def chosen(spec: CallSpec) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from support.pretended_packages import (
     MLA,
     FlashModule,
     FlexModule,
-    fresh_process,
     install,
 )
 
@@ -38,12 +36,6 @@ from cp_dtensor.spec.layouts import Segment
 
 MATH = MathAttention()
 Patch = pytest.MonkeyPatch
-
-
-@pytest.fixture
-def fresh() -> Iterator[Patch]:
-    with fresh_process() as patch:
-        yield patch
 
 
 def tensors(

@@ -101,16 +101,17 @@ def test_memory_is_unmapped_when_a_larger_one_is_mapped() -> None:
 
 
 def test_released_memory_is_unmapped_and_mapped_again() -> None:
-    """But that of captured graphs. Memory that was mapped since counts for what is measured."""
+    """Also that of captured graphs. Memory that was mapped since counts for what is measured."""
 
     def body(rank: int) -> None:
         group, device = dist.group.WORLD, Device(use_gpu=False)
-        first = weakref.ref(workspaces.workspace(group, device.torch_device, 8 << 20, 512))
-        captured = dist.new_group([0])
-        pinned = workspaces.workspace(captured, device.torch_device, 1024, 512)
-        workspaces._pin(captured, pinned)
+        held = [
+            weakref.ref(workspaces.workspace(each, device.torch_device, 8 << 20, 512))
+            for each in (group, dist.new_group([0]))
+        ]
+        workspaces._pin(group, held[0]())
         device.free_unused()
-        assert first() is None
+        assert [each() for each in held] == [None, None]
         assert device.mapped_bytes() == 0
         second = workspaces.workspace(group, device.torch_device, 1024, 512)
         assert device.mapped_bytes() == second.buffer.bytes_of[rank].numel() < 8 << 20

@@ -158,8 +158,11 @@ def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...]
             torch.testing.assert_close(got, local(wanted, rank, order), rtol=1e-10, atol=1e-10)
         both: list[torch.Tensor] = []
         transformed: Any = {"attention_metadata": metadata, "out_transform": lambda *pair: both.extend(pair) or pair[0]}
+        transformed["enable_gqa"] = True
         with pytest.raises(NotImplementedError, match="log-sum-exp of attention of documents has no gradient"):
             module(q, k, v, **transformed)
+        with pytest.raises(ValueError, match="got 4 query and 2 kv heads, expected equally many without enable_gqa"):
+            module(q, k, v, attention_metadata=metadata)
         with torch.no_grad():
             module(q, k, v, **transformed)
         torch.testing.assert_close(both[1], local(lse, rank, order))

@@ -218,6 +218,9 @@ def refusals(rank: int) -> None:
         "the model has counted them in its shard": lambda: in_context(
             llama, batch(), more={"position_ids": torch.arange(LENGTH // 2)[None]}
         ),
+        f"expected position_ids of this rank's {LENGTH // 2} tokens, got {LENGTH}": lambda: in_context(
+            llama, batch(), more={"position_ids": torch.arange(LENGTH)[None]}
+        ),
         "would shift them within this rank's shard": lambda: in_context(
             llama, batch(), more={"labels": torch.zeros(ROWS, LENGTH // 2, dtype=torch.int64)}
         ),

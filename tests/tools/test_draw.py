@@ -128,7 +128,7 @@ def test_layouts_by_name() -> None:
     for layout in (Contiguous(), HeadTail(), Striped(1), Striped(4), MirroredBatch(), Balanced(Causal(), 16)):
         name = f"Striped({layout.block})" if isinstance(layout, Striped) else type(layout).__name__
         assert layout_by_name(name, Causal(), 16) == layout
-    for name in ("Zigzag", "Striped(x)", "HeadTail(2)"):
+    for name in ("Zigzag", "Striped(x)", "Striped(2", "Striped()", "HeadTail(2)", "HeadTail)"):
         with pytest.raises(ValueError, match="expected a layout, one of HeadTail"):
             layout_by_name(name, Causal(), 16)
     with pytest.raises(ValueError, match="PerDocument is a layout of documents"):

@@ -23,7 +23,16 @@ from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Results, Row, draw, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, argument, mask_by_name, positive, positive_number
+from cp_dtensor.tools.parsing import (
+    LAYOUTS,
+    MASK_HELP,
+    argument,
+    command_parser,
+    mask_by_name,
+    positive,
+    positive_number,
+    uses_gpu,
+)
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
@@ -59,12 +68,10 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser()
     parsed = parser.parse_known_args(arguments)[0]
-    use_gpu = torch.cuda.is_available() if parsed.device == "auto" else parsed.device == "cuda"
+    use_gpu = uses_gpu(parser, parsed.device)
     if parsed.quick or not use_gpu:
         parser.set_defaults(**_QUICK)
     parsed = parser.parse_args(arguments)
-    if use_gpu and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU")
     cases = grid(
         parsed.seq_lens, parsed.heads, parsed.mask, parsed.backend,
         head_dim=parsed.head_dim, batch=parsed.batch, dtype=parsed.dtype, layout=parsed.layout,
@@ -93,11 +100,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_dtensor bench",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("bench", _DESCRIPTION)
     lengths = [2**n for n in (13, 15, 16, 17, 18)]
     what = parser.add_argument_group("cases and methods")
     what.add_argument("--seq-lens", type=positive, nargs="+", default=lengths, metavar="N", help="global lengths")

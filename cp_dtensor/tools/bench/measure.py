@@ -134,7 +134,6 @@ class Device:
     def __init__(self, use_gpu: bool) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
         self._is_gpu = use_gpu
-        self._kept_bytes = 0
 
     def synchronize(self) -> None:
         """Waits for everything that was launched."""
@@ -219,15 +218,14 @@ class Device:
         return tuple(name for name, time in times.most_common() if time > 0 and time >= 0.1 * times.total())
 
     def free_unused(self) -> None:
-        """Frees cached memory, and symmetric memory but that of CUDA graphs; no rank may still be at work."""
+        """Frees cached memory and symmetric memory; no rank may still be at work, and no CUDA graph may be kept."""
         release()
-        self._kept_bytes = allocated_bytes(self.torch_device)
         if self._is_gpu:
             torch.cuda.empty_cache()
 
     def mapped_bytes(self) -> int:
-        """The symmetric memory, which torch's allocator does not count, that was mapped since `free_unused`."""
-        return allocated_bytes(self.torch_device) - self._kept_bytes
+        """The symmetric memory that was mapped since `free_unused`, which torch's allocator does not count."""
+        return allocated_bytes(self.torch_device)
 
 
 # Measurement

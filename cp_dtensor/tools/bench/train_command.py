@@ -9,8 +9,6 @@ from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
-import torch
-
 from cp_dtensor.plan.hardware import GPUS
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.command import end, mask_argument, refuse_masks_beyond, start
@@ -22,7 +20,7 @@ from cp_dtensor.tools.bench.train import OPTIMIZERS, Job, TrainMethod, take_turn
 from cp_dtensor.tools.bench.train_report import TOLERANCES, TrainResults, TrainRow, title, train_markdown
 from cp_dtensor.tools.doctor.machine import gpu_name
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, positive, positive_number
+from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, positive, positive_number, uses_gpu
 
 _DESCRIPTION = """\
 Measures whole training steps of a Llama-shaped model with FSDP2: this library's context parallel and torch's, in turns
@@ -38,11 +36,7 @@ _METHODS = ["torch-allgather", "torch-alltoall", "torch-allgather FA4", "ours-au
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Reads the command line; exits with a message if an option does not fit. Also has the jobs, methods and peak."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_dtensor train-bench",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("train-bench", _DESCRIPTION)
     what = parser.add_argument_group("model and methods")
     what.add_argument("--preset", choices=PRESETS, default="1b", help="sizes; the next options change single ones")
     for field in fields(Size):
@@ -69,9 +63,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     how.add_argument("--timeout", type=positive_number, default=300, metavar="SECONDS", help="timeout of a collective")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of train.json and train.md")
     options = parser.parse_args(arguments)
-    options.use_gpu = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
-    if options.use_gpu and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU")
+    options.use_gpu = uses_gpu(parser, options.device)
     changed = {field.name: getattr(options, field.name) for field in fields(Size)}
     size = replace(PRESETS[options.preset], **{name: value for name, value in changed.items() if value is not None})
     if size.dim % (2 * size.heads) or size.heads % size.kv_heads:

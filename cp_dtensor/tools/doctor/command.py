@@ -23,11 +23,12 @@ from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.measure import Failed, Ranks
 from cp_dtensor.tools.doctor import exchange, machine
 from cp_dtensor.tools.doctor.machine import OK, PROBLEM, Finding
-from cp_dtensor.tools.parsing import argument, positive
+from cp_dtensor.tools.parsing import argument, command_parser, positive
 
 _DESCRIPTION = """\
 Checks versions, GPUs, links and kernels, exchanges data between ranks, and compares every method and KV transport with
-attention on one device, forward and backward. Ends in OK, or in problems and what to do about them (exit status 1).
+attention on one device, forward and backward. Ends in OK, or in problems and what to do about them (exit status 1; 3 of
+rank 0 of a job).
 
     python -m cp_dtensor doctor                                   on the GPUs of this host; without GPUs two CPU ranks
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cp_dtensor doctor                 on the ranks of a job
@@ -72,11 +73,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_dtensor doctor",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("doctor", _DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--ranks", type=positive, help=f"ranks to start; default: all GPUs, or {_CPU_RANKS} on CPUs")
@@ -234,5 +231,4 @@ def _auto(world_size: int, device_type: str, options: argparse.Namespace) -> Fin
         v_head_dim=heads.v_dim, quiet=True,
     )  # fmt: skip
     on_cpu = ["CPUs take the ring; predictions for GPUs:"] if device_type == "cpu" else []
-    text = f"\n{'':<26} ".join([*on_cpu, *str(found).splitlines()])
-    return Finding("auto", OK, text)
+    return Finding("auto", OK, "\n".join([*on_cpu, str(found)]))

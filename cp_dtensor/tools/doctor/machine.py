@@ -49,8 +49,8 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        line = f"{self.status:<8} {self.check:<17} {self.text}"
-        return f"{line}\n{'':<26} -> {self.remedy}" if self.remedy else line
+        lines = [*self.text.splitlines(), *([f"-> {self.remedy}"] if self.remedy else [])]
+        return f"{self.status:<8} {self.check:<17} " + f"\n{'':<27}".join(lines)
 
 
 def versions() -> Iterator[Finding]:
