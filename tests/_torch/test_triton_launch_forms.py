@@ -171,10 +171,9 @@ class Calls:
         launch_copies(pieces, choice((1, 16, 4000)), choice((16, 256)), targets, choice((1, 4)))
 
     def flags(self) -> None:
-        from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
+        from cp_dtensor.comm.triton_kernels import flag_addresses, flag_launch
 
-        count = padded_count(self.choice((1, 40)))
-        flag_launch(*(torch.zeros(length, dtype=torch.int64) for length in (count, count, 2)))()
+        flag_launch(torch.tensor(flag_addresses([], [], [0, 0], self.choice((1, 40)))))()
 
     def rows(self) -> None:
         from cp_dtensor.comm.triton_kernels import launch_rows
