@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -13,7 +13,7 @@ from cp_dtensor._torch.cuda_driver import FlagOperations, await_flags, raise_fla
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE
 
 if TRITON_AVAILABLE:
-    from cp_dtensor.comm.triton_kernels import flag_launch, padded_count
+    from cp_dtensor.comm.triton_kernels import flag_addresses, flag_launch
 
 
 class Flag(IntEnum):
@@ -107,19 +107,17 @@ class Flags:
     @cached_property
     def _launches(self) -> dict[tuple[Flag | None, Flag | None], Callable[[], None]]:
         """By the flag to set and the flag to wait for; None is no flag."""
-        count, flags = padded_count(len(self.addresses)), [*Flag, None]
-
-        def uploaded(of_flags: list[list[int]]) -> Iterable[torch.Tensor]:
-            padded = [addresses + [0] * (count - len(addresses)) for addresses in [*of_flags, []]]
-            return torch.tensor(padded, device=self.device).unbind()
-
-        statuses = torch.tensor([self.status.addresses(flag) for flag in flags], device=self.device).unbind()
-        awaited = list(zip(flags, uploaded(self._awaited), statuses, strict=True))
-        return {
-            (signal, wait): flag_launch(sets, waits, status)
-            for signal, sets in zip(flags, uploaded(self._signalled), strict=True)
-            for wait, waits, status in awaited
+        flags = [*Flag, None]
+        signalled, awaited = (dict(zip(flags, [*each, []], strict=True)) for each in (self._signalled, self._awaited))
+        rows = {
+            (signal, wait): flag_addresses(
+                signalled[signal], awaited[wait], self.status.addresses(wait), len(self.addresses)
+            )
+            for signal in flags
+            for wait in flags
         }
+        uploaded = torch.tensor([*rows.values()], device=self.device).unbind()
+        return dict(zip(rows, map(flag_launch, uploaded), strict=True))
 
     def release_all(self) -> FlagOperations:
         """Operations that set all flags that this rank may wait for."""

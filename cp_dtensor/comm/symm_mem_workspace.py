@@ -120,8 +120,6 @@ class Workspace:
         self.flags = Flags(self.rank, self.addresses, device, WaitStatus(device))
         self.last_call: tuple[str, torch.Size, torch.dtype] | None = None
         """Contents of the latest transfer, and the shape and dtype of a tensor of that call."""
-        self.failure: PeerError | None = None
-        """The error of a wait that took longer than the timeout of the group."""
         self.kv_stream, self.grad_stream = (torch.cuda.Stream(device, _BEFORE_ATTENTION) for _ in range(2))
         self.side_stream = torch.cuda.Stream(device)
         # Each event is waited for before it is recorded again.
@@ -195,16 +193,16 @@ class _Waits(WatchedWaits):
         super().__init__(workspace.flags.status, group_timeout(group, device))
         # A group is kept alive by its user, and a workspace by the group: its memory is unmapped when the last
         # reference ends, not by a garbage collection in another thread.
-        self._workspace = ref(workspace)
-        self._group, self._members = described(group), dist.get_process_group_ranks(group)
+        self._workspace, self._group = ref(workspace), ref(group)
+        self._described, self._members = described(group), dist.get_process_group_ranks(group)
         self._flags = workspace.buffer.bytes_of[workspace.rank][:_FLAG_BYTES].view(torch.int32)
         self._copy = torch.empty_like(self._flags, device="cpu", pin_memory=device.type == "cuda")
         self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
         self._all_flags = workspace.flags.release_all()
 
     def fail(self, flags: Sequence[Flag], seconds: float) -> None:
-        held = self._workspace()
-        if held is None:
+        held, group = self._workspace(), self._group()
+        if held is None or group is None:
             return
         with torch.cuda.stream(self._stream):  # also gives this thread the context of the device
             self._copy.copy_(self._flags, non_blocking=True)
@@ -220,11 +218,13 @@ class _Waits(WatchedWaits):
         if held.last_call is not None:
             what, shape, dtype = held.last_call
             latest = f" The latest call on this rank sends {what} of tensors {tuple(shape)}, {dtype}."
-        held.failure = PeerError(
-            f"rank {held.rank} of {self._group} waited {seconds:.3g} s in shared memory, longer than the timeout of "
-            f"the group, for {waits}.{latest} The results of calls in flight are invalid."
+        failure = PeerError(
+            f"rank {held.rank} of {self._described} waited {seconds:.3g} s in shared memory, longer than the timeout "
+            f"of the group, for {waits}.{latest} The results of calls in flight are invalid."
         )
-        _log.error("%s", held.failure)
+        with _lock:
+            _failed[group] = failure
+        _log.error("%s", failure)
         with torch.cuda.stream(self._stream):
             for address in held.addresses:
                 fill_bytes(self._stream.cuda_stream, address + _FLAG_BYTES, _NAN_BYTE, held.kv_bytes + held.grad_bytes)
@@ -245,6 +245,8 @@ _pinned: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictiona
 """Workspaces of captured graphs, whose replays use these addresses."""
 _abandoned: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
 """Workspaces of calls that raised, which peers may still be reading, and whose copies may still be in flight."""
+_failed: WeakKeyDictionary[dist.ProcessGroup, PeerError] = WeakKeyDictionary()
+"""Errors of waits that took longer than the timeout of their group."""
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
@@ -280,7 +282,7 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 def abandon(group: dist.ProcessGroup) -> None:
     """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
     with _lock:
-        held = None if _failure(group) else _current.pop(group, None)  # ranks may be missing that mapping needs
+        held = None if group in _failed else _current.pop(group, None)  # ranks may be missing that mapping needs
         if held is not None:
             _abandoned.setdefault(group, []).append(held)
 
@@ -292,16 +294,10 @@ def _working(group: dist.ProcessGroup) -> Workspace | None:
         PeerError: a wait of the group has failed.
     """
     with _lock:
-        held, failure = _current.get(group), _failure(group)
+        held, failure = _current.get(group), _failed.get(group)
     if failure is not None:
         raise PeerError(str(failure)) from failure
     return held
-
-
-def _failure(group: dist.ProcessGroup) -> PeerError | None:
-    """The error of an earlier wait of the group, in any of its workspaces. The caller holds `_lock`."""
-    held = [*filter(None, [_current.get(group)]), *_pinned.get(group, ()), *_abandoned.get(group, ())]
-    return next((each.failure for each in held if each.failure is not None), None)
 
 
 def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
@@ -318,7 +314,7 @@ def release() -> None:
     replayed any more.
     """
     with _lock:
-        for group in {group for group in (*_current, *_pinned, *_abandoned) if _failure(group) is None}:
+        for group in {*_current, *_pinned, *_abandoned} - {*_failed}:
             for by_group in (_current, _pinned, _abandoned):
                 by_group.pop(group, None)
 

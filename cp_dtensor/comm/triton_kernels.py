@@ -178,23 +178,23 @@ def _store_int32(addresses, value, ASM: tl.constexpr, INTERPRETED: tl.constexpr)
 
 
 @triton.jit
-def pass_flags_kernel(signalled_ptr, awaited_ptr, status_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Sets the flags at addresses `signalled_ptr`, waits until those at `awaited_ptr` are 1, and resets them to 0.
+def pass_flags_kernel(addresses_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Sets the flags at the first PLACES addresses, waits until those at the next are 1, and resets these to 0.
 
-    The status has the addresses of two words of host memory: one is 1 while the kernel waits, the other changes when it
-    has waited. An address of 0 is skipped.
+    The last two addresses are those of the status, words of host memory: one is 1 while the kernel waits, the other
+    changes when it has waited. An address of 0 is skipped. One argument, since each takes the host time in a launch.
 
-    Example: signalled [0x10, 0], awaited [0x20, 0x24]: the word at 0x10 becomes 1; when the words at 0x20 and 0x24 are
-    1, they become 0.
+    Example: addresses [0x10, 0, 0x20, 0x24, 0, 0]: the word at 0x10 becomes 1; when the words at 0x20 and 0x24 are 1,
+    they become 0.
     """
     place = tl.arange(0, PLACES)
     one = tl.full((PLACES,), 1, tl.int32)
     # Earlier kernels on the stream have ended, so the peer that sees the flag sees what they wrote.
-    _store_int32(tl.load(signalled_ptr + place), one, _RELEASED, INTERPRETED)
-    awaited = tl.load(awaited_ptr + place)
+    _store_int32(tl.load(addresses_ptr + place), one, _RELEASED, INTERPRETED)
+    awaited = tl.load(addresses_ptr + PLACES + place)
     first = place == 0
-    waits = tl.where(first, tl.load(status_ptr), 0)
-    passes = tl.where(first, tl.load(status_ptr + 1), 0)
+    waits = tl.where(first, tl.load(addresses_ptr + 2 * PLACES), 0)
+    passes = tl.where(first, tl.load(addresses_ptr + 2 * PLACES + 1), 0)
     _store_int32(waits, one, _RELAXED, INTERPRETED)
     flags, is_flag = awaited.to(tl.pointer_type(tl.int32)), awaited != 0
     missing = 1
@@ -215,16 +215,22 @@ def padded_count(count: int) -> int:
     return max(_WARP, triton.next_power_of_2(count))
 
 
-def flag_launch(signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Tensor) -> Callable[[], None]:
-    """The launch that sets some flags and then waits for others, on the current stream.
+def flag_addresses(signalled: list[int], awaited: list[int], status: list[int], ranks: int) -> list[int]:
+    """The addresses of a launch that sets some flags and then waits for others.
 
     Args:
-        signalled: (`padded_count`,) int64, addresses of int32 words to set; 0 for no word.
-        awaited: (`padded_count`,) int64, addresses of words in this device's memory to wait for; 0 for no word.
-        status: (2,) int64, addresses of words in host memory: 1 while the launch waits, and changed afterwards; 0 for
-            no word.
+        signalled: of int32 words to set.
+        awaited: of words in this device's memory to wait for.
+        status: of two words in host memory: 1 while the launch waits, and changed afterwards; 0 for no word.
+        ranks: the most words to set or to wait for.
     """
-    return partial(_flag_launch(signalled.numel()), signalled, awaited, status)
+    count = padded_count(ranks)
+    return [word for words in (signalled, awaited) for word in words + [0] * (count - len(words))] + status
+
+
+def flag_launch(addresses: torch.Tensor) -> Callable[[], None]:
+    """The launch with these `flag_addresses`, int64 on the device, on the current stream."""
+    return partial(_flag_launch(addresses.numel() // 2 - 1), addresses)
 
 
 @cached_launch

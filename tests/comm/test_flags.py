@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,19 +19,17 @@ all_devices = pytest.mark.parametrize(
 )
 
 
-def addresses(words: torch.Tensor, places: Sequence[int], count: int) -> torch.Tensor:
-    """Returns the addresses of some of the words, padded with 0."""
-    found = [words[place].data_ptr() for place in places]
-    return torch.tensor(found + [0] * (count - len(found)), device=words.device)
+def launch_of(
+    words: torch.Tensor, signalled: Sequence[int], awaited: Sequence[int], status: torch.Tensor | None = None
+) -> Callable[[], None]:
+    """Returns the launch that sets some of the words and waits for others."""
 
+    def addresses(words: torch.Tensor, places: Sequence[int]) -> list[int]:
+        return [words[place].data_ptr() for place in places]
 
-def host(status: torch.Tensor, device: str) -> torch.Tensor:
-    """Returns the addresses of the two words of a status."""
-    return addresses(status, [0, 1], 2).to(device)
-
-
-def nowhere(device: str) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=device)
+    of_status = [0, 0] if status is None else addresses(status, [0, 1])
+    found = kernel.flag_addresses(addresses(words, signalled), addresses(words, awaited), of_status, len(words))
+    return kernel.flag_launch(torch.tensor(found, device=words.device))
 
 
 @all_devices
@@ -41,9 +39,8 @@ def test_the_kernel_sets_flags_and_resets_those_it_waits_for(
 ) -> None:
     words = torch.zeros(6, dtype=torch.int32, device=device)
     words[awaited] = 1
-    count = kernel.padded_count(3)
     status = torch.zeros(2, dtype=torch.int32, pin_memory=device == "cuda")
-    kernel.flag_launch(*(addresses(words, which, count) for which in (signalled, awaited)), host(status, device))()
+    launch_of(words, signalled, awaited, status)()
     if device == "cuda":
         torch.cuda.synchronize()
     assert (status[0], bool(status[1])) == (0, True), "nothing waits any more, and something has waited"
@@ -55,8 +52,7 @@ def test_the_kernel_sets_flags_and_resets_those_it_waits_for(
 def test_a_launch_may_be_repeated(device: str) -> None:
     """The first launch compiles the kernel."""
     words = torch.zeros(2, dtype=torch.int32, device=device)
-    count = kernel.padded_count(2)
-    launch = kernel.flag_launch(*(addresses(words, [place], count) for place in (0, 1)), nowhere(device))
+    launch = launch_of(words, [0], [1])
     for _ in range(5):
         words[:] = torch.tensor([0, 1])
         launch()
@@ -68,11 +64,8 @@ def test_the_kernel_waits() -> None:
     """It waits until another stream has set all flags."""
     words = torch.zeros(2, dtype=torch.int32, device="cuda")
     after = torch.zeros(1, dtype=torch.int32, device="cuda")
-    count = kernel.padded_count(2)
-    places = {which: addresses(words, which, count) for which in ((), (0,), (1,), (0, 1))}
     wait_for_both, raise_first, raise_second = (
-        kernel.flag_launch(places[signalled], places[awaited], nowhere("cuda"))
-        for signalled, awaited in (((), (0, 1)), ((0,), ()), ((1,), ()))
+        launch_of(words, signalled, awaited) for signalled, awaited in (((), (0, 1)), ((0,), ()), ((1,), ()))
     )
     for _ in range(3):  # while a kernel waits, CUDA may be unable to load another
         for launch in (raise_first, raise_second, wait_for_both):
@@ -97,8 +90,7 @@ _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from cp_dtensor.comm.triton_kernels import padded_count, pass_flags_kernel
-pointers, constants = ("signalled_ptr", "awaited_ptr", "status_ptr"), ("PLACES", "INTERPRETED")
-signature = {**dict.fromkeys(pointers, "*i64"), **dict.fromkeys(constants, "constexpr")}
+signature = {"addresses_ptr": "*i64", **dict.fromkeys(("PLACES", "INTERPRETED"), "constexpr")}
 source = ASTSource(pass_flags_kernel, signature, {"PLACES": padded_count(8), "INTERPRETED": False})
 print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"])
 """

@@ -245,8 +245,9 @@ class Group:
         self._count_signals([each.address for each in operations if each.operation != _WAIT and each.value == 1])
         return 0
 
-    def _flag_launch(self, signalled: torch.Tensor, awaited: torch.Tensor, status: torch.Tensor) -> Callable[[], None]:
-        waits = status[:1]
+    def _flag_launch(self, addresses: torch.Tensor) -> Callable[[], None]:
+        places = addresses.numel() // 2 - 1
+        signalled, awaited, waits, _ = addresses.split([places, places, 1, 1])
         ops = [("set", signalled, 1), ("set", waits, 1), ("wait", awaited, 1), ("set", awaited, 0), ("set", waits, 0)]
 
         def launch() -> None:
