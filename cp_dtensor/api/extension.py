@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_dtensor._torch import current_backward, never_compiled, version_of
+from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
@@ -17,7 +17,7 @@ from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, inter
 from cp_dtensor.api.provider import attention_of_shards
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_checks import PROVIDER, models_with_positions, problems_of
-from cp_dtensor.api.transformers_hooks import block_mask_of, provider_mask, transformers_hooks
+from cp_dtensor.api.transformers_hooks import provider_mask, transformers_hooks
 from cp_dtensor.api.transformers_masks import ModelMask
 from cp_dtensor.api.transformers_private import PASSED_ON, table_of
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
@@ -53,9 +53,9 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
     # models of transformers
     "PASSED_ON", "PROVIDER", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
-    "block_mask_of", "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context", "AttentionConfig",
+    "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
     # autograd and compiler
-    "current_backward", "never_compiled", "version_of",
+    "current_backward", "entry_replaced", "never_compiled", "version_of",
 ]  # fmt: skip
 
 

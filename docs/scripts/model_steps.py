@@ -11,6 +11,7 @@ FlexAttention has no gradients, "gathered" holds all logits. Prints Markdown; en
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_dtensor import context_parallel, context_parallel_shard, local_positions
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
+from cp_dtensor.tools.bench.measure import Device
 
 TOY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
@@ -149,21 +151,22 @@ def trainer_of(
 
 
 def measured(
-    step: Callable[[int], torch.Tensor], options: argparse.Namespace, device: torch.device
+    step: Callable[[int], torch.Tensor], options: argparse.Namespace, memory: Device
 ) -> tuple[list[float], list[float], float]:
-    """Losses of all steps, milliseconds of the timed ones on the slowest rank, and GiB at most."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    """Losses of all steps; of the timed ones milliseconds on the slowest rank, and GiB at most."""
+    device = memory.torch_device
     losses, times = [], []
     for number in range(options.warm_steps + options.steps):
+        if device.type == "cuda" and number == options.warm_steps:
+            torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         began = time.perf_counter()
         losses.append(float(step(number)))  # waits for the GPU
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    slowest = torch.tensor([*times, peak], device=device)
+    peak = torch.cuda.max_memory_allocated() + memory.mapped_bytes() if device.type == "cuda" else 0
+    slowest = torch.tensor([*times, peak / 2**30], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     *times, peak = slowest.tolist()
     return losses, times[options.warm_steps :], peak
@@ -187,6 +190,7 @@ def main() -> None:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    memory = Device(on_gpu)
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     dtype = torch.float32 if options.toy else torch.bfloat16
     import transformers
@@ -204,8 +208,12 @@ def main() -> None:
     for family in options.models:
         by_method = {}
         for method in ("gathered", "provider"):
+            gc.collect()  # the model before refers to itself
+            memory.synchronize()
+            dist.barrier()
+            memory.free_unused()
             step, parameters = trainer_of(method, family, options, mesh, device, dtype)
-            losses, times, peak = by_method[method] = measured(step, options, device)
+            losses, times, peak = by_method[method] = measured(step, options, memory)
             lines.append(
                 f"| {family} | {parameters / 1e6:.0f}M | {method} | {statistics.median(times):.1f} | {min(times):.1f} "
                 f"| {peak:.1f} | {losses[0]:.5f} | {losses[-1]:.5f} |"

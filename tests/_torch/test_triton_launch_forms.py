@@ -185,11 +185,12 @@ class Calls:
 
 
 def tile_of_a_ring(rows: int, columns: int, first: int) -> None:
-    """Launches all kernels of a tile under a mask, whose rows begin at row `first` of a rank's."""
+    """Launches all kernels of a tile under a mask, whose rows begin at row `first` of a rank's; and sends its keys."""
     from cp_dtensor.attention.masked import RowMask
     from cp_dtensor.attention.triton.backward import launch_attention_backward, launch_attention_delta
     from cp_dtensor.attention.triton.forward import launch_attention_forward
     from cp_dtensor.attention.triton.merge import launch_merge, launch_sum
+    from cp_dtensor.comm.triton_kernels import launch_rows
 
     def normal(heads: int, length: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
         return torch.zeros(1, length, heads, 64, dtype=dtype).transpose(1, 2)
@@ -205,6 +206,8 @@ def tile_of_a_ring(rows: int, columns: int, first: int) -> None:
     sums, span = normal(4, whole, torch.float32), (first, first + rows)
     launch_merge(sums, lse_of_rank, of_rank, lse_of_rank, [(span, out, part_lse)])
     launch_sum(sums, sums, [(span, out.unsqueeze(0))])
+    sent = torch.zeros(2 * (columns + first) * 128, dtype=torch.float16)
+    launch_rows(k, k, sent, (columns // 3, columns), columns + first, 1)
 
 
 def main() -> None:
@@ -244,7 +247,7 @@ def test_a_launch_has_one_form_for_each_alignment_and_a_tile_one_for_all_lengths
     assert len(again) == 10, printed  # all kernels
     assert min(again) > 5, printed
     compiled = [line.split()[2] for line in printed.splitlines() if " compiled " in line]
-    assert compiled == ["1"] * 7, printed  # all kernels of attention, merges and sums
+    assert compiled == ["1"] * 8, printed  # all kernels of attention, merges, sums and rows
 
 
 if __name__ == "__main__":

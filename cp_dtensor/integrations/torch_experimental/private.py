@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cp_dtensor.api.extension import SharedInstallation
+from cp_dtensor.api.extension import SharedInstallation, entry_replaced
 from cp_dtensor.integrations.torch_experimental.rings import (
     _SDPAMerger,
     _templated_ring_attention,
@@ -92,23 +92,16 @@ class _Redirection:
     @contextmanager
     def _replaced(self, module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
         """Sets names of a module while open. On exit restores them, except those that others have replaced since."""
-        missing = object()
-        before = {name: vars(module).get(name, missing) for name in names}
-        vars(module).update(names)
-        self.modules.append(module)
-        self.names.append(tuple(names))
-        try:
-            yield
-        finally:
-            place = self.modules.index(module)
-            del self.modules[place], self.names[place]
+        with ExitStack() as stack:
             for name, ours in names.items():
-                if vars(module).get(name, missing) is not ours:
-                    continue
-                if before[name] is missing:
-                    delattr(module, name)
-                else:
-                    setattr(module, name, before[name])
+                stack.enter_context(entry_replaced(vars(module), name, ours))
+            self.modules.append(module)
+            self.names.append(tuple(names))
+            try:
+                yield
+            finally:
+                place = self.modules.index(module)
+                del self.modules[place], self.names[place]
 
 
 _redirection = _Redirection()
