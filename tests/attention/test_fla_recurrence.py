@@ -132,12 +132,13 @@ def test_transitions_of_one_run_and_of_two(once: bool, monkeypatch: pytest.Monke
         q, k, v, g, beta = leaves
         for kind in (fla_recurrence.FlaRecurrence, ChunkedRecurrence):
             layer = kind.of(q, k, v, g, beta, 0.5, lengths, 4)
-            found = [*layer.maps([0, 1]), layer.outputs([entering[0], entering[1]])[0]]
+            transition, state = layer.maps([0, 1])
+            found = [transition @ entering + state, layer.outputs([entering[0], entering[1]])[0]]
             grads = torch.autograd.grad([x.square().sum() for x in found], [*leaves, entering])
-            results.append([*found, *grads])
+            results.append([transition, state, *found, *grads])
     for got, expected in (results[:2], results[2:]):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert columns == ([7, 7] if once else [4, 3, 4, 3])
+    assert columns == ([7, 4, 7, 4] if once else [4, 3, 4, 4, 3, 4])
 
 
 def test_only_decays_by_channel_are_worth_more_columns() -> None:
