@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.sequences import Sequence, recurrence
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.attention import fla_recurrence
@@ -221,6 +222,31 @@ def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:
     q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()), _torch.below_autograd():
         assert fla_recurrence._small_error(q, v, "by head", True) == ""
+
+
+@pytest.mark.parametrize("length", [2, 11])
+def test_checkpoints_and_second_backward_passes(length: int) -> None:
+    """Also on a rank without tokens; a retained graph gives the same gradients again."""
+    sequence, whole = Sequence(length, 3, Contiguous(), 1), problem(True, False, 1, length)
+
+    def body(rank: int) -> None:
+        mine = {each: sequence.shard(x, rank).requires_grad_() for each, x in whole.items()}
+
+        def out() -> torch.Tensor:
+            return layer(mine, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=length)
+
+        results = [out(), checkpoint(out, use_reentrant=False)]
+        first, again = (
+            torch.autograd.grad(results[0].square().sum(), list(mine.values()), retain_graph=True) for _ in "12"
+        )
+        other = torch.autograd.grad(results[1].square().sum(), list(mine.values()))  # type: ignore[union-attr]
+        torch.testing.assert_close([again, other], [first, first], rtol=0, atol=0)
+
+    with (
+        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
+    ):
+        run_ranks(3, body)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
