@@ -89,3 +89,12 @@ def gpus() -> Iterator[Processes]:
     two = Processes(2, timeout=120, backend="nccl")
     yield two
     two.stop()
+
+
+@pytest.fixture
+def fresh() -> Iterator[pytest.MonkeyPatch]:
+    """Patches of a process that has used no optional package, in which both seem to be installed."""
+    from support.pretended_packages import fresh_process  # imports kernels, which `TRITON_INTERPRET` decides about
+
+    with fresh_process() as patch:
+        yield patch
