@@ -28,7 +28,7 @@ from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import command_parser, positive, positive_number, uses_gpu
+from cp_dtensor.tools.parsing import command_parser, positive, positive_number, refuse_other_ranks, uses_gpu
 from cp_dtensor.tools.soak_cases import Case, draw_case, errors_of
 
 _DESCRIPTION = """\
@@ -74,6 +74,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--growth", type=positive, default=64, metavar="MIB", help=growth)
     parser.add_argument("--verbose", action="store_true", help="print each case before it runs, as for crashes")
     options = parser.parse_args(arguments)
+    refuse_other_ranks(parser, options.ranks)
     options.use_gpu = uses_gpu(parser, options.device)
     return options
 

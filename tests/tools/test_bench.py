@@ -72,7 +72,7 @@ def test_flops_count_what_is_not_masked() -> None:
 def test_the_grid_has_all_combinations_and_needs_ever_more_memory() -> None:
     heads = [Heads(32, 8), Heads(32, 32)]
     cases = grid(
-        [256, 64], heads, ["causal"], ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", layout="HeadTail"
+        [256, 64, 64], heads, ["causal"], ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", layout="HeadTail"
     )
     assert {(case.seq_len, case.heads, case.backend) for case in cases} == {
         (seq_len, each, backend) for seq_len in (64, 256) for each in heads for backend in ("auto", "MATH")

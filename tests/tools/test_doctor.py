@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
+from cp_dtensor.tools import soak
 from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.doctor import command, exchange, machine
 from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding
@@ -77,6 +78,18 @@ def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[s
     ]
     assert "choose another method or rotate_method" in lines[1]
     assert lines[-1].startswith("3 problems: ulysses, causal, ulysses, documents, correctness")
+
+
+@pytest.mark.parametrize("run", [command.main, soak.main])
+def test_ranks_are_those_of_torchrun(
+    run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        run(["--device", "cpu", "--ranks", "3"])
+    assert ended.value.code == 2
+    assert "--ranks 3: torchrun has started 2" in capsys.readouterr().err
 
 
 def test_ranks_that_crash_are_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,4 +247,4 @@ def test_symmetric_memory_is_expected_of_gpus_with_nvlink_on_one_host(monkeypatc
         exchange.symmetric_memory(obstacle, ranks, hosts).status
         for obstacle, ranks, hosts in ((None, 8, 1), ("no peer access", 8, 1), ("2 hosts", 8, 2), ("alone", 1, 1))
     ]
-    assert statuses == [OK, PROBLEM, NOTE, OK]
+    assert statuses == [OK, PROBLEM, NOTE, NOTE]

@@ -82,7 +82,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         refuse_masks_beyond(cases)
     except ValueError as error:
         parser.error(str(error))
-    options.jobs = [Job(size, case, options.optimizer, options.checkpoint, options.seed) for case in cases]
+    jobs = (Job(size, case, options.optimizer, options.checkpoint, options.seed) for case in cases)
+    options.jobs = list(dict.fromkeys(jobs))
     name = gpu_name() if options.use_gpu and options.dtype in ("bfloat16", "float16") else None
     options.peak = options.peak_tflops or (None if name is None else GPUS[name].flops / 1e12)
     return options

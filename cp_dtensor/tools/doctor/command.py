@@ -23,7 +23,7 @@ from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.measure import Failed, Ranks
 from cp_dtensor.tools.doctor import exchange, machine
 from cp_dtensor.tools.doctor.machine import OK, PROBLEM, Finding
-from cp_dtensor.tools.parsing import argument, command_parser, positive
+from cp_dtensor.tools.parsing import argument, command_parser, positive, refuse_other_ranks
 
 _DESCRIPTION = """\
 Checks versions, GPUs, links and kernels, exchanges data between ranks, and compares every method and KV transport with
@@ -43,7 +43,9 @@ _REMEDY = "docs/troubleshooting.md has causes by symptom; messages of torch abov
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the checks and exits with status 1 if there are problems."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    refuse_other_ranks(parser, options.ranks)
     if "RANK" not in os.environ:
         sys.exit(_start_ranks(arguments, options))
     report = _Report(options.json, visible=os.environ["RANK"] == "0")
