@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -90,9 +91,10 @@ def _launch(ranks: int, arguments: Sequence[str]) -> int:
     try:
         torchrun.run(torchrun.parse_args(command))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could not print anything itself
-            print(f"failed: rank {rank} was ended by {failure.signal_name()}", flush=True)
+        for rank, failure in error.failures.items():
+            # A signal let it print nothing; torchrun terminates the other ranks.
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                print(f"failed: rank {rank} was ended by {failure.signal_name()}", flush=True)
         return 1
     return 0
 
