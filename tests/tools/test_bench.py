@@ -293,7 +293,7 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
             assert "NotImplementedError" in each.message
         elif each.method.startswith(("ours-hybrid", "ours-two-level")):
             assert each.status == "refused"
-            assert "2 ranks are no mesh of several times" in each.message
+            assert "it needs several times" in each.message
         elif each.method.startswith("ours-symm_mem"):
             assert (each.status, each.message) == ("refused", "ranks on CPUs share no memory")
         elif each.method.endswith(" graph"):

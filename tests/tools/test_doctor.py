@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +51,22 @@ def test_four_ranks_have_hybrids_and_nested_rings() -> None:
     ((finding,), *_) = run_ranks(4, body)
     assert finding.status == OK
     assert finding.text.startswith("ring by allgather, ring by alltoall, ulysses, hybrid, nested ring: forward and")
+
+
+def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> list[Finding]:
+        report = command._Report(as_json=False, visible=True)
+        options = command._parser().parse_args([])
+        command._check(report, Ranks(dist.HashStore(), rank, 1), torch.device("cpu"), options)
+        return report.findings
+
+    hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
+    with mock.patch.object(machine, "settings", side_effect=hangs), mock.patch.object(exchange, "bandwidth", lambda *_: ()):
+        ((*findings, last),) = run_ranks(1, body)
+    problem = next(each for each in findings if each.status == PROBLEM)
+    assert problem.check == "settings"
+    assert "timed out after 30 seconds" in problem.text
+    assert last.check == "auto"
 
 
 def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:

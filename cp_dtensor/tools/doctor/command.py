@@ -156,12 +156,15 @@ def _check(report: _Report, ranks: Ranks, device: torch.device, options: argpars
     """All checks, in the order in which one needs another.
 
     Raises:
-        Failed: on every rank, if a check raised an error on any rank.
+        Failed: on every rank, if a check of several ranks raised an error on any of them.
     """
 
     def alone(name: str, check: Callable[[], Iterable[Finding]]) -> None:
         report.running = name
-        report.add(ranks.on_each(lambda: list(check()), ranks.rank == 0) or [])
+        try:
+            report.add(ranks.on_each(lambda: list(check()), ranks.rank == 0) or [])
+        except Failed as failure:  # of rank 0 alone, for which no other rank waits
+            report.add([Finding(name, PROBLEM, str(failure), _REMEDY)])
 
     def together(name: str, check: Callable[[], Iterable[Finding]]) -> None:
         report.running = name
