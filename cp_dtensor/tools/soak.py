@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     if "RANK" not in os.environ:
         sys.exit(_launch(options.ranks or (torch.cuda.device_count() if options.use_gpu else 2), arguments))
     faulthandler.enable()
-    ranks, *_ = start("soak", arguments, options.use_gpu, 120, may_share_gpus=True)
+    ranks, *_ = start("-m cp_dtensor soak", arguments, options.use_gpu, 120, may_share_gpus=True)
     passed = soak(options, ranks)
     dist.destroy_process_group()
     sys.exit(not passed)
@@ -102,7 +102,7 @@ def _launch(ranks: int, arguments: Sequence[str]) -> int:
 def run(case: Case) -> None:
     """Runs one case on the ranks that torchrun started, and prints its errors as multiples of what is allowed."""
     use_gpu = torch.cuda.is_available() and case.dtype != "float64"
-    start("soak", (), use_gpu, 120, may_share_gpus=True)
+    start("-m cp_dtensor soak", (), use_gpu, 120, may_share_gpus=True)
     print(f"rank {dist.get_rank()}: {errors_of(case, _meshes(use_gpu)[case.mesh])}")
     dist.destroy_process_group()
 

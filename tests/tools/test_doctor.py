@@ -61,7 +61,10 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(capsys: pyt
         return report.findings
 
     hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
-    with mock.patch.object(machine, "settings", side_effect=hangs), mock.patch.object(exchange, "bandwidth", lambda *_: ()):
+    with (
+        mock.patch.object(machine, "settings", side_effect=hangs),
+        mock.patch.object(exchange, "bandwidth", return_value=()),
+    ):
         ((*findings, last),) = run_ranks(1, body)
     problem = next(each for each in findings if each.status == PROBLEM)
     assert problem.check == "settings"

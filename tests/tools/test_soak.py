@@ -232,7 +232,7 @@ def test_more_ranks_than_gpus_share_these(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.update(device=device))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: joined["device"])
-    command.start("soak", (), True, 120, may_share_gpus=True)
+    command.start("-m cp_dtensor soak", (), True, 120, may_share_gpus=True)
     assert (joined["device"], joined["backend"]) == (device, backend)
     assert (joined["device_id"] is None) == (gpus == 1)
     assert ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in os.environ) == (gpus == 1)

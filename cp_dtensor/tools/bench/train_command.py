@@ -92,7 +92,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Runs the benchmark of the command line; rank 0 writes and prints the results."""
     options = parse_options(arguments)
-    ranks, device, command = start("train-bench", arguments, options.use_gpu, options.timeout)
+    ranks, device, command = start("-m cp_dtensor train-bench", arguments, options.use_gpu, options.timeout)
     rows: dict[tuple[Job, str], TrainRow] = {}
     lost = None
 

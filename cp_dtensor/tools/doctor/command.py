@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         report.add([Finding("devices", PROBLEM, text, remedy)])
         sys.exit(report.end())
     try:
-        ranks, device, _ = start("doctor", arguments, use_gpu, _SECONDS_OF_A_COLLECTIVE)
+        ranks, device, _ = start("-m cp_dtensor doctor", arguments, use_gpu, _SECONDS_OF_A_COLLECTIVE)
     except (RuntimeError, ValueError) as error:
         if os.environ["RANK"] != "0":
             raise  # this rank's report is not printed
