@@ -286,6 +286,11 @@ def test_files_are_short() -> None:
     assert not {path: length for path, length in lengths.items() if length > MAX_LINES}
 
 
+def test_there_is_one_conftest() -> None:
+    """Tests import it by name, and another one of that name would hide it."""
+    assert [*(ROOT / "tests").rglob("conftest.py")] == [ROOT / "tests" / "conftest.py"]
+
+
 def test_import_without_triton_and_cuda() -> None:
     program = """
 import sys

@@ -16,7 +16,7 @@ from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.provider import attention_of_shards
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_checks import PROVIDER, models_with_positions, problems_of
+from cp_dtensor.api.transformers_checks import PROVIDER, is_model, models_with_positions, problems_of
 from cp_dtensor.api.transformers_hooks import provider_mask, transformers_hooks
 from cp_dtensor.api.transformers_masks import ModelMask
 from cp_dtensor.api.transformers_private import PASSED_ON, table_of
@@ -52,7 +52,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
     # models of transformers
-    "PASSED_ON", "PROVIDER", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
+    "PASSED_ON", "PROVIDER", "is_model", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
     "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
     # autograd and compiler
     "current_backward", "entry_replaced", "never_compiled", "version_of",

@@ -10,9 +10,8 @@ Everything else stays as accelerate documents it. An accelerator that is prepare
 
     with accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=..., mask=Documents(cu_seqlens)):
 
-Models of transformers with `attn_implementation="sdpa"` compute plain causal attention under the mask of the context.
-Those with other masks of their own (windows, chunks, sinks) need the attention implementation "cp_dtensor", which
-builds masks of the whole sequence; under "sdpa" they are refused when they are prepared.
+Models of transformers make their masks (windows, chunks, packed documents, padding) of the whole sequence, as in any
+context; sinks need the attention implementation "cp_dtensor". Models that would be wrong are refused when called.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from cp_dtensor import Batched, Documents, HeadTail, Layout, Mask, context_parallel, local_positions
-from cp_dtensor.api.extension import PROVIDER, Mesh, models_with_positions, sequence_ranks
+from cp_dtensor import HeadTail, Layout, Mask, context_parallel, local_positions
+from cp_dtensor.api.extension import Mesh, is_model, models_with_positions, sequence_ranks
 
-__all__ = ["Enabled", "enable", "padded_and_packed_mask"]
+__all__ = ["Enabled", "enable"]
 
 _SEQUENCE_INPUTS = (
     "input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids",
@@ -136,8 +135,7 @@ def enable(
 
     `Accelerator.prepare` and the steps then raise
         NotImplementedError, ValueError: for transformers models whose result would not be that of one process; the
-            message names the reason and the way out. Padding and packed documents become masks in `Trainer`; in steps
-            of your own pass `mask=`, for which there is `padded_and_packed_mask`.
+            message names the reason and the way out.
     """
     return Enabled(
         {
@@ -147,54 +145,8 @@ def enable(
     )  # fmt: skip
 
 
-def padded_and_packed_mask(
-    position_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None
-) -> Mask | None:
-    """The mask of packed documents and of padding, without causality; None if there is neither.
-
-    Args:
-        position_ids: (B, S) integers of the whole sequence. A document begins wherever a position is not the one before
-            plus 1, as in transformers.
-        attention_mask: (B, S), of the whole sequence, nonzero for tokens and 0 for padding at either end of a row.
-
-    Raises:
-        ValueError: other shapes; padding between tokens.
-
-    Padding sees nothing here, where a model may give it some output: outputs at padding differ, those of tokens do not.
-
-    >>> padded_and_packed_mask(torch.tensor([[0, 1, 2, 0, 1]])).cu_seqlens
-    (0, 3, 5)
-    >>> padded_and_packed_mask(attention_mask=torch.tensor([[0, 1, 1]])).cu_seqlens
-    (1, 3)
-    """
-    given = [tensor for tensor in (position_ids, attention_mask) if tensor is not None]
-    if any(tensor.dim() != 2 or tensor.shape != given[0].shape for tensor in given):
-        raise ValueError(
-            f"expected position_ids and attention_mask of one shape (batch, sequence), got {[*map(_shape, given)]}"
-        )
-    if not given:
-        return None
-    batch, length = given[0].shape
-    rows: list[list[Mask]] = [[] for _ in range(batch)]
-    if position_ids is not None and not _ascends(position_ids):
-        begins = position_ids[:, 1:] - position_ids[:, :-1] != 1
-        for row, starts in zip(rows, begins.tolist(), strict=True):
-            row.append(Documents([0, *(index + 1 for index, start in enumerate(starts) if start), length]))
-    if attention_mask is not None and not bool(attention_mask.all()):
-        for row, seen in zip(rows, (attention_mask != 0).tolist(), strict=True):
-            tokens = [index for index, is_token in enumerate(seen) if is_token] or [0]
-            first, last = tokens[0], tokens[-1] + 1 if any(seen) else 0
-            if last - first != sum(seen):
-                raise ValueError("expected padding at the ends of each row of attention_mask, got zeros between tokens")
-            row.append(Documents.for_length([first, last], length))
-    if not rows or not rows[0]:
-        return None
-    masks = [row[0] if len(row) == 1 else row[0] & row[1] for row in rows]
-    return masks[0] if batch == 1 else Batched(masks)
-
-
 class _Steps:
-    """`_cp_context` of an accelerator: opens a context for each step, and checks what its models are called with.
+    """`_cp_context` of an accelerator: opens a context for each step, and adds positions that models lack.
 
     Args:
         mesh: the context-parallel axis.
@@ -204,7 +156,8 @@ class _Steps:
     def __init__(self, mesh: Mesh, settings: dict[str, Any]) -> None:
         self.mesh = mesh
         self.settings = settings
-        self._step: _Step | None = None
+        self._positions: Callable[[], torch.Tensor] | None = None
+        """Makes the position ids of this rank's tokens, in a step."""
         self._models = WeakSet[nn.Module]()
 
     @contextmanager
@@ -218,155 +171,44 @@ class _Steps:
     ) -> Iterator[None]:
         settings = {**self.settings, **{name: value for name, value in options.items() if value is not None}}
         tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
-        step = _Step(tensors, dims, settings["mask"] is not None, settings["layout"] or HeadTail())
+        lengths = {tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=False)}
+        device = tensors[0].device if tensors else torch.device("cpu")
         context = context_parallel(
             self.mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, **settings
         )
-        before, self._step = self._step, step
+        before, self._positions = self._positions, partial(self._local_positions, lengths, settings["layout"], device)
         models_with_positions.update(self._models)
         try:
             with context:
                 yield
         finally:
-            self._step = before
+            self._positions = before
             if before is None:
                 models_with_positions.difference_update(self._models)
 
     def attach(self, model: nn.Module) -> None:
-        """Registers the checks of a model of transformers; other models run as they are."""
-        config = getattr(model, "config", None)
-        implementation = getattr(config, "_attn_implementation", None)
-        if config is None or implementation is None:
-            return
-        _refuse_other_masks(model, config, implementation)
-        model.register_forward_pre_hook(self._check_call, with_kwargs=True, prepend=True)
-        self._models.add(model)
-        if implementation == "sdpa":
-            for layer in _attention_layers(model):
-                layer.register_forward_pre_hook(self._causal, with_kwargs=True, prepend=True)
+        """Adds missing position ids to calls of models of transformers, also inside of others, such as adapters'."""
+        for part in filter(is_model, model.modules()):
+            part.register_forward_pre_hook(self._with_positions, with_kwargs=True, prepend=True)
+            self._models.add(part)
 
-    def _check_call(
+    def _with_positions(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Checks a model's inputs in a step, before any collective, and adds positions if they are missing."""
-        step = self._step
-        if step is None:
-            return None
         parameters = signature(model.forward).parameters
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if given.get("labels") is not None and given.get("shift_labels") is None and "CausalLM" in type(model).__name__:
-            raise ValueError(
-                f"{type(model).__name__} got labels without shift_labels, and would shift this rank's part of them: "
-                "pass shift_labels too, labels shifted by one before they are sharded, among the buffers"
-            )
-        if getattr(model.config, "_attn_implementation", None) != PROVIDER:
-            step.refuse_unmasked(given)
-        if "position_ids" in parameters and given.get("position_ids") is None:
-            positions = local_positions(self.mesh, step.length(), step.layout, device=step.device)
-            return args, {**kwargs, "position_ids": positions[None]}
-        return None
-
-    def _causal(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Lets the context mask an attention layer: the model makes its own masks from this rank's tokens only."""
-        if self._step is None or "attention_mask" not in kwargs:
+        if self._positions is None or "position_ids" not in parameters or given.get("position_ids") is not None:
             return None
-        return args, {**kwargs, "attention_mask": None, "is_causal": True}
+        return args, {**kwargs, "position_ids": self._positions()}
 
-
-class _Step:
-    """The buffers of one step, and the facts that only whole ones show."""
-
-    def __init__(self, buffers: list[torch.Tensor], dims: list[int], is_masked: bool, layout: Layout) -> None:
-        self.layout = layout
-        self.device = buffers[0].device if buffers else torch.device("cpu")
-        self._lengths = {tensor.size(dim) for tensor, dim in zip(buffers, dims, strict=False)}
-        self._is_masked = is_masked
-        self._ascends: dict[int, bool] = {}
-        self._is_true: dict[int, bool] = {}
-        if not is_masked:
-            for tensor in buffers:
-                if tensor.dim() == 2 and not tensor.is_floating_point():
-                    self._ascends[id(tensor)] = _ascends(tensor)
-                    self._is_true[id(tensor)] = bool(tensor.all())
-
-    def length(self) -> int:
-        """The number of tokens of the whole sequence; refuses buffers of several lengths."""
-        if len(self._lengths) != 1:
+    def _local_positions(self, lengths: set[int], layout: Layout | None, device: torch.device) -> torch.Tensor:
+        """(1, tokens) of this rank's tokens; refuses buffers of several lengths."""
+        if len(lengths) != 1:
             raise ValueError(
-                f"position_ids are missing, and the buffers of this step have the lengths {sorted(self._lengths)}: "
-                "pass position_ids, as one of the buffers"
+                f"position_ids are missing, and the buffers of this step have the lengths {sorted(lengths)}: pass "
+                "position_ids, as one of the buffers"
             )
-        return next(iter(self._lengths))
-
-    def refuse_unmasked(self, given: dict[str, Any]) -> None:
-        """Refuses packed documents and padding that no mask of the context tells apart."""
-        if self._is_masked:
-            return
-        positions, padding = given.get("position_ids"), given.get("attention_mask")
-        way_out = (
-            "pass mask=padded_and_packed_mask(position_ids, attention_mask), made of the whole tensors, to "
-            f'maybe_context_parallel (Trainer does), or load the model with attn_implementation="{PROVIDER}"'
-        )
-        if positions is not None and not self._ascends.get(id(positions), True):
-            raise ValueError(f"position_ids restart in a step without a mask, as in packed documents: {way_out}")
-        if padding is not None and not self._is_true.get(id(padding), False):
-            raise ValueError(
-                "expected attention_mask to be None, or a buffer of the step without zeros; got "
-                f"{'zeros' if id(padding) in self._is_true else 'a tensor that is no buffer (batch, sequence)'}: "
-                f"{way_out}"
-            )
-
-
-def _ascends(tensor: torch.Tensor) -> bool:
-    """True if each number of each row is the one before plus 1."""
-    return bool((tensor[:, 1:].long() - tensor[:, :-1].long() == 1).all())
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _refuse_other_masks(model: nn.Module, config: Any, implementation: str) -> None:
-    """Refuses a transformers model whose layers are not plain causal attention, unless its provider masks them."""
-    name = type(model).__name__
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
-    others = sorted({*types} - {"full_attention", "sliding_attention", "chunked_attention"})
-    if others:
-        raise NotImplementedError(
-            f"{name} has layers of {others}, which mix tokens by other means than attention: context parallelism does "
-            "not see them"
-        )
-    if implementation == PROVIDER:
-        return
-    way_out = f'call cp_dtensor.integrations.transformers.register() and load it with attn_implementation="{PROVIDER}"'
-    if implementation != "sdpa":
-        raise NotImplementedError(
-            f"{name} has attn_implementation={implementation!r}, which context parallelism does not see: {way_out}, or "
-            'with "sdpa"'
-        )
-    windows = sorted({*types} - {"full_attention"})
-    if windows:
-        raise NotImplementedError(f"{name} has layers of {windows}, whose masks are lost under sdpa: {way_out}")
-    layers = _attention_layers(model)
-    if getattr(config, "is_encoder_decoder", False) or not layers or not all(each.is_causal for each in layers):
-        raise NotImplementedError(
-            f"{name} is not a decoder whose attention layers are called self_attn and causal, the only kind that runs "
-            f"under sdpa: {way_out}"
-        )
-
-
-def _attention_layers(model: nn.Module) -> list[Any]:
-    """The attention layers of a decoder of transformers."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] == "self_attn" and hasattr(module, "is_causal")
-    ]
+        return local_positions(self.mesh, next(iter(lengths)), layout or HeadTail(), device=device)[None]
 
 
 def _with_options(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -391,7 +233,7 @@ def _with_options(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trainer_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Trainer._prepare_context_parallel_inputs` that turns packing and padding into the mask of the step."""
+    """`Trainer._prepare_context_parallel_inputs` that shards all inputs, with labels shifted before."""
 
     def prepare(self: Any, model: nn.Module, inputs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         steps = getattr(self.accelerator, "_cp_context", None)
@@ -405,13 +247,6 @@ def _trainer_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(batch, 1)
-        options = {}
-        config = self.accelerator.unwrap_model(model).config
-        if getattr(config, "_attn_implementation", None) != PROVIDER:
-            mask = padded_and_packed_mask(inputs["position_ids"], inputs.pop("attention_mask", None))
-            if mask is not None:
-                own = steps.settings["mask"]
-                options["mask"] = mask if own is None else own & mask
         sharded = [name for name in _SEQUENCE_INPUTS if isinstance(inputs.get(name), torch.Tensor)]
         others = [
             name
@@ -430,7 +265,7 @@ def _trainer_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         buffers = [inputs[name] for name in sharded]
         opened = partial(
             self.accelerator.maybe_context_parallel, buffers=buffers, buffer_seq_dims=[1] * len(buffers),
-            no_restore_buffers=buffers, **options,
+            no_restore_buffers=buffers,
         )  # fmt: skip
         return opened, inputs
 

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="one case of each backend")
     options = parser.parse_args(arguments)
     use_gpu = uses_gpu(parser, options.device)
-    ranks, device, command = start("accuracy", arguments, use_gpu, 300)
+    ranks, device, command = start("-m cp_dtensor accuracy", arguments, use_gpu, 300)
     measured = cases(options.seq_len, use_gpu, options.quick)
     show = progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
     suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, show)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import re
 from collections.abc import Callable
@@ -139,6 +140,13 @@ def uses_gpu(parser: argparse.ArgumentParser, device: str) -> bool:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     return device != "cpu" and torch.cuda.is_available()
+
+
+def refuse_other_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
+    """Refuses a `--ranks` other than the number of ranks that torchrun has started."""
+    started = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+    if ranks is not None and started not in (None, str(ranks)):
+        parser.error(f"--ranks {ranks}: torchrun has started {started}")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -28,7 +29,7 @@ from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.info import environment
-from cp_dtensor.tools.parsing import command_parser, positive, positive_number, uses_gpu
+from cp_dtensor.tools.parsing import command_parser, positive, positive_number, refuse_other_ranks, uses_gpu
 from cp_dtensor.tools.soak_cases import Case, draw_case, errors_of
 
 _DESCRIPTION = """\
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     if "RANK" not in os.environ:
         sys.exit(_launch(options.ranks or (torch.cuda.device_count() if options.use_gpu else 2), arguments))
     faulthandler.enable()
-    ranks, *_ = start("soak", arguments, options.use_gpu, 120, may_share_gpus=True)
+    ranks, *_ = start("-m cp_dtensor soak", arguments, options.use_gpu, 120, may_share_gpus=True)
     passed = soak(options, ranks)
     dist.destroy_process_group()
     sys.exit(not passed)
@@ -74,6 +75,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--growth", type=positive, default=64, metavar="MIB", help=growth)
     parser.add_argument("--verbose", action="store_true", help="print each case before it runs, as for crashes")
     options = parser.parse_args(arguments)
+    refuse_other_ranks(parser, options.ranks)
     options.use_gpu = uses_gpu(parser, options.device)
     return options
 
@@ -89,9 +91,10 @@ def _launch(ranks: int, arguments: Sequence[str]) -> int:
     try:
         torchrun.run(torchrun.parse_args(command))
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could not print anything itself
-            print(f"failed: rank {rank} was ended by {failure.signal_name()}", flush=True)
+        for rank, failure in error.failures.items():
+            # A signal let it print nothing; torchrun terminates the other ranks.
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                print(f"failed: rank {rank} was ended by {failure.signal_name()}", flush=True)
         return 1
     return 0
 
@@ -99,7 +102,7 @@ def _launch(ranks: int, arguments: Sequence[str]) -> int:
 def run(case: Case) -> None:
     """Runs one case on the ranks that torchrun started, and prints its errors as multiples of what is allowed."""
     use_gpu = torch.cuda.is_available() and case.dtype != "float64"
-    start("soak", (), use_gpu, 120, may_share_gpus=True)
+    start("-m cp_dtensor soak", (), use_gpu, 120, may_share_gpus=True)
     print(f"rank {dist.get_rank()}: {errors_of(case, _meshes(use_gpu)[case.mesh])}")
     dist.destroy_process_group()
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_dtensor import context_parallel, context_parallel_shard, local_positions
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
+from cp_dtensor.tools.bench import command
 from cp_dtensor.tools.bench.measure import Device
 
 TOY: dict[str, Any] = {
@@ -186,11 +187,8 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="tiny models, in float32")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    memory = Device(on_gpu)
+    _, memory, _ = command.start("docs/scripts/model_steps.py", sys.argv[1:], on_gpu, 600, may_share_gpus=True)
+    device = memory.torch_device
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     dtype = torch.float32 if options.toy else torch.bfloat16
     import transformers

@@ -312,7 +312,9 @@ def main() -> None:
         shape = Shape(parsed.seq_len or 32768, (32, 8), 128, "bfloat16")
     else:
         shape = Shape(parsed.seq_len or 2048, (8, 2), 64, "float32")
-    _, device, _ = command.start("timeline", sys.argv[1:], parsed.device == "cuda", 300, may_share_gpus=True)
+    _, device, _ = command.start(
+        "docs/scripts/timeline.py", sys.argv[1:], parsed.device == "cuda", 300, may_share_gpus=True
+    )
     try:
         record(parsed.record, shape, device.torch_device)
     finally:

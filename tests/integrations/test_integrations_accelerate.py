@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,12 +101,9 @@ def test_loss_and_gradients_are_those_of_one_process(kind: str, use_cache: bool,
         inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
     if "attention_mask" in inputs:
         names = [*names, "attention_mask"]
-    if kind in ("packed", "padded"):
-        options["mask"] = cp_accelerate.padded_and_packed_mask(inputs["position_ids"], inputs.get("attention_mask"))
     model = llama()
-    model.config.use_cache = False  # with a cache, one process does not tell packed documents apart
+    model.config.use_cache = use_cache  # with a cache, transformers does not tell packed documents apart
     whole_loss, whole_grads = one_process(model, inputs)
-    model.config.use_cache = use_cache
 
     def body(rank: int) -> Any:
         return in_steps(rank, deepcopy(model), inputs, names, options)
@@ -117,14 +115,16 @@ def test_loss_and_gradients_are_those_of_one_process(kind: str, use_cache: bool,
         torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "cp_dtensor"])
 @pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
-def test_models_with_the_provider_make_their_own_masks(kind: str) -> None:
+def test_models_make_their_own_masks(kind: str, implementation: str) -> None:
     """A window, and packed documents or padding, without a mask of the step."""
     inputs = {"packed": packed, "padded": padded}.get(kind, batch)()
     model = llama("Mistral", sliding_window=13)
     model.config.use_cache = False
     whole_loss, whole_grads = one_process(model, inputs)
-    model.set_attn_implementation(register())
+    register()
+    model.set_attn_implementation(implementation)
     names = [*ALL, *({"position_ids", "attention_mask"} & inputs.keys())]
 
     def body(rank: int) -> Any:
@@ -183,56 +183,37 @@ def test_options_of_the_switch_and_of_a_step_reach_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "names", "message"),
+    ("make", "names", "message"),
     [
-        (packed(), [*ALL, "position_ids"], "position_ids restart in a step without a mask"),
-        (padded(), [*ALL, "attention_mask"], "got zeros: pass mask=padded_and_packed_mask"),
-        (batch(), ["input_ids", "labels"], "got labels without shift_labels"),
+        (llama, ["input_ids", "labels"], "a model got labels inside of context_parallel"),
+        (partial(llama, attn_implementation="eager"), ALL, "computes attention as matrix products"),
     ],
 )
-def test_steps_that_would_be_wrong_are_refused(inputs: Any, names: list[str], message: str) -> None:
+def test_steps_that_would_be_wrong_are_refused(make: Any, names: list[str], message: str) -> None:
     def body(rank: int) -> None:
-        in_steps(rank, llama(), inputs, names, {})
+        in_steps(rank, make(), batch(), names, {})
 
-    with cp_accelerate.enable(), pytest.raises(ValueError, match=message):
+    with cp_accelerate.enable(), pytest.raises((ValueError, NotImplementedError), match=message):
         run_ranks(RANKS, body)
 
 
-def test_an_attention_mask_that_is_no_buffer_is_refused() -> None:
-    def body(rank: int) -> None:
-        model = llama()
-        accelerator = prepared(rank, model)
-        tokens = batch()["input_ids"]
-        with Accelerator.maybe_context_parallel(
-            accelerator, buffers=[tokens], buffer_seq_dims=[1], no_restore_buffers=[tokens]
-        ):
-            model(input_ids=tokens, attention_mask=torch.ones(BATCH, LENGTH))
+def test_models_inside_of_others_get_positions() -> None:
+    """As those with adapters, whose arguments have no position ids."""
 
-    with cp_accelerate.enable(), pytest.raises(ValueError, match="a tensor that is no buffer"):
-        run_ranks(RANKS, body)
+    class Adapter(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
 
+        def forward(self, **kwargs: Any) -> Any:
+            return self.model(**kwargs)
 
-def test_models_with_masks_of_their_own_are_refused_when_prepared() -> None:
-    def refused(make: Any) -> str:
-        with cp_accelerate.enable(), pytest.raises(NotImplementedError) as caught:
-            run_ranks(RANKS, lambda rank: prepared(rank, make()))
-        return str(caught.value)
-
-    assert "MistralForCausalLM has layers of ['sliding_attention']" in refused(lambda: llama("Mistral"))
-    eager = refused(lambda: transformers.LlamaForCausalLM._from_config(llama().config, attn_implementation="eager"))
-    assert "attn_implementation='eager', which context parallelism does not see" in eager
-    assert 'attn_implementation="cp_dtensor"' in eager
-    mixed = refused(lambda: llama("Lfm2", layer_types=["conv", "full_attention"]))
-    assert "layers of ['conv'], which mix tokens by other means" in mixed
-    bert = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9
-    )
-    assert "is not a decoder whose attention layers" in refused(lambda: transformers.BertModel(bert))
-
-
-def test_a_mistral_without_a_window_is_accepted() -> None:
+    inputs = {name: tensor for name, tensor in batch().items() if name != "position_ids"}
+    model = llama()
+    whole_loss, _ = one_process(model, inputs)
     with cp_accelerate.enable():
-        run_ranks(RANKS, lambda rank: prepared(rank, llama("Mistral", sliding_window=None)) and None)
+        results = run_ranks(RANKS, lambda rank: in_steps(rank, Adapter(deepcopy(model)), inputs, ALL, {}))
+    torch.testing.assert_close(sum(loss for loss, _ in results), whole_loss, rtol=1e-5, atol=1e-5)
 
 
 def test_the_switch_is_reversible_nested_and_safe() -> None:
@@ -264,22 +245,6 @@ def test_options_for_an_accelerator_that_was_prepared_before() -> None:
     pc = accelerate.ParallelismConfig(cp_size=RANKS)
     with cp_accelerate.enable(), pytest.raises(TypeError, match="prepared before enable"):
         Accelerator.maybe_context_parallel(SimpleNamespace(parallelism_config=pc), [], [], mask=Documents([0, 4]))
-
-
-def test_masks_of_padding_and_packing() -> None:
-    mask = cp_accelerate.padded_and_packed_mask
-    assert mask() is None
-    assert mask(torch.arange(6)[None], torch.ones(1, 6)) is None
-    assert mask(torch.tensor([[3, 4, 0, 1]])) == Documents([0, 2, 4])
-    both = mask(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[0, 1, 1, 1]]))
-    assert both == Documents([0, 2, 4]) & Documents.for_length([1, 4], 4)
-    symmetric = mask(attention_mask=torch.tensor([[0, 0, 1, 1, 0, 0]]))
-    assert symmetric is not None
-    assert symmetric.pairs(6, 6) == 4, "these positions look like lengths, whose sum is that of the sequence"
-    with pytest.raises(ValueError, match="zeros between tokens"):
-        mask(attention_mask=torch.tensor([[1, 0, 1]]))
-    with pytest.raises(ValueError, match="of one shape"):
-        mask(torch.arange(3)[None], torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("given", ["label_smoother", "compute_loss_func"])

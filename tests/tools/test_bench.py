@@ -72,7 +72,7 @@ def test_flops_count_what_is_not_masked() -> None:
 def test_the_grid_has_all_combinations_and_needs_ever_more_memory() -> None:
     heads = [Heads(32, 8), Heads(32, 32)]
     cases = grid(
-        [256, 64], heads, ["causal"], ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", layout="HeadTail"
+        [256, 64, 64], heads, ["causal"], ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", layout="HeadTail"
     )
     assert {(case.seq_len, case.heads, case.backend) for case in cases} == {
         (seq_len, each, backend) for seq_len in (64, 256) for each in heads for backend in ("auto", "MATH")
@@ -293,7 +293,7 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
             assert "NotImplementedError" in each.message
         elif each.method.startswith(("ours-hybrid", "ours-two-level")):
             assert each.status == "refused"
-            assert "2 ranks are no mesh of several times" in each.message
+            assert "it needs several times" in each.message
         elif each.method.startswith("ours-symm_mem"):
             assert (each.status, each.message) == ("refused", "ranks on CPUs share no memory")
         elif each.method.endswith(" graph"):

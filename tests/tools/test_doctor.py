@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
+from cp_dtensor.tools import soak
 from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.doctor import command, exchange, machine
 from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding
@@ -51,6 +53,25 @@ def test_four_ranks_have_hybrids_and_nested_rings() -> None:
     assert finding.text.startswith("ring by allgather, ring by alltoall, ulysses, hybrid, nested ring: forward and")
 
 
+def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> list[Finding]:
+        report = command._Report(as_json=False, visible=True)
+        options = command._parser().parse_args([])
+        command._check(report, Ranks(dist.HashStore(), rank, 1), torch.device("cpu"), options)
+        return report.findings
+
+    hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
+    with (
+        mock.patch.object(machine, "settings", side_effect=hangs),
+        mock.patch.object(exchange, "bandwidth", return_value=()),
+    ):
+        ((*findings, last),) = run_ranks(1, body)
+    problem = next(each for each in findings if each.status == PROBLEM)
+    assert problem.check == "settings"
+    assert "timed out after 30 seconds" in problem.text
+    assert last.check == "auto"
+
+
 def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     """The gradient of one rank is off by 1e-6 in one method."""
     store = dist.HashStore()
@@ -77,6 +98,18 @@ def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[s
     ]
     assert "choose another method or rotate_method" in lines[1]
     assert lines[-1].startswith("3 problems: ulysses, causal, ulysses, documents, correctness")
+
+
+@pytest.mark.parametrize("run", [command.main, soak.main])
+def test_ranks_are_those_of_torchrun(
+    run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        run(["--device", "cpu", "--ranks", "3"])
+    assert ended.value.code == 2
+    assert "--ranks 3: torchrun has started 2" in capsys.readouterr().err
 
 
 def test_ranks_that_crash_are_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,4 +267,4 @@ def test_symmetric_memory_is_expected_of_gpus_with_nvlink_on_one_host(monkeypatc
         exchange.symmetric_memory(obstacle, ranks, hosts).status
         for obstacle, ranks, hosts in ((None, 8, 1), ("no peer access", 8, 1), ("2 hosts", 8, 2), ("alone", 1, 1))
     ]
-    assert statuses == [OK, PROBLEM, NOTE, OK]
+    assert statuses == [OK, PROBLEM, NOTE, NOTE]

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -208,7 +209,8 @@ def test_torchruns_report_is_left_out(
     def run(options: argparse.Namespace) -> None:
         assert options.nproc_per_node == "3"
         assert options.training_script_args == ["soak", "--ranks", "3"]
-        raise ChildFailedError("soak", {1: ProcessFailure(1, 5, exitcode, "")})
+        failures = {0: ProcessFailure(0, 4, -signal.SIGTERM, ""), 1: ProcessFailure(1, 5, exitcode, "")}
+        raise ChildFailedError("soak", failures)
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.delenv("RANK", raising=False)
@@ -230,7 +232,7 @@ def test_more_ranks_than_gpus_share_these(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.update(device=device))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: joined["device"])
-    command.start("soak", (), True, 120, may_share_gpus=True)
+    command.start("-m cp_dtensor soak", (), True, 120, may_share_gpus=True)
     assert (joined["device"], joined["backend"]) == (device, backend)
     assert (joined["device_id"] is None) == (gpus == 1)
     assert ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in os.environ) == (gpus == 1)

@@ -228,7 +228,7 @@ def test_a_run_with_errors_or_without_measurements_ends_with_status_1(
 
 
 def test_options_change_a_preset_and_methods_are_measured_compiled_too() -> None:
-    options = parse_options(["--preset", "8b-layers", "--layers", "4", "--seq-lens", "64", "128", "--compile"])
+    options = parse_options(["--preset", "8b-layers", "--layers", "4", "--seq-lens", "64", "128", "64", "--compile"])
     assert [job.size for job in options.jobs] == [dataclasses.replace(PRESETS["8b-layers"], layers=4)] * 2
     names = [method.name for method in options.methods]
     assert names[len(names) // 2 :] == [f"{name} compiled" for name in names[: len(names) // 2]]

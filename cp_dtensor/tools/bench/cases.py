@@ -139,7 +139,7 @@ def grid(
         Case(seq_len, each, mask=mask, backend=backend, **fixed)
         for each, mask, backend, seq_len in itertools.product(heads, masks, backends, seq_lens)
     ]
-    return tuple(sorted(cases, key=lambda case: case.seq_len * case.heads.kv))
+    return tuple(sorted(dict.fromkeys(cases), key=lambda case: case.seq_len * case.heads.kv))
 
 
 # Inputs that each rank draws by itself, head by head, so that no rank holds the whole sequence

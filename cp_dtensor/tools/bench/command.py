@@ -167,7 +167,7 @@ def refuse_masks_beyond(cases: Sequence[Case]) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Runs the benchmark of the command line; rank 0 writes and prints the results."""
     options = parse_options(arguments)
-    ranks, device, command = start("bench", arguments, options.use_gpu, options.timeout)
+    ranks, device, command = start("-m cp_dtensor bench", arguments, options.use_gpu, options.timeout)
     with torch.autograd.set_multithreading_enabled(not options.one_thread):
         rows, lost, traced = _measure(options, ranks, device, command)
     if ranks.rank == 0:
@@ -187,14 +187,15 @@ def end(ranks: Ranks, lost: GroupLost | None) -> None:
 
 
 def start(
-    command: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float, *, may_share_gpus: bool = False
+    program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float, *, may_share_gpus: bool = False
 ) -> tuple[Ranks, Device, str]:
     """Joins the ranks that torchrun started; returns them, the device of this rank and the whole command line.
 
+    `program` is a script, or a module such as "-m cp_dtensor bench".
     `may_share_gpus`: more ranks than GPUs share these and their memory, with gloo, since NCCL wants a GPU each.
     """
     if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun: torchrun --nproc-per-node N -m cp_dtensor {command} ...")
+        sys.exit(f"start it with torchrun: torchrun --nproc-per-node N {program} ...")
     store, rank, world_size = next(dist.rendezvous("env://"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     shares = use_gpu and may_share_gpus and local_ranks > torch.cuda.device_count()
@@ -214,7 +215,7 @@ def start(
     )
     nodes = world_size // local_ranks
     launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {world_size // nodes}"
-    line = f"{launch} -m cp_dtensor {command} {shlex.join(arguments)}".strip()
+    line = f"{launch} {program} {shlex.join(arguments)}".strip()
     return Ranks(dist.PrefixStore("bench", store), rank, world_size), device, line
 
 

@@ -181,7 +181,7 @@ class Split:
     def refusal(self, case: Case, world_size: int) -> str | None:
         size = self.inner_size
         if size is not None and (world_size % size or size >= world_size):
-            return f"{world_size} ranks are no mesh of several times {size}"
+            return f"it needs several times {size} ranks"
         if self.rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
             return "ranks on CPUs share no memory"
         return case.layout_refusal(self.layout)

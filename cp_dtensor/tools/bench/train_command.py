@@ -82,7 +82,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         refuse_masks_beyond(cases)
     except ValueError as error:
         parser.error(str(error))
-    options.jobs = [Job(size, case, options.optimizer, options.checkpoint, options.seed) for case in cases]
+    jobs = (Job(size, case, options.optimizer, options.checkpoint, options.seed) for case in cases)
+    options.jobs = list(dict.fromkeys(jobs))
     name = gpu_name() if options.use_gpu and options.dtype in ("bfloat16", "float16") else None
     options.peak = options.peak_tflops or (None if name is None else GPUS[name].flops / 1e12)
     return options
@@ -91,7 +92,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Runs the benchmark of the command line; rank 0 writes and prints the results."""
     options = parse_options(arguments)
-    ranks, device, command = start("train-bench", arguments, options.use_gpu, options.timeout)
+    ranks, device, command = start("-m cp_dtensor train-bench", arguments, options.use_gpu, options.timeout)
     rows: dict[tuple[Job, str], TrainRow] = {}
     lost = None
 

@@ -23,7 +23,7 @@ from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.measure import Failed, Ranks
 from cp_dtensor.tools.doctor import exchange, machine
 from cp_dtensor.tools.doctor.machine import OK, PROBLEM, Finding
-from cp_dtensor.tools.parsing import argument, command_parser, positive
+from cp_dtensor.tools.parsing import argument, command_parser, positive, refuse_other_ranks
 
 _DESCRIPTION = """\
 Checks versions, GPUs, links and kernels, exchanges data between ranks, and compares every method and KV transport with
@@ -43,7 +43,9 @@ _REMEDY = "docs/troubleshooting.md has causes by symptom; messages of torch abov
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the checks and exits with status 1 if there are problems."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    refuse_other_ranks(parser, options.ranks)
     if "RANK" not in os.environ:
         sys.exit(_start_ranks(arguments, options))
     report = _Report(options.json, visible=os.environ["RANK"] == "0")
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         report.add([Finding("devices", PROBLEM, text, remedy)])
         sys.exit(report.end())
     try:
-        ranks, device, _ = start("doctor", arguments, use_gpu, _SECONDS_OF_A_COLLECTIVE)
+        ranks, device, _ = start("-m cp_dtensor doctor", arguments, use_gpu, _SECONDS_OF_A_COLLECTIVE)
     except (RuntimeError, ValueError) as error:
         if os.environ["RANK"] != "0":
             raise  # this rank's report is not printed
@@ -154,12 +156,15 @@ def _check(report: _Report, ranks: Ranks, device: torch.device, options: argpars
     """All checks, in the order in which one needs another.
 
     Raises:
-        Failed: on every rank, if a check raised an error on any rank.
+        Failed: on every rank, if a check of several ranks raised an error on any of them.
     """
 
     def alone(name: str, check: Callable[[], Iterable[Finding]]) -> None:
         report.running = name
-        report.add(ranks.on_each(lambda: list(check()), ranks.rank == 0) or [])
+        try:
+            report.add(ranks.on_each(lambda: list(check()), ranks.rank == 0) or [])
+        except Failed as failure:  # of rank 0 alone, for which no other rank waits
+            report.add([Finding(name, PROBLEM, str(failure), _REMEDY)])
 
     def together(name: str, check: Callable[[], Iterable[Finding]]) -> None:
         report.running = name

@@ -97,7 +97,7 @@ def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Findi
     """The finding about memory that ranks share; `obstacle` is the reason why they share none."""
     name = "symmetric memory"
     if world_size == 1:
-        return Finding(name, OK, "not tried: it needs two ranks")
+        return Finding(name, NOTE, "not tried: it needs two ranks")
     if obstacle is None:
         return Finding(name, OK, "ranks read each other's memory")
     if hosts > 1:
