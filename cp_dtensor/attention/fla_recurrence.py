@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
@@ -46,6 +47,8 @@ class FlaRecurrence:
     at its end from the identity and values of zero; without the delta rule it is the product of the decays. Outputs are
     linear in the entering state S: those of a state of zero, plus `queries` S. The outputs from the identity are these
     queries (without the delta rule: decayed q), so that pieces whose maps are known do not go through a kernel again.
+
+    Maps have gradients for what `engine.scan` makes of them, the state M S + B that leaves a piece: see `_FromZero`.
     """
 
     q: Tensor
@@ -58,8 +61,8 @@ class FlaRecurrence:
     batch: int
     lengths: tuple[int, ...]
     """Tokens of each piece, the same in each batch row; none is empty."""
-    _of_maps: tuple[Sequence[int], Tensor, Tensor] | None = None
-    """The pieces whose maps are known, their outputs from a state of zero, and their queries."""
+    _of_maps: tuple[Sequence[int], Tensor, Tensor, list[Tensor | None]] | None = None
+    """The pieces whose maps are known, their outputs from a state of zero, their queries, and the states that enter."""
 
     @classmethod
     def of(
@@ -75,30 +78,31 @@ class FlaRecurrence:
         """Maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
         heads, width, columns = self.q.size(2), self.k.size(-1), self.v.size(-1)
         if not pieces:  # a rank that sends nothing has the gradients of those that do
-            zero = zero_of(*[x for x in (self.q, self.k, self.v, self.g, self.beta) if x is not None]).float()
+            zero = zero_of(*[x for x in (self.k, self.v, self.g, self.beta) if x is not None]).float()
             shape = (0, self.batch, heads, width) if self.beta is None else (0, self.batch, heads, width, width)
             state = torch.zeros(0, self.batch, heads, width, columns, device=self.v.device)
             return torch.zeros(shape, device=self.v.device) + zero, state + zero
         some = self._of_pieces(pieces)
-        transition: Tensor | None
-        if self.beta is None:
-            out, ends = some._run(some.v, None, True)
-            queries, transition = some._decayed()
-        else:
-            identity = torch.eye(width, dtype=torch.float32, device=self.v.device)
-            identity = identity.expand(self.batch * len(pieces), heads, width, width).contiguous()
-            if _runs_once(some.g):
-                out, ends = some._run(F.pad(some.v, (0, width)), F.pad(identity, (columns, 0)), True)
-                assert ends is not None
-                (out, queries), (ends, transition) = (x.split([columns, width], -1) for x in (out, ends))
-            else:
-                out, ends = some._run(some.v, None, True)
-                queries, transition = some._run(torch.zeros_like(some.k), identity, True)
-        assert ends is not None
-        assert transition is not None
-        self._of_maps = tuple(pieces), out, queries.to(out.dtype)
+        static, entered = (some.scale, some.batch, some.lengths), list[Tensor | None]()
+        out, ends, queries, transition = _FromZero.apply(static, entered, some.q, some.k, some.v, some.g, some.beta)
+        self._of_maps = tuple(pieces), out, queries, entered
         by_piece = [x.unflatten(0, (self.batch, -1)).transpose(0, 1) for x in (transition, ends)]
         return by_piece[0], by_piece[1]
+
+    def _from_zero(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Outputs and last states from a state of zero; queries and transitions."""
+        columns, width = self.v.size(-1), self.k.size(-1)
+        if self.beta is None:
+            out, ends = self._run(self.v, None, True)
+            queries, transition = self._decayed()
+            return out, ends, queries.to(out.dtype), transition
+        identity = torch.eye(width, dtype=torch.float32, device=self.v.device)
+        identity = identity.expand(self.batch * len(self.lengths), self.k.size(2), width, width).contiguous()
+        if not _runs_once(self.g):
+            return *self._run(self.v, None, True), *self._run(torch.zeros_like(self.k), identity, True)
+        found = self._run(F.pad(self.v, (0, width)), F.pad(identity, (columns, 0)), True)
+        (out, queries), (ends, transition) = (x.split([columns, width], -1) for x in found)
+        return out, ends, queries, transition
 
     def _of_pieces(self, pieces: Sequence[int]) -> FlaRecurrence:
         """The tokens of some pieces."""
@@ -120,10 +124,12 @@ class FlaRecurrence:
         """As `ChunkedRecurrence.outputs`; no states leave after `maps`."""
         if self._of_maps is None:
             out, ends = self._run(self.v, self._entering(states), final)
-            leaving = [] if ends is None else list(ends.unflatten(0, (self.batch, -1)).unbind(1))
+            leaving = [] if not final else list(ends.unflatten(0, (self.batch, -1)).unbind(1))
             return out.squeeze(0).unflatten(0, (self.batch, -1)), leaving
         assert not final
-        pieces, from_zero, queries = self._of_maps
+        pieces, from_zero, queries, entered = self._of_maps
+        state = self._entering([states[piece] for piece in pieces])
+        entered[:] = [None if state is None else state.detach()]
         others = [piece for piece in range(len(self.lengths)) if piece not in pieces]
         outs = self._by_piece(pieces, from_zero)
         for (row, piece), of_piece in self._by_piece(pieces, queries).items():
@@ -150,7 +156,8 @@ class FlaRecurrence:
         entering = [torch.zeros_like(given[0]) if state is None else state for state in states]
         return torch.stack(entering, 1).flatten(0, 1).float().contiguous()
 
-    def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Tensor | None]:
+    def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        """Outputs, and the last states (sequences, H, K, V) if `final`."""
         options = {"scale": self.scale, "initial_state": initial, "output_final_state": final}
         options["cu_seqlens"] = _edges(self.lengths * self.batch, v.device)
         by_channel = self.g is not None and self.g.dim() == 4
@@ -160,7 +167,7 @@ class FlaRecurrence:
             g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
         decays = {} if g is None else {"g": g.float().clamp(min=_ZERO)}
         rates = {} if self.beta is None else {"beta": self.beta}
-        result: tuple[Tensor, Tensor | None] = kernel(self.q, self.k, v, **decays, **rates, **options)
+        result: tuple[Tensor, Any] = kernel(self.q, self.k, v, **decays, **rates, **options)
         return result
 
     def _decayed(self) -> tuple[Tensor, Tensor]:
@@ -172,6 +179,39 @@ class FlaRecurrence:
         by_channel = [x if x.dim() == 3 else x.unsqueeze(-1) for x in sums]
         decays = torch.stack([x[-1] for x in by_channel]).exp().expand(-1, -1, self.k.size(-1))
         return self.q * self.scale * torch.cat(by_channel).exp().unsqueeze(0), decays
+
+
+class _FromZero(torch.autograd.Function):
+    """`FlaRecurrence._from_zero`, with the backward of one run.
+
+    Let do be the gradient of out = out(0) + queries S, and dB that of the leaving state M S + B. Then gradients of
+    queries are do S^T, and those of M dB S^T: all of them together are the gradients of one run from S, with do and dB.
+    So queries and transitions need none of their own, and the pieces run once more, from the states that entered them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, static: tuple[Any, ...], entered: list[Tensor | None], *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.static, ctx.entered = static, entered  # `outputs` writes the states that enter
+        ctx.save_for_backward(*tensors)
+        out, ends, queries, transition = FlaRecurrence(*tensors, *static)._from_zero()
+        # A rank that sends nothing has no gradient of its maps for q alone, and joins a collective less.
+        of_ends = [] if any(ctx.needs_input_grad[3:]) else [ends]
+        ctx.mark_non_differentiable(queries, transition, *of_ends)
+        return out, ends, queries, transition
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_ends: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        tensors: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
+        leaves = [x.requires_grad_() for x, is_needed in zip(tensors, needed, strict=True) if is_needed]
+        with torch.enable_grad():
+            again = FlaRecurrence(*tensors, *ctx.static)
+            found = again._run(again.v, ctx.entered[0] if ctx.entered else None, True)
+        given = [pair for pair in zip(found, (grad_out, grad_ends), strict=True) if pair[0].requires_grad]
+        results, sizes = zip(*given, strict=True)
+        grads = iter(torch.autograd.grad(results, leaves, sizes, allow_unused=True))
+        return None, None, *[next(grads) if is_needed else None for is_needed in needed]
 
 
 _cached_edges = LRUCache[Shared[Tensor]](pins=capturing)
@@ -210,8 +250,8 @@ def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: 
 def _runs_once(g: Tensor | None) -> bool:
     """True if one run of a delta rule gives outputs and transition, whose K columns are beside those of v.
 
-    With decays by channel, work within chunks is most of a run, and is done once. With decays by head it is less, and
-    kernels of backward have too few registers for 256 columns (docs/log.md).
+    With decays by channel, work within chunks is most of a run, and is done once. With decays by head it is less
+    (docs/log.md).
     """
     return g is not None and g.dim() == 4
 
@@ -262,11 +302,24 @@ def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
             q_, k_, v_, g_, beta_, states = mine
             recurrence = kind.of(q_, k_, v_, g_, beta_, 0.5, CHECKED, BY_CHANNEL_CHUNK if by_channel else CHUNK)  # type: ignore[arg-type]
             assert states is not None
-            maps = recurrence.maps([1])
-            found = [recurrence.outputs(list(states))[0], *maps]
-            weights = weights or [torch.randn(x.shape, generator=generator, device=v.device) for x in found]
-            sums = [(x.double() * weight[:, :, : x.size(2)]).sum() for x, weight in zip(found, weights, strict=True)]
+            transition, state = recurrence.maps([1])
+            entering = states[1:].to(transition.dtype)
+            passed = transition @ entering if is_delta else transition.unsqueeze(-1) * entering
+            found = [recurrence.outputs(list(states))[0], passed + state, transition, state]
+            weights = weights or [torch.randn(x.shape, generator=generator, device=v.device) for x in found[:2]]
+            sums = [(x.double() * weight[:, :, : x.size(2)]).sum() for x, weight in zip(found, weights, strict=False)]
             grads = torch.autograd.grad(torch.stack(sums).sum(), leaves)
             results.append([x.detach()[:, :, :2] for x in (*found, *grads)])
-    names = ["out", "transition", "state", "dq", "dk", "dv", *["dg"] * bool(decays), *["dbeta"] * is_delta, "d(state)"]
+    names = [
+        "out",
+        "leaving state",
+        "transition",
+        "state",
+        "dq",
+        "dk",
+        "dv",
+        *["dg"] * bool(decays),
+        *["dbeta"] * is_delta,
+        "d(state)",
+    ]
     return wrong_result(names, results[0], results[1], LARGEST_ERROR)

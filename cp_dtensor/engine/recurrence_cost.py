@@ -84,24 +84,22 @@ def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = T
 
 
 def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimate:
-    """Runs that give maps and queries of states; the exchange; and products with states."""
+    """Runs that give maps and queries of states; the exchange; and products with states. Backward: another run."""
     runs, longest = map(max, zip(*(_runs(sequence, rank) for rank in range(sequence.world_size)), strict=True))
     tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size))
     # Of a run with several documents, the first and the last go on elsewhere.
     maps = runs * (2 if len(sequence.edges) > 2 else 1)
     links, gathered = maps * axis.size, float(maps * axis.size * spec.map_bytes)
     rows = float(spec.batch_size * tokens * spec.heads)
-    columns = _columns(spec)
-    computed = [
-        kernel_times(spec, tokens, _longest(spec, longest), spec.heads, each, axis.hardware) for each in columns
-    ]
-    of_forward, of_backward = map(sum, zip(*computed, strict=True))
-    products = 2 * rows * (spec.key_dim + 4 * spec.value_dim) / axis.hardware.memory_speed
+    columns, run = _columns(spec), _longest(spec, longest)
+    of_forward = sum(kernel_times(spec, tokens, run, spec.heads, each, axis.hardware)[0] for each in columns)
+    of_backward = sum(kernel_times(spec, tokens, run, spec.heads, spec.value_dim, axis.hardware))
+    products = [2 * rows * (spec.key_dim + each * spec.value_dim) / axis.hardware.memory_speed for each in (4, 1)]
     composed = links * _LINK_SECONDS + 3 * gathered / axis.hardware.memory_speed
     received = gathered * (axis.size - 1) / axis.size
     exchange = axis.hardware.link_latency + received / axis.hardware.link_speed
-    forward = of_forward + products + composed + exchange
-    backward = of_backward + 2 * products + 2 * composed + exchange
+    forward = of_forward + products[0] + composed + exchange
+    backward = of_backward + products[1] + 2 * composed + exchange
     # Values of the transition, and outputs; without the delta rule queries in float32, and outputs.
     widened = rows * (4 * sum(columns) if spec.is_delta else 4 * spec.key_dim + 2 * spec.value_dim)
     return Estimate("-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)

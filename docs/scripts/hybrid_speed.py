@@ -212,9 +212,11 @@ def _recurrence(
 
 
 def _scan(recurrence: type[ChunkedRecurrence | FlaRecurrence], *tensors: torch.Tensor) -> Tensors:
+    """The outputs of a run, and the state that leaves it."""
     *layer, entering = tensors
     prepared = _recurrence(recurrence, *layer)
-    return [*prepared.maps([0]), prepared.outputs([entering])[0]]
+    transition, state = prepared.maps([0])
+    return [prepared.outputs([entering])[0], transition[0] @ entering.to(transition.dtype) + state[0]]
 
 
 def _other_scan(*tensors: torch.Tensor) -> Tensors:
@@ -310,7 +312,7 @@ def _checked(kind: str, heads: int) -> Iterator[str]:
     wide = tuple(x.detach().double().requires_grad_() for x in leaves)
     grad = torch.randn(leaves[2].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     truth = _scan(ChunkedRecurrence, *wide)
-    grads = [*(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) for x in truth[:2]), grad]
+    grads = [grad, torch.randn(truth[1].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)]
     yield _line(kind, "scan", _scan(FlaRecurrence, *leaves), leaves, truth, wide, grads)
     yield _line(kind, "other scan", _other_scan(*leaves), leaves, truth, wide, grads)
     truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])[0]]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.sequences import Sequence, recurrence
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.attention import fla_recurrence
@@ -132,12 +133,13 @@ def test_transitions_of_one_run_and_of_two(once: bool, monkeypatch: pytest.Monke
         q, k, v, g, beta = leaves
         for kind in (fla_recurrence.FlaRecurrence, ChunkedRecurrence):
             layer = kind.of(q, k, v, g, beta, 0.5, lengths, 4)
-            found = [*layer.maps([0, 1]), layer.outputs([entering[0], entering[1]])[0]]
+            transition, state = layer.maps([0, 1])
+            found = [transition @ entering + state, layer.outputs([entering[0], entering[1]])[0]]
             grads = torch.autograd.grad([x.square().sum() for x in found], [*leaves, entering])
-            results.append([*found, *grads])
+            results.append([transition, state, *found, *grads])
     for got, expected in (results[:2], results[2:]):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert columns == ([7, 7] if once else [4, 3, 4, 3])
+    assert columns == ([7, 4, 7, 4] if once else [4, 3, 4, 4, 3, 4])
 
 
 def test_only_decays_by_channel_are_worth_more_columns() -> None:
@@ -220,6 +222,66 @@ def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:
     q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
     with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()), _torch.below_autograd():
         assert fla_recurrence._small_error(q, v, "by head", True) == ""
+
+
+@each_kind
+def test_initial_and_final_states_have_gradients(is_delta: bool, by_channel: bool) -> None:
+    """Maps have none but through the states that they give. Rank 1 alone uses the final states."""
+    sequence = Sequence(11, 3, HeadTail(), 1, (0, 2, 11))
+    whole = {name: x.requires_grad_() for name, x in problem(is_delta, by_channel, 1, 11).items()}
+    initial = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
+    parts = whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5, initial.unsqueeze(1)
+    wanted, ends = recurrence(sequence, *parts)
+    generator = torch.Generator().manual_seed(1)
+    of_out, of_ends = (
+        torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (wanted, ends.squeeze(1))
+    )
+    expected = torch.autograd.grad([wanted, ends.squeeze(1)], [*whole.values(), initial], [of_out, of_ends])
+    of_initial: dict[int, torch.Tensor] = {}
+
+    def body(rank: int) -> None:
+        mine = [sequence.shard(x.detach(), rank).requires_grad_() for x in whole.values()]
+        states = initial.detach().requires_grad_()
+        options = {"initial_state": states, "output_final_state": True, "method": "scan", "scale": 0.5}
+        named = dict(zip(whole, mine, strict=True))
+        out, final = layer(named, mesh=dist.group.WORLD, **options, **sequence.options())
+        sizes = [sequence.shard(of_out, rank), (of_ends * (rank == 1)).to(final.dtype)]
+        *grads, of_initial[rank] = torch.autograd.grad([out, final], [*mine, states], sizes)
+        torch.testing.assert_close(final.double(), ends.squeeze(1), rtol=1e-5, atol=1e-5)
+        for got, of_whole in zip(grads, expected, strict=False):
+            torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
+
+    with (
+        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
+    ):
+        run_ranks(3, body)
+    torch.testing.assert_close(torch.stack(list(of_initial.values())).sum(0), expected[-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 11])
+def test_checkpoints_and_second_backward_passes(length: int) -> None:
+    """Also on a rank without tokens; a retained graph gives the same gradients again."""
+    sequence, whole = Sequence(length, 3, Contiguous(), 1), problem(True, False, 1, length)
+
+    def body(rank: int) -> None:
+        mine = {each: sequence.shard(x, rank).requires_grad_() for each, x in whole.items()}
+
+        def out() -> torch.Tensor:
+            return layer(mine, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=length)
+
+        results = [out(), checkpoint(out, use_reentrant=False)]
+        first, again = (
+            torch.autograd.grad(results[0].square().sum(), list(mine.values()), retain_graph=True) for _ in "12"
+        )
+        other = torch.autograd.grad(results[1].square().sum(), list(mine.values()))  # type: ignore[union-attr]
+        torch.testing.assert_close([again, other], [first, first], rtol=0, atol=0)
+
+    with (
+        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
+    ):
+        run_ranks(3, body)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])

@@ -40,10 +40,10 @@ def chosen(given: RecurrenceSpec, hardware: Hardware, **options: Any) -> str:
 
 
 def test_choices() -> None:
-    """Short sequences, two ranks and fast links favour heads, slow links states; stripes have too many runs."""
+    """Short sequences and fast links favour heads, slow links states; stripes have too many runs for states."""
     for by_channel in (False, True):
-        assert chosen(spec(131072, HeadTail(), 2, by_channel=by_channel), NVLINK) == "heads"
-        assert chosen(spec(131072, HeadTail(), 8, by_channel=by_channel), NVLINK) == "scan"
+        assert chosen(spec(4096, HeadTail(), 2, by_channel=by_channel), NVLINK) == "heads"
+        assert chosen(spec(131072, HeadTail(), 2, by_channel=by_channel), NVLINK) == "scan"
     assert chosen(spec(8192, HeadTail()), NVLINK) == "heads"
     assert chosen(spec(131072, HeadTail()), NVLINK) == "scan"
     assert chosen(spec(8192, HeadTail()), NETWORK) == "scan"
@@ -55,25 +55,22 @@ def test_choices() -> None:
 
 
 def test_times_of_kernels_are_those_measured() -> None:
-    """Within 8%: one H200, one run of all columns for KDA's scan. Those of the gated delta net's scan are of a way that
-    is not taken any more.
-    """
+    """Within 8%, on one H200. Of scans the forward of KDA: the rest is done in another way than was measured."""
     compared = 0
     for row in json.loads(MEASURED.read_text())["rows"]:
         part, _, ranks = row["part"].partition(" of ")
         count, by_channel = int(ranks or 1), row["layer"] == "KDA"
-        if part not in ("one GPU", "heads", "scan") or (part == "scan" and not by_channel) or not row["both ms"]:
-            continue
         given = spec(row["tokens"], Contiguous(), count, by_channel=by_channel)
-        if part == "scan":
+        if part == "scan" and by_channel:
             link = replace(NVLINK, link_speed=1e15, link_latency=0.0)
-            found = recurrence_estimates(given, Axis(count, link, shares_memory=False))["scan"]
-            times = found.forward, found.seconds
+            predicted = [recurrence_estimates(given, Axis(count, link, shares_memory=False))["scan"].forward]
+        elif part in ("one GPU", "heads") and row["both ms"]:
+            forward, backward = kernel_times(given, row["tokens"], row["tokens"], 64 // count, 128, NVLINK)
+            predicted = [forward, forward + backward]
         else:
-            times = kernel_times(given, row["tokens"], row["tokens"], 64 // count, 128, NVLINK)
-            times = times[0], sum(times)
-        measured = float(row["forward ms"]), float(row["both ms"])
-        assert [1e3 * time for time in times] == pytest.approx(measured, rel=0.08), row
+            continue
+        measured = [float(row["forward ms"]), float(row["both ms"])][: len(predicted)]
+        assert [1e3 * time for time in predicted] == pytest.approx(measured, rel=0.08), row
         compared += 1
     assert compared == 15
 
