@@ -189,12 +189,16 @@ def never_compiled(function: Callable[P, T], reason: str | None = None) -> Calla
     """
     disabled: list[Callable[P, T]] = []
 
+    @constant_in_trace  # Dynamo cannot trace torch.compiler.disable
+    def disable() -> None:
+        if not disabled:
+            disabled.append(torch.compiler.disable(function, reason=reason))
+
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing has been compiled yet
             return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function, reason=reason))
+        disable()
         return disabled[0](*args, **kwargs)
 
     return run

@@ -24,6 +24,7 @@ from cp_dtensor import (
     HeadTail,
     MirroredBatch,
     SlidingWindow,
+    _torch,
     context_parallel,
     context_parallel_attention,
     context_parallel_shard,
@@ -248,6 +249,13 @@ def other_groups(rank: int) -> None:
 
 def test_two_axes_and_groups_that_take_turns(four_processes: Processes) -> None:
     four_processes.run(other_groups)
+
+
+def test_functions_that_are_never_compiled_name_the_reason_at_their_first_call() -> None:
+    never = _torch.never_compiled(lambda x: x + 1, "it waits for other ranks")
+    with pytest.raises(Exception, match="it waits for other ranks"):
+        torch.compile(lambda x: never(x), fullgraph=True, backend="eager")(torch.zeros(2))
+    assert torch.equal(torch.compile(lambda x: 2 * never(x), backend="eager")(torch.zeros(2)), torch.full((2,), 2.0))
 
 
 def test_dynamo_that_is_loaded_inside_of_a_context() -> None:
