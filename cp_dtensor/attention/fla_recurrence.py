@@ -194,9 +194,9 @@ class _FromZero(torch.autograd.Function):
         ctx.static, ctx.entered = static, entered  # `outputs` writes the states that enter
         ctx.save_for_backward(*tensors)
         out, ends, queries, transition = FlaRecurrence(*tensors, *static)._from_zero()
-        # A rank that sends nothing has no gradient of its maps for q alone, and joins a collective less.
-        of_ends = [] if any(ctx.needs_input_grad[3:]) else [ends]
-        ctx.mark_non_differentiable(queries, transition, *of_ends)
+        # Ranks join the same collectives: for q alone, maps have no gradient, as those of a rank that sends none. Then
+        # queries have one, ignored: it saves the states, so that a checkpoint computes them again, by an exchange.
+        ctx.mark_non_differentiable(transition, queries if any(ctx.needs_input_grad[3:]) else ends)
         return out, ends, queries, transition
 
     @staticmethod

@@ -284,18 +284,30 @@ def test_checkpoints_and_second_backward_passes(length: int) -> None:
         run_ranks(3, body)
 
 
+@pytest.mark.parametrize(("length", "edges"), [(2, (0,)), (5, (0, 1, 5))], ids=["no tokens", "a document of one rank"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_one_tensor_alone_has_a_gradient(name: str) -> None:
-    """A rank without tokens takes part in the collectives of the others, and in no others."""
-    sequence, whole = Sequence(2, 3, Contiguous(), 1), problem(True, False, 1, 2)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_one_tensor_alone_has_a_gradient(kernels: bool, name: str, length: int, edges: tuple[int, ...]) -> None:
+    """Ranks join the same collectives, also in a checkpoint, which computes again up to the last tensor it saved.
+
+    Without documents, the last rank has no tokens; with them, the first alone has a piece whose map nobody needs.
+    """
+    sequence, whole = Sequence(length, 3, Contiguous(), 1, edges), problem(True, False, 1, length)
 
     def body(rank: int) -> None:
         mine = {each: sequence.shard(x, rank) for each, x in whole.items()}
         mine[name].requires_grad_()
-        layer(mine, mesh=dist.group.WORLD, layout=Contiguous()).sum().backward()
+
+        def out() -> torch.Tensor:
+            return layer(mine, mesh=dist.group.WORLD, **sequence.options())
+
+        grads = []
+        for result in (out(), checkpoint(out, use_reentrant=False)):
+            grads.append(torch.autograd.grad(result.square().sum(), mine[name]))  # type: ignore[union-attr]
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: kernels and all(lengths)),
         mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
     ):
         run_ranks(3, body)
