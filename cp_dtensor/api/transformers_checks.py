@@ -38,6 +38,8 @@ _LAYER_TYPES = {
 _BY_FUNCTIONS = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Types of layers that are right in a context if their functions are replaced (`is_caught`)."""
 _COUNTED = re.compile(r"(learned|sinusoidal)\w*position\w*embedding", re.I)
+_OF_ROWS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeads")
+"""Class names of models whose results are of whole rows."""
 models_with_positions = WeakSet[nn.Module]()
 """Models whose pre-hooks add missing position ids now, which the check of a call does not see."""
 _IN_PARALLEL = "mixes tokens of this rank's shard only"
@@ -72,6 +74,8 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         types = {*layer_types} & {*_LAYER_TYPES} - ({*_BY_FUNCTIONS} if are_caught else set())
         for layer_type in sorted(types):
             yield f"layer_types has {layer_type!r}, {_LAYER_TYPES[layer_type]}, which {_IN_PARALLEL}"
+        if _OF_ROWS.search(kind):
+            yield f"{kind} takes the result of a whole row from the tokens of this rank's shard"
         return
     has_caught_part = any(map(is_caught, module.modules()))
     if isinstance(module, nn.RNNBase) or (_mixes(kind) and not has_caught_part and not is_attention(module)):
@@ -119,7 +123,7 @@ def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """Refuses arguments of a model's call that are wrong for shards.
 
     Raises:
-        ValueError: position ids are missing.
+        ValueError: position ids are missing; labels that are positions.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -127,6 +131,11 @@ def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     tokens = next((given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None), None)
     if not isinstance(tokens, torch.Tensor):
         return
+    if given.get("start_positions") is not None:
+        raise ValueError(
+            f"{name} got start_positions inside of context_parallel, and would look for them in this rank's shard: "
+            "compute the loss of logits that cp_dtensor.context_parallel_unshard has gathered"
+        )
     if "position_ids" in parameters and given.get("position_ids") is None and model not in models_with_positions:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "

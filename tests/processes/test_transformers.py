@@ -208,9 +208,11 @@ def in_context(model: nn.Module, given: ModelBatch, *, more: Any = None, buffers
 
 
 def refusals(rank: int) -> None:
+    import transformers
+
     register()
     world = dist.group.WORLD
-    llama = tiny_model("Llama", "sdpa")
+    llama: Any = tiny_model("Llama", "sdpa")
     for message, attempt in {
         "got no position_ids inside of context_parallel": lambda: in_context(
             llama, batch(), more={"position_ids": None}
@@ -228,6 +230,12 @@ def refusals(rank: int) -> None:
             llama, batch(), more={"attention_mask": torch.zeros(ROWS, LENGTH - 3)}
         ),
         "computes attention as matrix products": lambda: in_context(tiny_model("Llama", "eager"), batch()),
+        "LlamaForQuestionAnswering got start_positions": lambda: in_context(
+            transformers.LlamaForQuestionAnswering(llama.config), batch(), more={"start_positions": torch.ones(ROWS)}
+        ),
+        "takes the result of a whole row from the tokens of this rank's shard": lambda: in_context(
+            transformers.LlamaForSequenceClassification(llama.config), batch()
+        ),
         "does not support head_scales": lambda: in_context(
             tiny_model("Llama", "cp_dtensor"), batch(), more={"head_scales": torch.ones(2)}
         ),
