@@ -123,11 +123,21 @@ def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """Refuses arguments of a model's call that are wrong for shards.
 
     Raises:
-        ValueError: position ids are missing; labels that are positions.
+        ValueError: position ids are missing; labels that are positions, or that the model would shift for a decoder.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    of_decoder = [given.get(key) for key in ("decoder_input_ids", "decoder_inputs_embeds")]
+    if (
+        "decoder_input_ids" in parameters
+        and all(each is None for each in of_decoder)
+        and given.get("labels") is not None
+    ):
+        raise ValueError(
+            f"{name} got labels without decoder_input_ids inside of context_parallel, and would shift them within this "
+            "rank's shard: make both of the whole sequence buffers of the context, the latter labels that are shifted"
+        )
     tokens = next((given[key] for key in ("input_ids", "inputs_embeds") if given.get(key) is not None), None)
     if not isinstance(tokens, torch.Tensor):
         return

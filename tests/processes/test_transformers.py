@@ -213,6 +213,10 @@ def refusals(rank: int) -> None:
     register()
     world = dist.group.WORLD
     llama: Any = tiny_model("Llama", "sdpa")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.T5GemmaConfig(encoder={**sizes}, decoder={**sizes}, vocab_size=53)
+    encoder_decoder = transformers.T5GemmaForConditionalGeneration(config)
+    encoder_decoder.set_attn_implementation("cp_dtensor")
     for message, attempt in {
         "got no position_ids inside of context_parallel": lambda: in_context(
             llama, batch(), more={"position_ids": None}
@@ -235,6 +239,9 @@ def refusals(rank: int) -> None:
         ),
         "takes the result of a whole row from the tokens of this rank's shard": lambda: in_context(
             transformers.LlamaForSequenceClassification(llama.config), batch()
+        ),
+        "T5GemmaForConditionalGeneration got labels without decoder_input_ids": lambda: in_context(
+            encoder_decoder, batch(), more={"labels": torch.zeros(ROWS, LENGTH // 2, dtype=torch.int64)}
         ),
         "does not support head_scales": lambda: in_context(
             tiny_model("Llama", "cp_dtensor"), batch(), more={"head_scales": torch.ones(2)}
