@@ -226,6 +226,8 @@ class context_parallel(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._open is None:
+            if error is not None:  # Dynamo of torch 2.11 also leaves what it could not enter
+                return
             raise RuntimeError("this context_parallel is not entered")
         manager, context = self._open
         if innermost_context() is not context:

@@ -49,7 +49,8 @@ def refusals(rank: int) -> None:
         with context_parallel(mesh):
             return F.scaled_dot_product_attention(q, q, q)
 
-    fails(enters, q, match="cannot be entered inside of a torch.compile'd function")
+    # Dynamo of torch 2.11 shows where the error was raised, not its text.
+    fails(enters, q, match="cannot be entered inside of a torch.compile'd function|refuse_in_compiled_function")
     with pytest.raises(RuntimeError, match=r"cannot be entered inside of a torch\.compile'd function"):
         torch.compile(enters, backend="aot_eager")(q)  # runs between graphs
     fails(lambda q: enable_context_parallel_dispatcher() and q, q, match="enable_context_parallel_dispatcher cannot be")
