@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -119,8 +120,8 @@ def is_model(module: nn.Module) -> bool:
     return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
-def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments of a model's call that are wrong for shards.
+def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses arguments of a model's call that are wrong for shards, and warns of a router's loss.
 
     Raises:
         ValueError: position ids are missing; labels that are positions, or that the model would shift for a decoder.
@@ -145,6 +146,13 @@ def refuse_wrong_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         raise ValueError(
             f"{name} got start_positions inside of context_parallel, and would look for them in this rank's shard: "
             "compute the loss of logits that cp_dtensor.context_parallel_unshard has gathered"
+        )
+    with_router = given.get("output_router_logits")
+    if getattr(model.config, "output_router_logits", False) if with_router is None else with_router:
+        warnings.warn(
+            f"{name} computes the loss of its router (output_router_logits) from the tokens of this rank's shard: each "
+            "rank has its own, and none is that of the whole sequence",
+            stacklevel=2,
         )
     if "position_ids" in parameters and given.get("position_ids") is None and model not in models_with_positions:
         raise ValueError(

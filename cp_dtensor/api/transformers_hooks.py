@@ -26,9 +26,9 @@ from cp_dtensor.api.transformers_checks import (
     PROVIDER,
     SEEN,
     called_model,
+    check_arguments,
     is_model,
     problems_of,
-    refuse_wrong_call,
     unseen,
 )
 from cp_dtensor.api.transformers_layers import layer_patches, layers_caught
@@ -186,7 +186,7 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
-    refuse_wrong_call(model, args, kwargs)
+    check_arguments(model, args, kwargs)
     replace_layers(model)
 
 

@@ -252,6 +252,11 @@ def refusals(rank: int) -> None:
     }.items():  # fmt: skip
         with pytest.raises((NotImplementedError, ValueError), match=message):
             attempt()
+    experts = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2, vocab_size=53)
+    )
+    with pytest.warns(UserWarning, match="the loss of its router .* from the tokens of this rank's shard"):
+        in_context(experts, batch(), more={"output_router_logits": True})
     model: Any = tiny_model("Llama", "sdpa")
     cache = model(input_ids=torch.ones(ROWS, 4, dtype=torch.int64), use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="takes no cache of keys that has tokens"):
