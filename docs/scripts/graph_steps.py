@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cp_dtensor.tools.bench.command import start
 from cp_dtensor.tools.bench.report import markdown_table
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -108,8 +109,7 @@ def main() -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", -1))
     if local_rank < 0 or torch.cuda.device_count() <= local_rank:
         sys.exit("expected torchrun, and a GPU for each rank")
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    start("docs/scripts/graph_steps.py", sys.argv[1:], use_gpu=True, timeout_seconds=600)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
     rows = [row for tokens in arguments.tokens for row in rows_of(tokens, mesh)]
     if dist.get_rank() == 0:
