@@ -310,16 +310,6 @@ def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
             sums = [(x.double() * weight[:, :, : x.size(2)]).sum() for x, weight in zip(found, weights, strict=False)]
             grads = torch.autograd.grad(torch.stack(sums).sum(), leaves)
             results.append([x.detach()[:, :, :2] for x in (*found, *grads)])
-    names = [
-        "out",
-        "leaving state",
-        "transition",
-        "state",
-        "dq",
-        "dk",
-        "dv",
-        *["dg"] * bool(decays),
-        *["dbeta"] * is_delta,
-        "d(state)",
-    ]
+    of_grads = ["dq", "dk", "dv", *["dg"] * bool(decays), *["dbeta"] * is_delta, "d(state)"]
+    names = ["out", "leaving state", "transition", "state", *of_grads]
     return wrong_result(names, results[0], results[1], LARGEST_ERROR)

@@ -290,7 +290,7 @@ def test_checkpoints_and_second_backward_passes(length: int) -> None:
 def test_one_tensor_alone_has_a_gradient(kernels: bool, name: str, length: int, edges: tuple[int, ...]) -> None:
     """Ranks join the same collectives, also in a checkpoint, which computes again up to the last tensor it saved.
 
-    Without documents, the last rank has no tokens; with them, the first alone has a piece whose map nobody needs.
+    Without documents, the last rank has no tokens. With documents, no rank needs the map of the first rank's piece.
     """
     sequence, whole = Sequence(length, 3, Contiguous(), 1, edges), problem(True, False, 1, length)
 

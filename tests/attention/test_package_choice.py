@@ -8,16 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.pretended_packages import (
-    AMPERE,
-    BLACKWELL,
-    HOPPER,
-    INTERVALS,
-    MLA,
-    FlashModule,
-    FlexModule,
-    install,
-)
+from support.pretended_packages import AMPERE, BLACKWELL, HOPPER, INTERVALS, MLA, FlashModule, FlexModule, install
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor.attention.backends import packages, select

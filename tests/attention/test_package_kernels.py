@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.package_kernels import Unwanted, relative
-from support.pretended_packages import (
-    AMPERE,
-    BLACKWELL,
-    HOPPER,
-    INTERVALS,
-    MLA,
-    FlashModule,
-    FlexModule,
-    install,
-)
+from support.pretended_packages import AMPERE, BLACKWELL, HOPPER, INTERVALS, MLA, FlashModule, FlexModule, install
 
 from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, interval, packages
 from cp_dtensor.attention.backends.aten import CudnnAttention, MathAttention
