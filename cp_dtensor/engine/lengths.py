@@ -78,7 +78,7 @@ def global_lengths(
 
 
 def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask) -> Hashable:
-    """What code determines of a call, and not the data: ranks with the same code agree about what is its first."""
+    """The part of a call that code determines, and not the data: ranks agree about what is the first of its kind."""
     dims = q.size(1), k.size(1), q.size(3), v.size(3)
     return config.method, config.transport.name, type(config.layout), type(mask), dims, q.dtype
 
