@@ -17,13 +17,17 @@ import pytest
 from support.import_rules import (
     FLOORS,
     FORBIDDEN_TORCH,
+    PACKAGE,
     TOOLS_IMPORT,
     TRITON,
     WITHOUT_TORCH,
+    imports,
+    modules_of,
+    our_imports,
+    room,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "cp_dtensor"
 
 # The room, and the files of other rooms, that may touch private names of torch or of an optional package.
 DOORS = (
@@ -43,22 +47,8 @@ PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_exit"}  # of named tuples
 MAX_LINES = 500
 
 
-def package_modules() -> dict[str, Path]:
-    """Dotted names below `cp_dtensor` (the package itself is "") and their files."""
-    names = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return names
-
-
-MODULES = package_modules()
+MODULES = modules_of(PACKAGE)
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda name: name or "cp_dtensor")
-
-
-def room(module: str) -> str:
-    """The room of a dotted name below `cp_dtensor`; "" for the package itself."""
-    return module.split(".")[0]
 
 
 def starts_with(name: str, prefixes: Iterable[str]) -> bool:
@@ -73,26 +63,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name != "_"
 
 
-def imports(module: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Line, local name and absolute dotted name of everything imported, in functions and type checking blocks too."""
-    package = ["cp_dtensor", *module.split(".")] if module else ["cp_dtensor"]
-    if MODULES[module].name != "__init__.py":
-        package.pop()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else []
-            origin = ".".join([*parents, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}"
-
-
 def torch_names(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and full dotted name of every use of torch that starts at an import: `dist.x` is `torch.distributed.x`."""
     aliases: dict[str, str] = {}
-    for line, local, name in imports(module, tree):
+    for line, local, name in imports(module, MODULES[module]):
         top = local.split(".")[0]
         aliases[top] = name if top == local else top  # `import torch.distributed` binds `torch`
         yield line, name
@@ -148,14 +122,6 @@ def test_the_package_is_here() -> None:
     assert "" in MODULES, f"{PACKAGE}/__init__.py is missing"
 
 
-def our_imports(module: str) -> Iterator[tuple[int, str]]:
-    """Line and module (a dotted name below `cp_dtensor`) of every import of ours, in functions too."""
-    for line, _, name in imports(module, parse(module)):
-        if name.split(".")[0] == "cp_dtensor":
-            parts = name.split(".")[1:]
-            yield line, next(m for n in range(len(parts), -1, -1) if (m := ".".join(parts[:n])) in MODULES)
-
-
 def test_every_module_is_in_a_room() -> None:
     assert {room(module) for module in MODULES} - {"", "__main__"} <= set(FLOORS)
 
@@ -167,7 +133,7 @@ def test_imports_point_downward(module: str) -> None:
     floor = FLOORS[room(module)]
     violations = [
         (line, f"cp_dtensor.{target}")
-        for line, target in our_imports(module)
+        for line, target in our_imports(module, MODULES)
         if room(target) != room(module) and (FLOORS[room(target)] if target else max(FLOORS.values())) >= floor
     ]
     if room(module) in ("integrations", "tools"):
@@ -186,7 +152,7 @@ def test_integrations_import_public_names(module: str) -> None:
     }
     violations = [
         (line, name)
-        for line, _, name in imports(module, parse(module))
+        for line, _, name in imports(module, MODULES[module])
         if name.split(".")[0] == "cp_dtensor" and not starts_with(name, ("cp_dtensor.integrations",))
         if name not in exported
     ]
@@ -195,7 +161,7 @@ def test_integrations_import_public_names(module: str) -> None:
 
 def test_no_file_circles() -> None:
     """Files that import each other in a loop, function-level imports included."""
-    reaches = {module: {target for _, target in our_imports(module)} - {module} for module in MODULES}
+    reaches = {module: {target for _, target in our_imports(module, MODULES)} - {module} for module in MODULES}
     finished: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -213,7 +179,7 @@ def test_no_file_circles() -> None:
 def test_tools_import_public_names_and_few_modules(module: str) -> None:
     public = importlib.import_module("cp_dtensor").__all__
     violations = []
-    for line, _, name in imports(module, parse(module)):
+    for line, _, name in imports(module, MODULES[module]):
         top, _, below = name.partition(".")
         if top == "cp_dtensor" and below not in public and not starts_with(below, ("tools", *TOOLS_IMPORT)):
             violations.append((line, name))
@@ -222,7 +188,7 @@ def test_tools_import_public_names_and_few_modules(module: str) -> None:
 
 def test_main_imports_no_tools() -> None:
     """`python -m cp_dtensor` imports the tools of its subcommand only, by their names."""
-    assert [target for _, target in our_imports("__main__")] == []
+    assert [target for _, target in our_imports("__main__", MODULES)] == []
 
 
 @pytest.mark.parametrize("blocked_room", WITHOUT_TORCH)
@@ -251,7 +217,7 @@ def test_torch_distributed_is_used_from_its_room_up(module: str) -> None:
 @each_module
 def test_triton_stays_in_its_rooms(module: str) -> None:
     if not starts_with(module, TRITON):
-        found = [(line, name) for line, _, name in imports(module, parse(module)) if name.split(".")[0] == "triton"]
+        found = [(line, name) for line, _, name in imports(module, MODULES[module]) if name.split(".")[0] == "triton"]
         report(module, found, f"only {', '.join(TRITON)} may import triton:")
 
 

@@ -87,6 +87,10 @@ class GroupCache(Generic[V]):
         self._lock = threading.Lock()
         self._values: WeakKeyDictionary[Any, dict[Hashable, V]] = WeakKeyDictionary()
 
+    def has(self, group: Any, key: Hashable) -> bool:
+        """True if there is a value of a group and a key."""
+        return key in self._values.get(group, ())
+
     def get(self, group: Any, key: Hashable, make: Callable[[], V]) -> V:
         """The value of a group and a key, at first `make()`."""
         with self._lock:  # not during `make`: the collectives of other groups must not wait for it

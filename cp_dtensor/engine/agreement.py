@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import GroupCache
+from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
@@ -119,6 +119,24 @@ def _facts_of(config: AttentionConfig) -> CallFacts:
 
 
 # Calls
+
+
+def compare_first_call(ranks: SequenceRanks, kind: Hashable, x: Tensor, compare: Callable[[], object]) -> None:
+    """Calls `compare`, a collective, at the first call of a kind; not while a graph is captured or code is traced.
+
+    Args:
+        kind: what the code determines and not the data, so that ranks agree about it.
+        x: a tensor of the call.
+    """
+    key = "call", ranks.inner, kind
+    if ranks.size == 1 or _compared.has(ranks.outer, key) or capturing() or _torch.is_traced(x):
+        return
+
+    def without_modes() -> None:
+        with _torch.no_modes():
+            compare()
+
+    _compared.get(ranks.outer, key, without_modes)
 
 
 def facts_of_call(

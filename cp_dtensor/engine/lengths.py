@@ -8,12 +8,14 @@ everything else that must be equal on all ranks (`agreement`).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Hashable
 from itertools import pairwise
 
 from torch import Tensor
 
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.agreement import (
+    compare_first_call,
     facts_of_call,
     hash_of,
     refuse_disagreement,
@@ -33,45 +35,52 @@ def global_lengths(
 ) -> tuple[int, int]:  # fmt: skip
     """The global lengths of queries and keys.
 
-    Ranks exchange nothing where `lengths`, the layout or the declared lengths of a context determine them, except in
-    debug mode.
+    Ranks exchange nothing where `lengths`, the layout or the declared lengths of a context determine them, except at
+    the first call of each kind and in debug mode.
 
     Refuses `lengths` of the caller that do not fit the local shards; and, on every rank alike, calls that differ
     between ranks. `gives_lse`: the call returns the log-sum-exp; `compiled`: in compiled code.
     """
-    layout, rank, world_size = config.layout, config.ranks.rank, config.ranks.size
+    ranks, layout = config.ranks, config.layout
+
+    def compared() -> tuple[list[int], list[int], bool, tuple[int, int]]:
+        """The local lengths, True if all facts are equal, and the global lengths, of calls that ranks have compared."""
+        facts = facts_of_call(q, k, v, config, mask, modifiers, scale, lengths, gives_lse, compiled)
+        # Readable facts travel only where their hashes differ.
+        gathered = ranks.gather_integers([q.size(2), k.size(2), hash_of(facts)], q.device)
+        local_q, local_kv, hashes = map(list, zip(*gathered, strict=True))
+        if len({*hashes}) > 1:
+            gathered_facts = ranks.gather_objects(facts, q.device)
+            refuse_masks_of_local_keys(gathered_facts, local_kv)
+            refuse_disagreement(gathered_facts, has_single_query=1 in local_q)
+        found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
+        return local_q, local_kv, len({*hashes}) == 1, found
+
+    declared = config.declared_lengths or ()
     if not config.debug:
-        if lengths is not None:
-            _check_local_lengths(q.size(2), k.size(2), lengths, layout, rank, world_size)
-            return lengths
-        declared = config.declared_lengths or ()
-        known_q = known_length(q.size(2), declared, layout, rank, world_size)
-        # Where queries are exchanged, so are keys: an undeclared length is not refused on some ranks only.
-        known_kv = None if known_q is None else known_length(k.size(2), declared, layout, rank, world_size)
-        if known_q is not None and known_kv is not None:
-            return known_q, known_kv
-    facts = facts_of_call(q, k, v, config, mask, modifiers, scale, lengths, gives_lse, compiled)
-    # Readable facts travel only where their hashes differ.
-    gathered = config.ranks.gather_integers([q.size(2), k.size(2), hash_of(facts)], q.device)
-    local_q, local_kv, hashes = map(list, zip(*gathered, strict=True))
-    if len({*hashes}) > 1:
-        gathered_facts = config.ranks.gather_objects(facts, q.device)
-        refuse_masks_of_local_keys(gathered_facts, local_kv)
-        refuse_disagreement(gathered_facts, has_single_query=1 in local_q)
-    found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
+        known = _known_lengths(q.size(2), k.size(2), lengths, declared, layout, ranks.rank, ranks.size)
+        if known is not None:
+            compare_first_call(ranks, _kind_of_call(q, k, v, config, mask), q, compared)
+            return known
+    local_q, local_kv, have_equal_facts, found = compared()
     if lengths is not None and lengths != found:
         raise ValueError(f"got seq_len={lengths} for (queries, keys), but the ranks' shards are of {found} tokens")
-    declared = config.declared_lengths or ()
     if lengths is None and found[0] not in declared:
         if config.lengths_vary:
             _refuse_whole_queries(local_q, found[0], declared)
             _refuse_single_queries(local_q, local_kv, found[0])
         # Ranks whose facts and lengths are equal agree about what is the first call of a kind.
-        if not compiled and len({*hashes}) == len({*local_q}) == len({*local_kv}) == 1:
+        if not compiled and have_equal_facts and len({*local_q}) == len({*local_kv}) == 1:
             refuse_equal_shards(q, k, v, config, mask, modifiers)
     if config.debug:
         refuse_equal_rows(modifiers, config, min(local_q))
     return found
+
+
+def _kind_of_call(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig, mask: Mask) -> Hashable:
+    """The part of a call that code determines, and not the data: ranks agree about what is the first of its kind."""
+    dims = q.size(1), k.size(1), q.size(3), v.size(3)
+    return config.method, config.transport.name, type(config.layout), type(mask), dims, q.dtype
 
 
 # Global and local lengths
@@ -188,9 +197,16 @@ def _refuse_single_queries(local: list[int], local_kv: list[int], found: int) ->
 
 
 @lru_cached
-def _check_local_lengths(
-    q_local: int, kv_local: int, lengths: tuple[int, int], layout: Layout, rank: int, world_size: int
-) -> None:
+def _known_lengths(
+    q_local: int, kv_local: int, lengths: tuple[int, int] | None, declared: tuple[int, ...], layout: Layout, rank: int,
+    world_size: int,
+) -> tuple[int, int] | None:  # fmt: skip
+    """The global lengths that the caller passed or declared, None if ranks have to exchange theirs."""
+    if lengths is None:
+        known_q = known_length(q_local, declared, layout, rank, world_size)
+        # Where queries are exchanged, so are keys: an undeclared length is not refused on some ranks only.
+        known_kv = None if known_q is None else known_length(kv_local, declared, layout, rank, world_size)
+        return None if known_q is None or known_kv is None else (known_q, known_kv)
     for what, total, local in (("query", lengths[0], q_local), ("key", lengths[1], kv_local)):
         refuse_other_lengths(layout, total, f"{what} length")
         expected = layout.local_length(total, rank, world_size)
@@ -199,3 +215,4 @@ def _check_local_lengths(
                 f"{what} length does not fit: got {local} local tokens on rank {rank} of {world_size}, "
                 f"expected {expected} of {total} tokens in {layout}"
             )
+    return lengths

@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
-from cp_dtensor.engine.agreement import hash_of, odd_ones
+from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
 from cp_dtensor.engine.compiled_spec import ConstantKeys
 from cp_dtensor.engine.config import refuse_other_lengths
 from cp_dtensor.engine.lengths import global_length, known_length
@@ -41,25 +41,17 @@ class SequenceCall:
     def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges) -> int:
         """The global length; ranks exchange their local lengths if nothing else determines it.
 
+        At the first call of each kind, ranks compare their calls in any case.
+
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
         """
         ranks, local = self.ranks, x.size(dim)
         if seq_len is None and (self.declared_lengths or self.layout.only_length is not None):
             seq_len = known_length(local, self.declared_lengths or (), self.layout, ranks.rank, ranks.size)
+        is_known = seq_len is not None
         if seq_len is None:
-            shape = [size for each, size in enumerate(x.shape) if each != dim]
-            # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
-            # axes, ranks have different groups.
-            digest = hash_of((replace(self, groups=()), shape, x.dtype, edges))
-            lengths, digests = map(list, zip(*ranks.gather_integers([local, digest], x.device), strict=True))
-            if odd := odd_ones(digests):
-                raise ValueError(
-                    f"{self.owner}: expected equal calls on all ranks, but for the number of local tokens; the call of "
-                    f"rank {odd} differs from the others (here: {self.operation}, {self.layout}, {x.dtype}, shape "
-                    f"{tuple(x.shape)}, documents {edges[:8] or None})"
-                )
-            seq_len = global_length(lengths, self.layout, "local")
+            seq_len = global_length(self._compared(x, dim, edges), self.layout, "local")
         refuse_other_lengths(self.layout, seq_len, self.owner)
         expected = self.layout.local_length(seq_len, ranks.rank, ranks.size)
         if local != expected:
@@ -68,7 +60,28 @@ class SequenceCall:
                 f"{ranks.size}, expected {expected} of {seq_len} tokens in {self.layout}"
             )
         self.check_edges(edges, seq_len)
+        if is_known:
+            kind = self.owner, type(self.layout), x.dtype, *x.shape[1:dim], *x.shape[max(dim + 1, 1) :]
+            compare_first_call(
+                ranks, kind, x, lambda: global_length(self._compared(x, dim, edges), self.layout, "local")
+            )
         return seq_len
+
+    def _compared(self, x: Tensor, dim: int, edges: Edges) -> list[int]:
+        """The local lengths of all ranks, whose calls are equal but for these. A collective."""
+        ranks = self.ranks
+        shape = [size for each, size in enumerate(x.shape) if each != dim]
+        # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
+        # axes, ranks have different groups.
+        digest = hash_of((replace(self, groups=()), shape, x.dtype, edges))
+        lengths, digests = map(list, zip(*ranks.gather_integers([x.size(dim), digest], x.device), strict=True))
+        if odd := odd_ones(digests):
+            raise ValueError(
+                f"{self.owner}: expected equal calls on all ranks, but for the number of local tokens; the call of "
+                f"rank {odd} differs from the others (here: {self.operation}, {self.layout}, {x.dtype}, shape "
+                f"{tuple(x.shape)}, documents {edges[:8] or None})"
+            )
+        return lengths
 
     def check_edges(self, edges: Edges, seq_len: int) -> None:
         """Refuses documents beyond the sequence, and what looks like their ids or lengths."""

@@ -16,6 +16,7 @@ from support.ranks import run_ranks
 from support.sequences import LAYOUTS, Sequence, convolved, halos, sequences, shifted
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
     Causal,
@@ -180,6 +181,28 @@ def test_dtypes_and_first_dims(dtype: torch.dtype) -> None:
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_a_checkpoint_of_a_convolution_repeats_its_exchange_on_ranks_without_tokens(name: str) -> None:
+    """Where one tensor alone has a gradient; a checkpoint stops its recompute when it has every saved tensor again."""
+    sequence = Sequence(2, 3, Contiguous())
+    whole = {"x": normal(1, 2, 3), "weight": normal(3, 4, seed=1), "bias": normal(3, seed=2)}
+    leaf = whole[name].requires_grad_()
+    (expected,) = torch.autograd.grad(convolved(sequence, **whole, activation="silu").sum(), leaf)
+
+    def body(rank: int) -> torch.Tensor:
+        mine = {**whole, "x": sequence.shard(whole["x"], rank)}
+        mine[name] = mine[name].detach().clone().requires_grad_()
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            return causal_conv1d(*tensors, mesh=dist.group.WORLD, layout=Contiguous(), activation="silu", seq_len=2)
+
+        out: Any = checkpoint(call, *mine.values(), use_reentrant=False)
+        return torch.autograd.grad(out.sum(), mine[name])[0]
+
+    got = run_ranks(3, body)
+    equal(torch.cat(got, 1) if name == "x" else sum(got, torch.zeros(())), expected)
 
 
 # DTensors

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_dtensor import ContextParallel, Contiguous, HeadTail, SlidingWindow, context_parallel, ring_attention
+from cp_dtensor import ContextParallel, Contiguous, HeadTail, SlidingWindow, context_parallel, ring_attention, shift
 from cp_dtensor._torch import content_hash
 from cp_dtensor.api.extension import local_sdpa
 
@@ -177,6 +177,77 @@ def test_hashes_of_contents() -> None:
 
 
 # Calls
+
+
+def _in_declared_context(q: torch.Tensor, k: torch.Tensor, **options: Any) -> None:
+    with context_parallel(group(), seq_len=LENGTH, debug=options.pop("debug", False)):
+        F.scaled_dot_product_attention(q, k, k, enable_gqa=True, **options)
+
+
+def _declared_function(q: torch.Tensor, k: torch.Tensor, **options: Any) -> None:
+    ring_attention(q, k, k, mesh=group(), seq_len=LENGTH, enable_gqa=True, **options)
+
+
+@pytest.mark.parametrize("call", [_in_declared_context, _declared_function])
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"batch": 2}, "batch_size: rank 1 says 2, the others 1"),
+        ({"heads": 4}, "q_heads: rank 1 says 4, the others 2"),
+        ({"kv_heads": 1}, "kv_heads: rank 1 says 1, the others 2"),
+        ({"dim": 8}, "head_dim: rank 1 says 8, the others 4"),
+        ({"dtype": torch.float64}, "dtype: rank 1 says 'torch.float64', the others 'torch.float32'"),
+        ({"is_causal": False}, r"mask: rank 1 says 'Full\(\)', the others .Causal"),
+        ({"scale": 2.0}, "scale: rank 1 says 2.0, the others 0.5"),
+        ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
+        ({"debug": True}, "debug: rank 1 says True, the others False"),
+    ],
+    ids=str,
+)
+def test_calls_with_declared_lengths_that_differ_between_ranks(
+    call: Callable[..., None], odd: dict[str, Any], message: str
+) -> None:
+    def body(rank: int) -> None:
+        options: dict[str, Any] = {"is_causal": True, **(odd if rank == 1 else {})}
+        sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "dim": 4, "dtype": torch.float32}
+        sizes |= {name: options.pop(name) for name in odd if name in sizes and rank == 1}
+        shape = sizes["batch"], LENGTH // RANKS, sizes["dim"]
+        q, k = (torch.randn(shape[0], sizes[name], *shape[1:], dtype=sizes["dtype"]) for name in ("heads", "kv_heads"))
+        call(q, k, **options)
+
+    assert re.search(message, refused(body))
+
+
+@pytest.mark.parametrize(("odd", "channels"), [(2, 3), (1, 4)])
+def test_sequence_operations_with_declared_lengths_that_differ_between_ranks(odd: int, channels: int) -> None:
+    def body(rank: int) -> None:
+        n, size = (odd, channels) if rank == 1 else (1, 3)
+        shift(torch.ones(2, LENGTH // RANKS, size), n, mesh=group(), dim=1, seq_len=LENGTH)
+
+    assert all("the call of rank 1 differs" in str(each) for each in errors_by_rank(RANKS, body))
+
+
+def test_ranks_compare_the_first_call_of_each_kind_and_again_if_it_was_refused() -> None:
+    """Declared lengths and values of masks are of the data: no other kind."""
+
+    def call(heads: int, length: int = LENGTH, window: int = 3, odd: bool = False) -> None:
+        q = torch.randn(1 + odd, heads, length // RANKS, 4)
+        ring_attention(q, q, q, mesh=group(), seq_len=length, mask=SlidingWindow(window, 0), rotate_method="alltoall")
+
+    def body(rank: int) -> list[int]:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="batch_size"):
+                call(2, odd=rank == 1)
+        numbers = []
+        for options in ({"heads": 2}, {"heads": 2}, {"heads": 2, "length": 24, "window": 4}, {"heads": 1}):
+            call(**options)
+            numbers.append(kinds(collectives, rank).count("AllGather"))
+        return numbers
+
+    with recorded_collectives(of_first_calls=True) as collectives:
+        first, *others = run_ranks(RANKS, body)
+    assert [each - first[0] for each in first] == [0, 0, 0, 1]
+    assert others == [first] * (RANKS - 1)
 
 
 def test_whole_tensors_in_a_context() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from cp_dtensor.comm import collective as exchange
+from cp_dtensor.engine import agreement
 from support.ranks import RanksFailed, run_ranks
 
 _PATIENCE_SECONDS = 5
@@ -30,8 +31,11 @@ class Collective:
 
 
 @contextmanager
-def recorded_collectives() -> Iterator[list[Collective]]:
-    """Yields a list that gets every collective of every thread, in the order of the calls."""
+def recorded_collectives(*, of_first_calls: bool = False) -> Iterator[list[Collective]]:
+    """Yields a list that gets every collective of every thread, in the order of the calls.
+
+    Ranks do not compare the first call of each kind, as in every later one, unless `of_first_calls`.
+    """
     collectives: list[Collective] = []
     lock = threading.Lock()
     join = threaded.Collective.join
@@ -42,7 +46,10 @@ def recorded_collectives() -> Iterator[list[Collective]]:
             collectives.append(Collective(rank, type(self._collective).__name__, tuple(_tensors(sent))))
         return join(self, rank, data)
 
-    with mock.patch.object(threaded.Collective, "join", recording_join):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(threaded.Collective, "join", recording_join))
+        if not of_first_calls:
+            patches.enter_context(mock.patch.object(agreement._compared, "has", return_value=True))
         yield collectives
 
 

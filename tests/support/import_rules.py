@@ -1,4 +1,12 @@
-"""Rooms of the package, their floors and allowed imports, which `test_house` checks."""
+"""Rooms of the package, their floors and allowed imports, which `test_house` checks, and the imports of its files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "cp_dtensor"
 
 # Room -> floor. Imports stay in their room or point to a lower floor. `attention` and `comm` never import each other.
 FLOORS = {
@@ -29,7 +37,43 @@ TOOLS_IMPORT = (
     "plan", "spec", "engine.cost_model", "attention.backends", "attention.masked", "comm.symm_mem_workspace",
 )  # fmt: skip
 
-# The one tool that may touch torch's private names: torch's own context parallel can only be measured through them.
-
 # Modules (prefixes) that may import triton.
 TRITON = ("_torch", "attention.triton", "comm.triton_kernels")
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Dotted names below a package (the package itself is "") and their files."""
+    names = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+def room(module: str) -> str:
+    """The room of a dotted name below `cp_dtensor`; "" for the package itself."""
+    return module.split(".")[0]
+
+
+def imports(module: str, path: Path) -> Iterator[tuple[int, str, str]]:
+    """Line, local name and absolute dotted name of everything imported, in functions and type checking blocks too."""
+    package = ["cp_dtensor", *module.split(".")] if module else ["cp_dtensor"]
+    if path.name != "__init__.py":
+        package.pop()
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}"
+
+
+def our_imports(module: str, modules: dict[str, Path]) -> Iterator[tuple[int, str]]:
+    """Line and module (a dotted name below `cp_dtensor`) of every import of ours, in functions too."""
+    for line, _, name in imports(module, modules[module]):
+        if name.split(".")[0] == "cp_dtensor":
+            parts = name.split(".")[1:]
+            yield line, next(m for n in range(len(parts), -1, -1) if (m := ".".join(parts[:n])) in modules)
