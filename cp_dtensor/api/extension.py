@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of
+from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of, when_loaded, wrapped
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
@@ -54,7 +54,9 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "PASSED_ON", "PROVIDER", "is_model", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
     "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
     # autograd and compiler
-    "current_backward", "entry_replaced", "never_compiled", "version_of",
+    "current_backward", "never_compiled", "version_of",
+    # patches of other programs
+    "entry_replaced", "when_loaded", "wrapped",
 ]  # fmt: skip
 
 
