@@ -1,9 +1,9 @@
 """Documents: their examples run, and the README has the commands of CI."""
 
 import doctest
-import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from support.docs_scripts import docs_script
 from support.ranks import run_ranks
 
 import cp_dtensor
+from cp_dtensor.tools.bench.report import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -121,7 +122,7 @@ def test_the_readme_has_at_most_150_lines() -> None:
 def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
     """4.1 times, 1.5 and 1.13, of auto over the faster rotation of torch."""
     speed = docs_script("speed")
-    times = speed.eager_times(json.loads((ROOT / "docs" / "benchmarks" / "8xH200" / "bench.json").read_text()))
+    times = speed.eager_times(Results.from_json((ROOT / "docs" / "benchmarks" / "8xH200" / "bench.json").read_text()))
     said = re.findall(r"([\d.]+)(?: times as fast as torch's context parallel)? at (\d[\d,]*\d)", README.read_text())
     assert [tokens for _, tokens in said[:3]] == ["8,192", "32,768", "131,072"]
     for factor, tokens in said[:3]:
@@ -133,11 +134,11 @@ def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
 def test_the_picture_has_one_kind_of_rows() -> None:
     """Eager rows only; rows of other heads beside them are refused."""
     speed = docs_script("speed")
-    results = json.loads((ROOT / "docs" / "benchmarks" / "8xH200-graphs" / "bench.json").read_text())
-    assert not any(name.endswith("graph") for *_, name in speed.eager_times(results))
-    results["rows"].append({**results["rows"][0], "case": {**results["rows"][0]["case"], "head_dim": 64}})
+    found = Results.from_json((ROOT / "docs" / "benchmarks" / "8xH200-graphs" / "bench.json").read_text())
+    assert not any(name.endswith("graph") for *_, name in speed.eager_times(found))
+    another = replace(found.rows[0], case=replace(found.rows[0].case, head_dim=64))
     with pytest.raises(ValueError, match="got 2 kinds"):
-        speed.eager_times(results)
+        speed.eager_times(replace(found, rows=(*found.rows, another)))
 
 
 def test_every_public_name_is_in_the_api() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of
+from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of, when_loaded, wrapped
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
@@ -34,7 +34,6 @@ from cp_dtensor.engine.config import (
     positive_scale,
     refuse_unsupported_sdpa,
     sequence_ranks,
-    softmax_scale,
 )
 from cp_dtensor.engine.named_masks import is_name, named_mask
 from cp_dtensor.engine.planner import bound_call
@@ -55,7 +54,9 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "PASSED_ON", "PROVIDER", "is_model", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
     "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
     # autograd and compiler
-    "current_backward", "entry_replaced", "never_compiled", "version_of",
+    "current_backward", "never_compiled", "version_of",
+    # patches of other programs
+    "entry_replaced", "when_loaded", "wrapped",
 ]  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def _ring_call(
     """The queries, multiplied so that the scale is positive, and the planned call."""
     check_qkv(q, k, v, enable_gqa=True)
     config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
-    q, scale = positive_scale(q, softmax_scale(q, scale))
+    q, scale = positive_scale(q, scale)
     allowed = only_backend(backend)
     try:
         return q, bound_call(q, k, v, config, seq_len, mask, NO_MODIFIERS, scale, allowed)

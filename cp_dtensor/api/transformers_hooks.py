@@ -8,7 +8,7 @@ for "flex_attention" returns the block mask of the whole sequence. Other impleme
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -31,7 +31,7 @@ from cp_dtensor.api.transformers_checks import (
     problems_of,
     unseen,
 )
-from cp_dtensor.api.transformers_layers import layer_patches, layers_caught
+from cp_dtensor.api.transformers_layers import layer_patches
 from cp_dtensor.api.transformers_masks import (
     NO_CACHE,
     ModelMask,
@@ -53,11 +53,11 @@ from cp_dtensor.engine.named_masks import name_of
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
 
-def _patches() -> Iterator[AbstractContextManager[None]]:
+def _patches() -> Iterator[AbstractContextManager[object]]:
     yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
     yield _torch.when_loaded(MODELING_UTILS, _models_checked)
     yield _torch.when_loaded(MODELING_UTILS, _losses_checked)
-    yield layers_caught()
+    yield closing(layer_patches)
 
 
 transformers_hooks = SharedInstallation(_patches)

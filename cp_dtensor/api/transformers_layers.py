@@ -10,7 +10,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from types import CodeType, MappingProxyType
 from typing import Any
@@ -188,12 +188,3 @@ def _in_contexts(
 
 
 layer_patches = _Patches()
-
-
-@contextmanager
-def layers_caught() -> Iterator[None]:
-    """While open, `layer_patches` may have patches."""
-    try:
-        yield
-    finally:
-        layer_patches.close()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dtensor.attention.fla_recurrence import FlaRecurrence
+from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.recurrent import ChunkedRecurrence
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
@@ -102,10 +103,7 @@ def by_heads(
     # Blocks of stripes arrive segment by segment.
     positions = None
     if not all(each.is_contiguous for of_rank in segments for each in of_rank):
-        parts = [segments[rank][part] for rank, part in in_order.places]
-        local = [torch.arange(each.length, device=v.device) for each in parts]
-        each_position: list[Any] = [each.position(x) for each, x in zip(parts, local, strict=True)]  # type: ignore[arg-type]
-        positions = torch.cat(each_position)
+        positions = positions_of([segments[rank][part] for rank, part in in_order.places], v.device)
         arrived = [x.index_select(1, positions.argsort()) for x in arrived]
     mine: list[Tensor | None] = [None] * len(rows)
     for (index, x), of_heads in zip(some.items(), arrived, strict=True):

@@ -16,13 +16,11 @@ context; sinks need the attention implementation "cp_dtensor". Models that would
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -30,7 +28,15 @@ import torch
 from torch import nn
 
 from cp_dtensor import HeadTail, Layout, Mask, context_parallel, local_positions
-from cp_dtensor.api.extension import Mesh, is_model, models_with_positions, sequence_ranks
+from cp_dtensor.api.extension import (
+    Mesh,
+    SharedInstallation,
+    is_model,
+    models_with_positions,
+    sequence_ranks,
+    when_loaded,
+    wrapped,
+)
 
 __all__ = ["Enabled", "enable"]
 
@@ -40,74 +46,49 @@ _SEQUENCE_INPUTS = (
 """Inputs of transformers models whose dim 1 is the sequence."""
 
 
-class Enabled:
+class Enabled(ExitStack):
     """The switch that `enable` returns: in force until `disable` or the end of a `with` block.
 
     Switches nest: accelerators that are prepared take the options of the latest one that is in force.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from accelerate import Accelerator
-
-        self._undo: list[tuple[type, str, Any]] = []
-        self._settings = settings
-        try:
-            self._replace(Accelerator, "_prepare_cp", self._prepared_by)
-            self._replace(Accelerator, "maybe_context_parallel", _with_options)
-        except BaseException:
-            self.disable()
-            raise
+        super().__init__()
+        self.settings = settings
+        _installation.acquire()
+        self.callback(_installation.release)
+        _in_force.append(self)
+        self.callback(_in_force.remove, self)
 
     def disable(self) -> None:
-        """Gives accelerate its own functions back; further calls do nothing.
+        """Gives accelerate its own functions back, if no other switch is in force; further calls do nothing.
 
         Accelerators that were prepared before keep this library.
         """
-        while self._undo:
-            owner, name, replacement = self._undo.pop()
-            replacement.is_disabled = True  # for a later switch, or other code, that calls it
-            while getattr(owner.__dict__[name], "is_disabled", False):
-                setattr(owner, name, owner.__dict__[name].original)
+        self.close()
 
-    def __enter__(self) -> Enabled:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.disable()
+_in_force: list[Enabled] = []
 
-    def _replace(self, owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = owner.__dict__[name]
-        made = make(original)
 
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return (original if vars(replacement)["is_disabled"] else made)(*args, **kwargs)
+def _patches() -> Iterator[AbstractContextManager[None]]:
+    from accelerate import Accelerator
 
-        vars(replacement).update(is_disabled=False, original=original)
-        setattr(owner, name, replacement)
-        self._undo.append((owner, name, replacement))
+    yield wrapped(Accelerator, "_prepare_cp", _prepare_cp)
+    yield wrapped(Accelerator, "maybe_context_parallel", _maybe_context_parallel)
+    yield when_loaded("transformers.trainer", _trainer_patched)
 
-    def _prepared_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`Accelerator._prepare_cp` of this library."""
 
-        def prepare(accelerator: Any, *args: Any) -> tuple[Any, ...]:
-            settings = dict(self._settings)
-            handler = accelerator.parallelism_config.cp_handler
-            if settings["rotate_method"] is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
-                settings["rotate_method"] = "alltoall"  # "allgather" is accelerate's default, so it is no choice
-            steps = _Steps(accelerator.torch_device_mesh["cp"], settings)
-            for arg in args:
-                if isinstance(arg, nn.Module):
-                    steps.attach(arg)
-            accelerator._cp_context = steps
-            trainer = sys.modules.get("transformers.trainer")  # imported by now if it trains
-            if trainer is not None and all(owner is not trainer.Trainer for owner, *_ in self._undo):
-                self._replace(trainer.Trainer, "_prepare_context_parallel_inputs", _trainer_inputs)
-                self._replace(trainer.Trainer, "prediction_step", _trainer_prediction)
-            return args
+_installation = SharedInstallation(_patches)
 
-        return prepare
+
+@contextmanager
+def _trainer_patched(trainer: Any) -> Iterator[None]:
+    with (
+        wrapped(trainer.Trainer, "_prepare_context_parallel_inputs", _trainer_inputs),
+        wrapped(trainer.Trainer, "prediction_step", _trainer_prediction),
+    ):
+        yield
 
 
 def enable(
@@ -211,65 +192,76 @@ class _Steps:
         return local_positions(self.mesh, next(iter(lengths)), layout or HeadTail(), device=device)[None]
 
 
-def _with_options(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Accelerator.maybe_context_parallel` that takes the options of a context too."""
-
-    def maybe_context_parallel(
-        self: Any, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None, **options: Any
-    ) -> AbstractContextManager[None]:
-        steps = getattr(self, "_cp_context", None)
-        given = {"buffers": buffers, "buffer_seq_dims": buffer_seq_dims, "no_restore_buffers": no_restore_buffers}
-        if isinstance(steps, _Steps):
-            return steps(**given, **options)
-        if self.parallelism_config and self.parallelism_config.cp_enabled and options:
-            raise TypeError(
-                f"this accelerator was prepared before enable(), so it takes no {', '.join(options)}: call enable() "
-                "before Accelerator.prepare"
-            )
-        result: AbstractContextManager[None] = original(self, **given)
+def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> tuple[Any, ...]:
+    """`Accelerator._prepare_cp` of this library."""
+    if not _in_force:  # a reference that other code has kept
+        result: tuple[Any, ...] = original(accelerator, *args)
         return result
+    settings = dict(_in_force[-1].settings)
+    handler = accelerator.parallelism_config.cp_handler
+    if settings["rotate_method"] is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
+        settings["rotate_method"] = "alltoall"  # "allgather" is accelerate's default, so it is no choice
+    accelerator._cp_context = _Steps(accelerator.torch_device_mesh["cp"], settings)
+    for arg in args:
+        if isinstance(arg, nn.Module):
+            accelerator._cp_context.attach(arg)
+    return args
 
-    return maybe_context_parallel
+
+def _maybe_context_parallel(
+    original: Callable[..., Any], self: Any, buffers: Any = None, buffer_seq_dims: Any = None,
+    no_restore_buffers: Any = None, **options: Any,
+) -> AbstractContextManager[None]:  # fmt: skip
+    """`Accelerator.maybe_context_parallel` that takes the options of a context too."""
+    steps = getattr(self, "_cp_context", None)
+    given = {"buffers": buffers, "buffer_seq_dims": buffer_seq_dims, "no_restore_buffers": no_restore_buffers}
+    if isinstance(steps, _Steps):
+        return steps(**given, **options)
+    if self.parallelism_config and self.parallelism_config.cp_enabled and options:
+        raise TypeError(
+            f"this accelerator was prepared before enable(), so it takes no {', '.join(options)}: call enable() "
+            "before Accelerator.prepare"
+        )
+    result: AbstractContextManager[None] = original(self, **given)
+    return result
 
 
-def _trainer_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def _trainer_inputs(
+    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """`Trainer._prepare_context_parallel_inputs` that shards all inputs, with labels shifted before."""
-
-    def prepare(self: Any, model: nn.Module, inputs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        steps = getattr(self.accelerator, "_cp_context", None)
-        if not isinstance(steps, _Steps):
-            result: tuple[Callable[..., Any], dict[str, Any]] = original(self, model, inputs)
-            return result
-        _refuse_losses_of_labels(self, inputs)
-        tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-        batch, length = tokens.shape[:2]
-        if "labels" in inputs and "shift_labels" not in inputs:
-            inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
-        if inputs.get("position_ids") is None:
-            inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(batch, 1)
-        sharded = [name for name in _SEQUENCE_INPUTS if isinstance(inputs.get(name), torch.Tensor)]
-        others = [
-            name
-            for name, value in inputs.items()
-            if name not in sharded and isinstance(value, torch.Tensor) and value.shape[:2] == (batch, length)
-        ]
-        if others:
-            raise NotImplementedError(
-                f"expected the inputs {', '.join(_SEQUENCE_INPUTS)} only, since others may have to be sharded; got "
-                f"{', '.join(others)} of shape (batch, sequence): open accelerator.maybe_context_parallel in a "
-                "training_step of your own"
-            )
-        for name in sharded:
-            # Views, such as expanded position ids, cannot be sharded in place.
-            inputs[name] = self._prepare_input(inputs[name]).contiguous()
-        buffers = [inputs[name] for name in sharded]
-        opened = partial(
-            self.accelerator.maybe_context_parallel, buffers=buffers, buffer_seq_dims=[1] * len(buffers),
-            no_restore_buffers=buffers,
-        )  # fmt: skip
-        return opened, inputs
-
-    return prepare
+    steps = getattr(self.accelerator, "_cp_context", None)
+    if not isinstance(steps, _Steps):
+        result: tuple[Callable[..., Any], dict[str, Any]] = original(self, model, inputs)
+        return result
+    _refuse_losses_of_labels(self, inputs)
+    tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+    batch, length = tokens.shape[:2]
+    if "labels" in inputs and "shift_labels" not in inputs:
+        inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    if inputs.get("position_ids") is None:
+        inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(batch, 1)
+    sharded = [name for name in _SEQUENCE_INPUTS if isinstance(inputs.get(name), torch.Tensor)]
+    others = [
+        name
+        for name, value in inputs.items()
+        if name not in sharded and isinstance(value, torch.Tensor) and value.shape[:2] == (batch, length)
+    ]
+    if others:
+        raise NotImplementedError(
+            f"expected the inputs {', '.join(_SEQUENCE_INPUTS)} only, since others may have to be sharded; got "
+            f"{', '.join(others)} of shape (batch, sequence): open accelerator.maybe_context_parallel in a "
+            "training_step of your own"
+        )
+    for name in sharded:
+        # Views, such as expanded position ids, cannot be sharded in place.
+        inputs[name] = self._prepare_input(inputs[name]).contiguous()
+    buffers = [inputs[name] for name in sharded]
+    opened = partial(
+        self.accelerator.maybe_context_parallel, buffers=buffers, buffer_seq_dims=[1] * len(buffers),
+        no_restore_buffers=buffers,
+    )  # fmt: skip
+    return opened, inputs
 
 
 def _refuse_losses_of_labels(trainer: Any, inputs: dict[str, Any]) -> None:
@@ -282,35 +274,32 @@ def _refuse_losses_of_labels(trainer: Any, inputs: dict[str, Any]) -> None:
             )
 
 
-def _trainer_prediction(original: Callable[..., Any]) -> Callable[..., Any]:
+def _trainer_prediction(
+    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool,
+    *args: Any, **kwargs: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """`Trainer.prediction_step` whose loss is the mean over the ranks of a sequence.
 
     Trainer takes the ranks' losses for those of other rows, and drops some of them in the last batch.
     """
-
-    def prediction_step(
-        self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any, Any]:
-        steps = getattr(self.accelerator, "_cp_context", None)
-        if not isinstance(steps, _Steps):
-            result: tuple[Any, Any, Any] = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-            return result
-        if not prediction_loss_only:
-            raise NotImplementedError(
-                "Trainer.predict, and evaluate with compute_metrics, would take the logits of each rank's shard for "
-                "those of other rows: under context parallelism only the loss is evaluated (prediction_loss_only=True)"
-            )
-        ends = self.accelerator.gradient_state
-        if ends.end_of_dataloader and ends.remainder > 0:
-            warnings.warn(
-                f"the last batch of this evaluation has {ends.remainder} rows, fewer than the others: accelerate "
-                "counts them once, and each row of other batches once for every rank of a sequence, so that eval_loss, "
-                "if there are others, is no mean over rows: make the data set a multiple of the evaluation batch",
-                stacklevel=2,
-            )
-        loss, logits, labels = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-        if loss is not None:
-            loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
-        return loss, logits, labels
-
-    return prediction_step
+    steps = getattr(self.accelerator, "_cp_context", None)
+    if not isinstance(steps, _Steps):
+        result: tuple[Any, Any, Any] = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+        return result
+    if not prediction_loss_only:
+        raise NotImplementedError(
+            "Trainer.predict, and evaluate with compute_metrics, would take the logits of each rank's shard for "
+            "those of other rows: under context parallelism only the loss is evaluated (prediction_loss_only=True)"
+        )
+    ends = self.accelerator.gradient_state
+    if ends.end_of_dataloader and ends.remainder > 0:
+        warnings.warn(
+            f"the last batch of this evaluation has {ends.remainder} rows, fewer than the others: accelerate "
+            "counts them once, and each row of other batches once for every rank of a sequence, so that eval_loss, "
+            "if there are others, is no mean over rows: make the data set a multiple of the evaluation batch",
+            stacklevel=2,
+        )
+    loss, logits, labels = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    if loss is not None:
+        loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
+    return loss, logits, labels

@@ -33,7 +33,6 @@ from cp_dtensor import (
     Contiguous,
     HeadTail,
     Layout,
-    Mask,
     Striped,
     context_parallel_attention,
     context_parallel_shard,
@@ -111,7 +110,62 @@ def _check_kernel(attn_type: Enum | str) -> None:
         raise NotImplementedError(f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}")
 
 
-class LongContextAttention(nn.Module):
+class _Attention(nn.Module):
+    """Attention over the ranks of `mesh`, by `method`, of shards in `layout`."""
+
+    mesh: Mesh
+    method: str
+    layout: Layout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        *,
+        seq_len: int | tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """This rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
+
+        Args:
+            query: (B, S, H, D), this rank's queries.
+            key: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA); neither has to be a multiple
+                of the Ulysses degree.
+            value: (B, T, Hkv, Dv), this rank's values.
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, seq_len: as for
+                `cp_dtensor.integrations.ring_flash_attn.ring_flash_attn_func`.
+            return_attn_probs: no effect: yunchang's layer returns the output alone too.
+
+        Returns:
+            (B, S, H, Dv), contiguous.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit.
+            NotImplementedError: options refused above, before any collective.
+        """
+        shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
+        q, k, v = heads_before_rows(query, key, value, 1, shapes)
+        mask = bottom_right_mask(causal, supported_window(window_size, alibi_slopes))
+        out = context_parallel_attention(
+            q, k, v, mesh=self.mesh, method=self.method, mask=mask, enable_gqa=True, layout=self.layout,
+            dropout_p=dropout_p, scale=softmax_scale, deterministic=deterministic, seq_len=seq_len, softcap=softcap,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out.transpose(1, 2).contiguous()
+
+    def extra_repr(self) -> str:
+        return f"layout={self.layout}, mesh={self.mesh}"
+
+
+class LongContextAttention(_Attention):
     """Attention by Ulysses over one axis and a ring over the other.
 
     Args:
@@ -150,51 +204,7 @@ class LongContextAttention(nn.Module):
             raise NotImplementedError(
                 f"expected attn_processor=None, since kernels here are torch's own; got {type(attn_processor).__name__}"
             )
-        self.layout = layout_of(ring_impl_type, mesh)
-        self.mesh = mesh
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *,
-        seq_len: int | tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """This rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
-
-        Args:
-            query: (B, S, H, D), this rank's queries.
-            key: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA); neither has to be a multiple
-                of the Ulysses degree.
-            value: (B, T, Hkv, Dv), this rank's values.
-            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, seq_len: as for
-                `cp_dtensor.integrations.ring_flash_attn.ring_flash_attn_func`.
-            return_attn_probs: no effect: yunchang's layer returns the output alone too.
-
-        Returns:
-            (B, S, H, Dv), contiguous.
-
-        Raises:
-            TypeError, ValueError: arguments that do not fit.
-            NotImplementedError: options refused above, before any collective.
-        """
-        return _attend(
-            query, key, value, bottom_right_mask(causal, supported_window(window_size, alibi_slopes)),
-            mesh=self.mesh, method="hybrid", layout=self.layout, dropout_p=dropout_p, scale=softmax_scale,
-            deterministic=deterministic, seq_len=seq_len, softcap=softcap,
-        )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        return f"layout={self.layout}, mesh={self.mesh}"
+        self.mesh, self.method, self.layout = mesh, "hybrid", layout_of(ring_impl_type, mesh)
 
 
 class LongContextAttentionQKVPacked(nn.Module):
@@ -243,7 +253,7 @@ class AsyncLongContextAttention(LongContextAttention):
         super().__init__(scatter_idx, gather_idx, ring_impl_type, mesh=mesh)
 
 
-class UlyssesAttention(nn.Module):
+class UlyssesAttention(_Attention):
     """Attention by Ulysses over one process group, whose ranks have adjacent parts of the sequence.
 
     Args:
@@ -268,39 +278,7 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         _check_dims(scatter_idx, gather_idx, heads_dim=2)
         _check_kernel(attn_type)
-        self.group = group_or_default(sequence_process_group)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *,
-        seq_len: int | tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """`LongContextAttention.forward`, by Ulysses alone: arguments, result and errors are as there."""
-        return _attend(
-            query, key, value, bottom_right_mask(causal, supported_window(window_size, alibi_slopes)),
-            mesh=self.group, method="ulysses", layout=Contiguous(), dropout_p=dropout_p, scale=softmax_scale,
-            deterministic=deterministic, seq_len=seq_len, softcap=softcap,
-        )  # fmt: skip
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask, **options: Any) -> torch.Tensor:
-    """Attention of (B, S, H, D)."""
-    shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
-    q, k, v = heads_before_rows(query, key, value, 1, shapes)
-    out = context_parallel_attention(q, k, v, mask=mask, enable_gqa=True, **options)
-    assert isinstance(out, torch.Tensor)
-    return out.transpose(1, 2).contiguous()
+        self.mesh, self.method, self.layout = group_or_default(sequence_process_group), "ulysses", Contiguous()
 
 
 def _check_dims(scatter_idx: int, gather_idx: int, heads_dim: int) -> None:

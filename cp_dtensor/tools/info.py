@@ -16,8 +16,13 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.select import PACKAGES, allowed_backends, choose_backend, masked_by_shape
-from cp_dtensor.attention.masked import MAX_HEAD_DIM
+from cp_dtensor.attention.backends.select import (
+    PACKAGES,
+    allowed_backends,
+    choose_backend,
+    has_triton_kernels,
+    masked_by_shape,
+)
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous
@@ -93,10 +98,7 @@ def _chosen_if_deterministic(spec: CallSpec) -> AttentionBackend:
 
 def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
     if backend.name == "INTERVALS":
-        dim = max(spec.head_dim, spec.v_head_dim)
-        has_kernels = _version("triton") != _NONE and (spec.capability or (0, 0)) >= (8, 0)
-        is_triton = has_kernels and dim <= MAX_HEAD_DIM.get(getattr(torch, spec.dtype), 0)
-        return "ours in Triton" if is_triton else "torch operations"
+        return "ours in Triton" if has_triton_kernels(spec) else "torch operations"
     return _KERNELS[backend.name]
 
 

@@ -30,6 +30,7 @@ from cp_dtensor import context_parallel, context_parallel_shard, local_positions
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
 from cp_dtensor.tools.bench import command
 from cp_dtensor.tools.bench.measure import Device
+from cp_dtensor.tools.bench.report import table_of
 
 TOY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
@@ -196,12 +197,11 @@ def main() -> None:
     transformers.AttentionInterface.register("gathered", Gathered(mesh, options.tokens, device))
     transformers.AttentionMaskInterface.register("gathered", lambda **_: None)
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    lines = [
+    about = (
         f"{options.tokens} tokens, {mesh.size()} ranks, {name}, {str(dtype)[6:]}, gradient checkpointing, torch "
-        f"{torch.__version__}, transformers {transformers.__version__}", "",
-        "| model | parameters | attention | ms a step (median) | least | GiB at most | first loss | last loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        f"{torch.__version__}, transformers {transformers.__version__}"
+    )
+    rows: list[dict[str, str]] = []
     differ = False
     for family in options.models:
         by_method = {}
@@ -212,15 +212,18 @@ def main() -> None:
             memory.free_unused()
             step, parameters = trainer_of(method, family, options, mesh, device, dtype)
             losses, times, peak = by_method[method] = measured(step, options, memory)
-            lines.append(
-                f"| {family} | {parameters / 1e6:.0f}M | {method} | {statistics.median(times):.1f} | {min(times):.1f} "
-                f"| {peak:.1f} | {losses[0]:.5f} | {losses[-1]:.5f} |"
-            )
+            rows.append(
+                {
+                    "model": family, "parameters": f"{parameters / 1e6:.0f}M", "attention": method,
+                    "ms a step (median)": f"{statistics.median(times):.1f}", "least": f"{min(times):.1f}",
+                    "GiB at most": f"{peak:.1f}", "first loss": f"{losses[0]:.5f}", "last loss": f"{losses[-1]:.5f}",
+                }
+            )  # fmt: skip
             del step
         one, other = (torch.tensor(by_method[method][0]) for method in by_method)
         differ |= bool(((one - other).abs() > TOLERANCE[dtype] * one.abs()).any())
     if dist.get_rank() == 0:
-        print("\n".join(lines))
+        print(f"{about}\n\n{table_of(rows)}")
         print("\nlosses differ" if differ else "\nlosses are equal")
     dist.destroy_process_group()
     if differ:

@@ -9,9 +9,8 @@ Only eager calls are drawn: a CUDA graph of one side beside eager calls of the o
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from cp_dtensor.tools.bench.report import IDEAL, MEASURED, Results
+
 PASSES = {"fwd": "forward", "fwdbwd": "forward + backward"}
-IDEAL = "ideal"
 COLUMNS = 3
 """Of the legend."""
 TORCH = ("torch-allgather", "torch-alltoall")
@@ -55,19 +55,19 @@ Times = dict[tuple[int, str, str], float]
 """Milliseconds by tokens, pass and method."""
 
 
-def eager_times(results: dict[str, Any]) -> Times:
+def eager_times(results: Results) -> Times:
     """The median of the slowest rank; "torch" is the faster rotation of torch's context parallel.
 
     Raises:
         ValueError: rows of several shapes, masks or kernels, which one picture cannot compare.
     """
     times: Times = {}
-    rows = [row for row in results["rows"] if row["status"] == "measured" and not row["contestant"].endswith("graph")]
-    cases = {json.dumps({**row["case"], "seq_len": None}, sort_keys=True) for row in rows}
+    rows = [row for row in results.rows if row.status == MEASURED and not row.method.endswith("graph")]
+    cases = {replace(row.case, seq_len=0) for row in rows}
     if len(cases) != 1:
-        raise ValueError(f"expected rows that differ in length only, got {len(cases)} kinds: {sorted(cases)}")
+        raise ValueError(f"expected rows that differ in length only, got {len(cases)} kinds: {cases}")
     for row in rows:
-        times[row["case"]["seq_len"], row["pass_name"], row["contestant"]] = row["median_ms"]
+        times[row.case.seq_len, row.pass_name, row.method] = row.median_ms
     for length, each in {(length, each) for length, each, _ in times}:
         found = [times[length, each, name] for name in TORCH if (length, each, name) in times]
         if found:
@@ -98,7 +98,7 @@ def bars(axis: Axes, times: Times, length: int, each: str, names: list[str]) -> 
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw(results: dict[str, Any], output: Path, every_method: bool) -> None:
+def draw(results: Results, output: Path, every_method: bool) -> None:
     """Draws a row of panels for each pass, a panel for each length."""
     times = eager_times(results)
     lengths = sorted({length for length, _, _ in times})
@@ -114,17 +114,18 @@ def draw(results: dict[str, Any], output: Path, every_method: bool) -> None:
             bars(axis, times, length, each, names)
             axis.set_title(f"{length:,} tokens" if row == 0 else "", fontsize=10)
         axes[row][0].set_ylabel(f"{title},\nms" if every_method else f"{title.replace(' + ', ' +' + chr(10))},\nms")
-    (first, *_), ranks = results["rows"], results["world_size"]
-    case, hardware = first["case"], results["environment"].splitlines()[-1].split(" x ")[-1].removesuffix(" visible")
-    heads = f"{case['heads']['q']} query and {case['heads']['kv']} kv heads of {case['head_dim']}"
+    case, ranks = results.rows[0].case, results.world_size
+    versions, *_, hardware = results.environment.splitlines()
+    hardware = hardware.split(" x ")[-1].removesuffix(" visible")
+    heads = f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}"
     figure.suptitle(
-        f"Attention on {ranks} x {hardware}: {case['mask']}, {heads}, {case['dtype']}, batch {case['batch']}",
+        f"Attention on {ranks} x {hardware}: {case.mask}, {heads}, {case.dtype}, batch {case.batch}",
         y=1 - 0.12 / height, va="top", fontsize=12,
     )  # fmt: skip
     handles: list[Any] = [Patch(color=METHODS[name].colour, label=METHODS[name].label) for name in names]
     handles.append(Line2D([], [], color="#22272e", linestyle="--", linewidth=1, label=f"one GPU's time / {ranks}"))
     figure.legend(handles=handles, loc="lower center", ncol=COLUMNS, frameon=False, fontsize=9)
-    versions = ", ".join(part for part in results["environment"].splitlines()[0].split(", ") if "Python" not in part)
+    versions = ", ".join(part for part in versions.split(", ") if "Python" not in part)
     about = f"Eager calls, median of the slowest rank; x: speedup over torch. cuDNN's kernels on both sides. {versions}"
     figure.text(0.5, (below - 0.3) / height, about.strip(), ha="center", fontsize=8, color="#5b6470")
     figure.tight_layout(rect=(0, (below - 0.1) / height, 1, 1 - 0.1 / height))
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--all", action="store_true", help="every method, not only auto and torch")
     parsed = parser.parse_args()
-    draw(json.loads(parsed.results.read_text()), parsed.output, parsed.all)
+    draw(Results.from_json(parsed.results.read_text()), parsed.output, parsed.all)
 
 
 if __name__ == "__main__":

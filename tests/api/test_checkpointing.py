@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,10 +98,6 @@ def assert_as_alone(run: Run, results: list[Result], layout: Layout = HeadTail()
         assert result[3] == forwards
     assert_close(sum(result[1] for result in results), grad_input)
     assert_close(sum(result[2] for result in results), grad_weight)
-
-
-def assert_close(actual: Any, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import MaskedProblem, Tensors
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,10 +42,6 @@ MASKS: tuple[Mask, ...] = (
 )
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
-
-
 def check_in_context(
     rank: int, case: MaskedProblem, layout: Layout, attend: Callable[..., torch.Tensor], in_context: dict[str, Any]
 ) -> None:
@@ -57,12 +53,12 @@ def check_in_context(
     with context_parallel(dist.group.WORLD, buffers=leaves, buffer_seq_dims=dims, layout=layout, **in_context):
         out = attend(*leaves)
         out.backward(shard(whole[3], layout, rank, RANKS))
-    close(out.detach(), shard(expected[0], layout, rank, RANKS), f"out of {case}")
+    assert_close(out.detach(), shard(expected[0], layout, rank, RANKS), f"out of {case}")
     for leaf, gradient in zip(
         (leaf for leaf in leaves if leaf.requires_grad), (*expected[1:4], *expected[5:]), strict=True
     ):
         total = leaf.grad.clone()  # zeros outside of this rank's tokens
-        close(shard(total, layout, rank, RANKS), shard(gradient, layout, rank, RANKS), f"gradients of {case}")
+        assert_close(shard(total, layout, rank, RANKS), shard(gradient, layout, rank, RANKS), f"gradients of {case}")
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,8 +97,8 @@ def test_nested_contexts_have_masks_of_their_own() -> None:
         q, k, v, _ = case.shard(whole, HeadTail(), rank, RANKS)
         with context_parallel(dist.group.WORLD, mask=DOCUMENTS):
             with context_parallel(dist.group.WORLD, mask=SlidingWindow(1, 0)):
-                close(sdpa(q, k, v), shard(inner_expected, HeadTail(), rank, RANKS), "inner")
-            close(sdpa(q, k, v), shard(expected, HeadTail(), rank, RANKS), "outer")
+                assert_close(sdpa(q, k, v), shard(inner_expected, HeadTail(), rank, RANKS), "inner")
+            assert_close(sdpa(q, k, v), shard(expected, HeadTail(), rank, RANKS), "outer")
 
     run_ranks(RANKS, body)
 
@@ -120,7 +116,7 @@ def test_backward_after_the_context_and_inside_of_another() -> None:
         with context_parallel(dist.group.WORLD, mask=SlidingWindow(0, 0), layout=Contiguous()):
             out.backward(grad_out)
         for leaf, gradient in zip(leaves, expected[1:4], strict=True):
-            close(leaf.grad, shard(gradient, HeadTail(), rank, RANKS))
+            assert_close(leaf.grad, shard(gradient, HeadTail(), rank, RANKS))
 
     run_ranks(RANKS, body)
 
@@ -138,7 +134,7 @@ def test_the_module_form() -> None:
         module = parallelize_module(
             Attend(), init_device_mesh("cpu", (RANKS,)), ContextParallel(mask=DOCUMENTS, seq_len=LENGTH)
         )
-        close(module(*case.shard(whole, HeadTail(), rank, RANKS)[:3]), shard(expected, HeadTail(), rank, RANKS))
+        assert_close(module(*case.shard(whole, HeadTail(), rank, RANKS)[:3]), shard(expected, HeadTail(), rank, RANKS))
 
     run_ranks(RANKS, body)
 
@@ -156,7 +152,7 @@ def test_any_number_of_leading_dims(lead: tuple[int, ...]) -> None:
             parts = context_parallel_shard(dist.group.WORLD, [q, k, v, mask], [-2] * 4)
             out = F.scaled_dot_product_attention(*parts[:3], attn_mask=parts[3])
         (wanted,) = context_parallel_shard(dist.group.WORLD, [expected], [-2])
-        close(out, wanted)
+        assert_close(out, wanted)
 
     run_ranks(RANKS, body)
 

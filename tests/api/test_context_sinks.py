@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.collectives import kinds, recorded_collectives
 from support.compile_checks import fresh
 from support.masked_problems import MaskedProblem
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.processes import Processes
 from support.ranks import run_ranks
 from torch import nn
@@ -61,12 +61,8 @@ def check(rank: int, layout: Layout, attend: Function, sinks: torch.Tensor, mask
     for name, got, each in zip(
         ("out", "dq", "dk", "dv"), (out, *(leaf.grad for leaf in leaves)), expected[:4], strict=True
     ):
-        close(got, shard(each, layout, rank, RANKS), name)
-    close(sinks.grad, shard(expected[5], layout, rank, RANKS).sum((0, 2)), "dsinks")
-
-
-def close(got: torch.Tensor | None, expected: torch.Tensor, what: str) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text: f"{what}: {text}")
+        assert_close(got, shard(each, layout, rank, RANKS), name)
+    assert_close(sinks.grad, shard(expected[5], layout, rank, RANKS).sum((0, 2)), "dsinks")
 
 
 @pytest.mark.parametrize("layout", [HeadTail(), Striped(2)], ids=str)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import MaskedProblem, Tensors
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 
 from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, Striped, context_parallel
@@ -22,10 +22,6 @@ from cp_dtensor.attention.modifiers import Modifiers
 WORLD = 4
 NAMES = ("out", "dq", "dk", "dv")
 each_layout = pytest.mark.parametrize("layout", [HeadTail(), Contiguous(), Striped(3)], ids=repr)
-
-
-def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str = "") -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, **options: Any) -> Tensors:

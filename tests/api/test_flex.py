@@ -19,7 +19,7 @@ from support.flex_checks import (
     one_device,
     window,
 )
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import flex_attention as torchs_module
@@ -81,10 +81,6 @@ def masks(case: str, length: int) -> dict[str, Any]:
     mask_mod, score_mod = CASES[case]
     mask = None if mask_mod is None else block_mask(mask_mod, length)
     return {"score_mod": score_mod, "block_mask": mask, "scale": SCALE, "enable_gqa": True}
-
-
-def assert_close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 @each_division

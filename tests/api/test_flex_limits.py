@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.collectives import kinds, recorded_collectives
 from support.flex_checks import SCALE, block_mask, context, draw, one_device, window
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -26,10 +26,6 @@ from cp_dtensor.spec.masks import Causal
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo must not compile in several threads at once, as `flex_attention` would in the ranks."""
     monkeypatch.setattr(torchs_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 def test_outside_of_contexts_and_after_them_it_is_torchs_own() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from support.method_checks import RING_ULYSSES, ULYSSES_RING, place
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,10 +52,6 @@ def on_mesh(way: Ways) -> tuple[DeviceMesh, int, int]:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return mesh, place(list(coordinate), names, shape), mesh.size()
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 class Model(nn.Module):

@@ -19,10 +19,9 @@ from support.parallel_style_checks import (
     WORLD,
     Attention,
     alone,
-    assert_close,
     check_forward,
 )
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -17,11 +17,11 @@ from support.packed_documents import (
     NAMES,
     PackedProblem,
     Tensors,
-    assert_close,
     equal_generators,
     packed_problems,
     shard_packed,
 )
+from support.problems import assert_close
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 

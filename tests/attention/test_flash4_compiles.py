@@ -35,6 +35,7 @@ class HardwareInfo:
 
 cutlass.utils.HardwareInfo = HardwareInfo
 from cp_dtensor.attention.backends import flash4
+from cp_dtensor.plan.tiles import ShapedMask
 
 dim, v_dim, group, causal = map(int, sys.argv[1:])
 
@@ -45,11 +46,9 @@ def empty(heads, dim):
 
 assert flash4._functions().obstacle is None
 with FakeTensorMode():
-    q, k, v, out = empty(2 * group, dim), empty(2, dim), empty(2, v_dim), empty(2 * group, v_dim)
-    lse = torch.empty(1, 2 * group, 512, dtype=torch.float32, device="cuda")
-    flash4.launch_forward(out, lse, q, k, v, bool(causal), 0.1)
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    flash4.launch_backward(*grads, torch.empty_like(out), q, k, v, out, lse, bool(causal), 0.1, False)
+    q, k, v, mask = empty(2 * group, dim), empty(2, dim), empty(2, v_dim), ShapedMask(is_causal=bool(causal))
+    out, lse = flash4._forward(q, k, v, mask, 0.1)
+    flash4._backward(torch.empty_like(out), q, k, v, out, lse, mask, 0.1, False)
 for function in flash4._functions().cached[:3]:
     assert function.compile_cache.cache, function.__name__
 """

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.compile_checks import Function, Shards, causal, compiled, equal, fresh, no_compilation
+from support.compile_checks import Function, Shards, causal, compiled, fresh, no_compilation
+from support.problems import assert_close
 from support.processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -141,7 +142,7 @@ def dtensors(rank: int, on: Shard) -> None:
         assert isinstance(out, DTensor)
         assert out.placements == (on,)
         for got, expected in zip((out, *torch.autograd.grad(out, inputs, grad)), shards.expected, strict=True):
-            equal(got.full_tensor(), expected, length)
+            assert_close(got.full_tensor(), expected, length)
 
     with enable_context_parallel_dispatcher():
         function = compiled(causal)
@@ -199,7 +200,7 @@ def modules(rank: int) -> None:
             out = function(*inputs)
             results.append((out, *torch.autograd.grad(out, inputs, shards.grad)))
         for eager, got in zip(*results, strict=True):
-            equal(got, eager, (first, second))
+            assert_close(got, eager, (first, second))
 
 
 def test_modules_of_the_parallel_style(two_processes: Processes) -> None:
@@ -222,9 +223,9 @@ def backends_and_forms(rank: int) -> None:
     q, k, v = (each.detach()[:, :2] for each in Shards(rank).inputs())
     hidden = q[:, 0].detach()
     with context_parallel(mesh):
-        equal(compiled(by_math)(q, k, v), by_math(q, k, v), "math")
-        equal(compiled(three_dims)(q[0]), three_dims(q[0]), "three dims, negative scale")
-        equal(compiled(encoder)(hidden), encoder(hidden), "encoder layer")
+        assert_close(compiled(by_math)(q, k, v), by_math(q, k, v), "math")
+        assert_close(compiled(three_dims)(q[0]), three_dims(q[0]), "three dims, negative scale")
+        assert_close(compiled(encoder)(hidden), encoder(hidden), "encoder layer")
 
 
 def test_backends_and_other_forms(two_processes: Processes) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from support.compile_checks import Shards, Tensors, compiled, equal, fresh
+from support.compile_checks import Shards, Tensors, compiled, fresh
+from support.problems import assert_close
 from support.processes import Processes
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
@@ -34,7 +35,7 @@ def check(rank: int, layout: Layout | None) -> Tensors:
                 out = function(*inputs)
         results.append((out, *torch.autograd.grad(out, inputs, shards.grad[:, :2].float())))
     for got, expected in zip(*results, strict=True):
-        equal(got, expected, layout)
+        assert_close(got, expected, layout)
     return results[0]
 
 

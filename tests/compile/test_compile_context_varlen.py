@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.compile_checks import compiled, equal, fresh, no_compilation
+from support.compile_checks import compiled, fresh, no_compilation
 from support.masked_problems import MaskedProblem
 from support.packed_calls import documents, edges_of, packed_attention
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,7 +57,7 @@ class Step:
     def check(self, out: torch.Tensor) -> None:
         grads = torch.autograd.grad(out, self.leaves, self.grad_out)
         for name, got, expected in zip(("out", "dq", "dk", "dv"), (out, *grads), self.expected, strict=True):
-            equal(got, expected, f"{name} of {self.what}")
+            assert_close(got, expected, f"{name} of {self.what}")
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *edges: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def edges_made_in_compiled_code(rank: int) -> None:
     for start in starts:
         parts = whole.split([start, LENGTH - start], 2)
         whole = torch.cat([F.scaled_dot_product_attention(x, x, x, is_causal=True) for x in parts], 2)
-    equal(got, shard(whole, HeadTail(), rank, RANKS), "out")
+    assert_close(got, shard(whole, HeadTail(), rank, RANKS), "out")
 
 
 def test_edges_made_in_compiled_code(two_processes: Processes) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.compile_checks import compiled, equal, fresh
+from support.compile_checks import compiled, fresh
 from support.dtensor_checks import CP, DP, TP, Placements, distributed
 from support.masked_problems import MaskedProblem
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ def of_shards(rank: int) -> None:
         results.append((out, *torch.autograd.grad(out, leaves, grad_out)))
     for result in results[1:]:
         for name, got, expected in zip(NAMES, result, results[0], strict=True):
-            equal(got, expected, name)
+            assert_close(got, expected, name)
     assert not torch.equal(compiled(attend)(*leaves), results[0][0]), "another draw"
 
 
@@ -67,7 +67,7 @@ def of_dtensors(rank: int, shape: tuple[int, ...], names: tuple[str, ...], on: P
                 results.append((out, *torch.autograd.grad(out, leaves, grad_out)))
             for name, got, expected in zip(NAMES, *results[::-1], strict=True):
                 assert isinstance(got, DTensor)
-                equal(got.full_tensor(), expected.full_tensor(), name)
+                assert_close(got.full_tensor(), expected.full_tensor(), name)
             outs.append(results[1][0].full_tensor().detach())
     return outs
 
@@ -101,7 +101,7 @@ def over_heads_in_a_context(rank: int) -> None:
             out = call(*leaves)
             results.append([each.full_tensor() for each in (out, *torch.autograd.grad(out.sum(), leaves))])
     for name, expected, got in zip(NAMES, *results, strict=True):
-        equal(got, expected, name)
+        assert_close(got, expected, name)
     dropped = results[1][0]
     assert all(not torch.equal(dropped[:, one], dropped[:, other]) for one in range(4) for other in range(one))
 

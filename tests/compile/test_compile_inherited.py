@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.compile_checks import compiled, equal, fresh, no_compilation
+from support.compile_checks import compiled, fresh, no_compilation
 from support.masked_problems import MaskedProblem
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,7 +72,7 @@ def check(attend: Function, mask: Mask, layout: Layout, context: context_paralle
             out = attend(*leaves)
     results = (out, *torch.autograd.grad(out, leaves, grad))
     for name, got, expected in zip(("out", "dq", "dk", "dv"), results, problem.reference(*whole), strict=False):
-        equal(got, shard(expected, layout, rank, RANKS), f"{name} of {mask} in {layout}")
+        assert_close(got, shard(expected, layout, rank, RANKS), f"{name} of {mask} in {layout}")
 
 
 def context(**options: Any) -> context_parallel:
@@ -172,10 +172,10 @@ def positions(rank: int) -> None:
         return context_parallel_shard(world, [x * 2], [0])[0] + local_positions(world, LENGTH)
 
     attend = torch.compile(shard_and_positions, backend="aot_eager")
-    equal(attend(whole), 3 * shard(whole, HeadTail(), rank, RANKS, seq_dim=0), "outside")
+    assert_close(attend(whole), 3 * shard(whole, HeadTail(), rank, RANKS, seq_dim=0), "outside")
     for layout in (Balanced(FIRST, LENGTH), Balanced(SECOND, LENGTH), Contiguous()):
         with context(layout=layout):
-            equal(attend(whole), 3 * shard(whole, layout, rank, RANKS, seq_dim=0), layout)
+            assert_close(attend(whole), 3 * shard(whole, layout, rank, RANKS, seq_dim=0), layout)
 
 
 @pytest.mark.parametrize("check_on_rank", [calls, refusals, modules_in_modules, providers, positions])
@@ -192,7 +192,7 @@ def two_axes(rank: int) -> None:
     expected = MaskedProblem(LENGTH, LENGTH, FIRST, 2, 4, 2).reference(*whole)[0]
     mine = [shard(tensor, Contiguous(), rank, 4) for tensor in whole[:3]]
     with context_parallel(mesh, mask=FIRST, layout=Contiguous()):
-        equal(attend(*mine), shard(expected, Contiguous(), rank, 4), "out")
+        assert_close(attend(*mine), shard(expected, Contiguous(), rank, 4), "out")
     fresh()
     with context_parallel(mesh, sinks=torch.zeros(4)), pytest.raises(Exception, match="does not take the sinks"):
         attend(*mine)

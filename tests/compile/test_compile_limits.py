@@ -12,7 +12,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.compile_checks import Shards, causal, compiled, equal, fresh, no_compilation
+from support.compile_checks import Shards, causal, compiled, fresh, no_compilation
+from support.problems import assert_close
 from support.processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,7 +69,7 @@ def refusals(rank: int) -> None:
             fails(lambda q: q + 1, q, match="caching_precompile takes compiled code from disk")
         attention = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
         fails(lambda q: attention(q, q, q)[0], q[0], match="need_weights=True")
-        equal(compiled(lambda q: attention(q, q, q, need_weights=False)[0])(q[0]),
+        assert_close(compiled(lambda q: attention(q, q, q, need_weights=False)[0])(q[0]),
               attention(q[0], q[0], q[0], need_weights=False)[0], "need_weights=False")  # fmt: skip
     with pytest.raises(ValueError, match="local tokens on rank"):
         compiled(lambda q: ring_attention(q, q, q, mesh=mesh, seq_len=100))(q)  # found at run time
@@ -95,7 +96,7 @@ def second_derivatives(rank: int) -> None:
         for loss in (lambda out: out.square().sum(), lambda out: out.sum()):
             (first,) = torch.autograd.grad(loss(function(q, k, v)), q)
             (grad_q,) = torch.autograd.grad(loss(function(q, k, v)), q, create_graph=True)
-            equal(grad_q.detach(), first, "the first derivative is as it was")
+            assert_close(grad_q.detach(), first, "the first derivative is as it was")
             with pytest.raises(RuntimeError, match="differentiate twice"):
                 grad_q.sum().backward()
 
@@ -133,7 +134,7 @@ def other_threads(rank: int) -> None:
         thread = threading.Thread(target=lambda: results.append(function(*shards.inputs())))
         thread.start()  # which is in no context
         thread.join()
-    equal(results[0], causal(*shards.inputs()), "a thread outside of the context")
+    assert_close(results[0], causal(*shards.inputs()), "a thread outside of the context")
 
 
 def test_other_threads_are_in_no_context(two_processes: Processes) -> None:
@@ -179,9 +180,9 @@ def unsharding(rank: int) -> None:
         for call in (twice, torch.compile(twice, backend="aot_eager")):
             x = mine.clone().requires_grad_()
             out = call(x, grad)
-            equal(out, whole * 6.0, grad)
+            assert_close(out, whole * 6.0, grad)
             (found,) = torch.autograd.grad(out.sum(), x)
-            equal(found, torch.full_like(x, factor), grad)
+            assert_close(found, torch.full_like(x, factor), grad)
     with pytest.raises(NotImplementedError, match="context_parallel_unshard cannot be part of a graph"):
         make_fx(lambda x: twice(x, "replicated"))(mine)
 

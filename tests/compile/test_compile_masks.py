@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support.compile_checks import compiled, equal, fresh, no_compilation
+from support.compile_checks import compiled, fresh, no_compilation
 from support.hidden_rows import exact
 from support.masked_problems import MaskedProblem, Tensors
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.processes import Processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -51,7 +51,7 @@ def check(out: torch.Tensor, leaves: Tensors, grad_out: torch.Tensor, expected: 
     grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grad_out)
     names = ("out", "dq", "dk", "dv", "dbias")[: len(expected)]
     for name, got, wanted in zip(names, (out, *grads), expected, strict=True):
-        equal(got, wanted, f"{name}, {what}")
+        assert_close(got, wanted, f"{name}, {what}")
 
 
 def functions(rank: int) -> None:

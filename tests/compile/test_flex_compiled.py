@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.compile_checks import compiled, equal, fresh, no_compilation
+from support.compile_checks import compiled, fresh, no_compilation
 from support.flex_checks import (
     SCALE,
     block_mask,
@@ -26,7 +26,7 @@ from support.flex_checks import (
     traceable,
     window,
 )
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.processes import Processes
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
@@ -85,12 +85,12 @@ def forward(rank: int, layout: Layout, length: int, options: dict[str, Any], num
         for again in range(2):
             with torch.no_grad(), no_compilation() if again else warnings.catch_warnings():
                 with context(layout=layout):
-                    equal(in_context(*local, mask, score), expected, "model")
+                    assert_close(in_context(*local, mask, score), expected, "model")
                     if number > 1 and index < 2:
                         out = alone(local[0] * 2.0, *local[1:], score, mask, SCALE, True)
-                        equal(out * 3.0, expected, "flex_attention")
+                        assert_close(out * 3.0, expected, "flex_attention")
                 if number > 1 and index < 2:
-                    equal(as_function(*local, mask, score), expected, "function")
+                    assert_close(as_function(*local, mask, score), expected, "function")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def graphs_of_make_fx(rank: int) -> None:
     for call in (model, function(HeadTail(), None)):
         with torch.no_grad(), context():
             graph = make_fx(partial(call, mask=mask, score=distance))(*local)
-            equal(graph(*local), expected, call)
+            assert_close(graph(*local), expected, call)
         assert "cp_dtensor.flex_keys" in graph.code
         assert "c10d" not in graph.code
 
@@ -144,7 +144,7 @@ def layouts_of_one_length(rank: int) -> None:
         *local, _ = (shard(tensor, layout, rank, 2) for tensor in whole)
         recompiles = again in (0, 3, 5)  # the last one is part of the code, and so is that blocks stay whole
         with torch.no_grad(), warnings.catch_warnings() if recompiles else no_compilation(), context(layout=layout):
-            equal(code(*local, mask, distance), shard(expected[0], layout, rank, 2), layout)
+            assert_close(code(*local, mask, distance), shard(expected[0], layout, rank, 2), layout)
     with mock.patch.object(_torch, "original_flex_attention", traceable):
         code = compiled(lambda *args: checkpoint(model, *args, use_reentrant=False))
         for again, layout in enumerate(layouts[:5]):
@@ -154,7 +154,7 @@ def layouts_of_one_length(rank: int) -> None:
                 out = code(*inputs, mask, distance)
             results = (out, *torch.autograd.grad(out, inputs, grad))  # computed again, after the context
             for got, whole_result, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
-                equal(got, shard(whole_result, layout, rank, 2), (layout, name))
+                assert_close(got, shard(whole_result, layout, rank, 2), (layout, name))
 
 
 def test_layouts_that_change_from_step_to_step(two_processes: Processes) -> None:
@@ -170,9 +170,9 @@ def outside_and_inside(rank: int) -> None:
     with torch.no_grad():
         for again in range(3):
             with no_compilation() if again else warnings.catch_warnings():
-                equal(code(*whole[:3], mask, None), expected, "outside")
+                assert_close(code(*whole[:3], mask, None), expected, "outside")
                 with context():
-                    equal(code(*local, mask, None), shard(expected, HeadTail(), rank, 2), "inside")
+                    assert_close(code(*local, mask, None), shard(expected, HeadTail(), rank, 2), "inside")
 
 
 def test_a_function_is_compiled_for_outside_and_for_inside(two_processes: Processes) -> None:
@@ -196,8 +196,8 @@ def masks_of_many_steps(rank: int) -> None:
             expected = shard(on_one_device(whole, reaching(limit), None)[0], HeadTail(), rank, 2)
             mask = block_mask(reaching(limit), 40)
             with no_compilation() if again else warnings.catch_warnings():
-                equal(making(*local, limit), expected, "made inside")
-                equal(given(*local, mask, None), expected, "made outside")
+                assert_close(making(*local, limit), expected, "made inside")
+                assert_close(given(*local, mask, None), expected, "made outside")
 
 
 def test_masks_that_change_from_step_to_step(two_processes: Processes) -> None:
@@ -219,7 +219,7 @@ def lengths_that_look_alike(rank: int) -> None:
         local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
         expected = on_one_device(whole, None, score)[0]
         with torch.no_grad(), context():
-            equal(code(*local, None, score), shard(expected, HeadTail(), rank, 2), length)
+            assert_close(code(*local, None, score), shard(expected, HeadTail(), rank, 2), length)
 
 
 def test_without_a_mask_the_length_is_found_when_the_code_runs(two_processes: Processes) -> None:
@@ -241,7 +241,7 @@ def gradients(rank: int, layout: Layout, length: int) -> None:
                     out = code(*inputs, mask, score)
                 results = (out, *torch.autograd.grad(out, inputs, grad))  # after the context
                 for got, whole_result, name in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
-                    equal(got, shard(whole_result, layout, rank, 2), name)
+                    assert_close(got, shard(whole_result, layout, rank, 2), name)
 
 
 @pytest.mark.parametrize(("layout", "length"), [(HeadTail(), 61), (MirroredBatch(), 45)], ids=str)
@@ -264,7 +264,7 @@ def uncompiled(rank: int) -> None:
                 with no_compilation() if again else warnings.catch_warnings(), context():
                     out, aux = flex_attention(q, k, v, score, mask, SCALE, True, return_aux=AuxRequest(lse=True))
                     assert aux.lse.shape == out.shape[:3]
-                    equal(out * 3.0, expected, "uncompiled")
+                    assert_close(out * 3.0, expected, "uncompiled")
 
 
 def test_uncompiled_calls_do_not_compile_again(two_processes: Processes) -> None:
@@ -285,7 +285,7 @@ def promises(rank: int) -> None:
     call = compiled(flex_attention, backend=backend)
     with torch.no_grad(), context():
         out = call(*local, None, mask, SCALE, True, False, options)
-    equal(out, shard(one_device(whole, window, None)[0], HeadTail(), rank, 2), "out")
+    assert_close(out, shard(one_device(whole, window, None)[0], HeadTail(), rank, 2), "out")
     assert len(taken) == 1
     assert taken[0]["BLOCK_M"] == 64
     assert not any(taken[0].get(name) for name in options if name != "BLOCK_M")

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.compile_checks import compiled, equal, fresh, no_compilation
+from support.compile_checks import compiled, fresh, no_compilation
 from support.flex_checks import SCALE, block_mask, distance, documents, draw, one_device, traceable
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.processes import Processes
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
@@ -106,7 +106,7 @@ def results(rank: int, way: str, layout: Layout, backend: str, in_context: bool)
                 if gradients:
                     found += torch.autograd.grad(found[0], inputs, grad)
                 for got, expected in zip(found, (out * 3.0, dq * 2.0, dk, dv), strict=False):
-                    equal(got, shard(expected, layout, rank, 2), (way, gradients))
+                    assert_close(got, shard(expected, layout, rank, 2), (way, gradients))
 
 
 def traceable_without_scale(*args: Any, scale: float | None = None, **others: Any) -> torch.Tensor:

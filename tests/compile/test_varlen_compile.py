@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.compile_checks import compiled, fresh
-from support.packed_documents import PackedProblem, assert_close, shard_packed
+from support.packed_documents import PackedProblem, shard_packed
+from support.problems import assert_close
 from support.processes import Processes
 
 from cp_dtensor import HeadTail, varlen_attention

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
@@ -41,10 +41,6 @@ each_rotation = pytest.mark.parametrize("transport", TRANSPORTS)
 def _rotate_method() -> Iterator[None]:
     yield
     set_rotate_method("auto")
-
-
-def assert_close(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import examples
 from support.collectives import recorded_collectives
-from support.packed_documents import PackedProblem, assert_close, equal_generators
+from support.packed_documents import PackedProblem, equal_generators
+from support.problems import assert_close
 from support.ranks import run_ranks
 
 from cp_dtensor.integrations import long_context, ring_flash_attn

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import examples
 from support.collectives import errors_by_rank, recorded_collectives
-from support.packed_documents import PackedProblem, assert_close, equal_generators, shard_packed
+from support.packed_documents import PackedProblem, equal_generators, shard_packed
+from support.problems import assert_close
 from support.ranks import run_ranks
 
 from cp_dtensor import Contiguous

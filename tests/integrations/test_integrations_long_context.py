@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.problems import Problem, reference
+from support.problems import Problem, assert_close, reference
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,10 +48,6 @@ def positions(ring_impl_type: str, length: int, ring: int, ulysses: int, ring_ra
     else:
         of_ring_rank = torch.arange(length).chunk(ring)[ring_rank]
     return of_ring_rank.chunk(ulysses)[part]
-
-
-def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str = "") -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
 
 def mesh_of(ulysses: int, ring: int, rank: int, world_size: int, ulysses_low: bool = True) -> DeviceMesh:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.attention_modes import WORLD, Mode, assert_close, each_mode, named, rank_in_sequence
-from support.problems import Problem, reference, shard
+from support.attention_modes import WORLD, Mode, each_mode, named, rank_in_sequence
+from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.problems import Problem, reference
+from support.problems import Problem, assert_close, reference
 from support.problems import shard as shard_by_positions
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,10 +40,6 @@ def packed(packing: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> l
     if packing == "qkvpacked_":
         return [torch.stack([q, k, v], 2)]
     return [q, torch.stack([k, v], 2)] if packing == "kvpacked_" else [q, k, v]
-
-
-def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str = "") -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
 
 def check(kind: str, packing: str, problem: Problem, world_size: int = WORLD, **options: Any) -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from support.cases import examples
 from support.collectives import errors_by_rank, recorded_collectives
 from support.masked_problems import fits
-from support.packed_documents import PackedProblem, assert_close, equal_generators
+from support.packed_documents import PackedProblem, equal_generators
+from support.problems import assert_close
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 

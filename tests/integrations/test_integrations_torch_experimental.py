@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -51,10 +51,6 @@ def cp_mesh(world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """As models call it: views from transpose."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
@@ -75,7 +71,7 @@ def check_training(rank: int, world_size: int, layout: Layout, function: Callabl
     out.backward(shard(GRAD_OUT, layout, rank, world_size))
     for actual, expected in zip((out, *(x.grad for x in local)), EXPECTED, strict=True):
         assert actual is not None
-        close(actual, shard(expected, layout, rank, world_size))
+        assert_close(actual, shard(expected, layout, rank, world_size))
 
 
 @pytest.mark.parametrize("container", [list, tuple])
@@ -134,7 +130,7 @@ def test_backward_after_the_context_and_after_the_settings_have_changed() -> Non
         for out in outs:
             grads = torch.autograd.grad(out, local, shard(GRAD_OUT, HeadTail(), rank, 2))
             for actual, expected in zip((out, *grads), EXPECTED, strict=True):
-                close(actual, shard(expected, HeadTail(), rank, 2))
+                assert_close(actual, shard(expected, HeadTail(), rank, 2))
 
     run_ranks(2, body)
 
@@ -168,7 +164,7 @@ def test_without_buffers_and_not_causal() -> None:
             with context_parallel(cp_mesh(2)):
                 check_training(rank, 2, layout)
                 local = F.scaled_dot_product_attention(*(shard(x, layout, rank, 2) for x in (q, k, v)))
-            close(local, shard(out, layout, rank, 2))
+            assert_close(local, shard(out, layout, rank, 2))
 
     run_ranks(2, body)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.processes import Processes
 from support.ranks import run_ranks
 
@@ -57,10 +57,6 @@ def masked_logits(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> torch.Te
     return logits + torch.full_like(logits[0, 0], float("-inf")).triu(1) if is_causal else logits
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
 def order(problem: Problem, balanced: bool) -> Layout:
     return HeadTail() if balanced and problem.is_causal else Contiguous()
 
@@ -89,8 +85,8 @@ def test_an_op_of_the_programs_own(problem: Problem, balanced: bool, world_size:
         local_out, lse, *rest = _templated_ring_attention(
             *ring, op, *local, is_causal=problem.is_causal, dropout_p=0.0, label="mine"
         )
-        close(local_out, mine(out))
-        close(lse, shard(lse_of(problem, q, k), layout, rank, world_size))
+        assert_close(local_out, mine(out))
+        assert_close(lse, shard(lse_of(problem, q, k), layout, rank, world_size))
         assert rest == [f"call {len(op.calls)}"]
         skipped = 0 if balanced or not problem.is_causal else world_size - 1 - rank
         assert len(op.calls) == world_size - skipped  # one call for each rank's keys
@@ -100,7 +96,7 @@ def test_an_op_of_the_programs_own(problem: Problem, balanced: bool, world_size:
         )
         assert more == "more"
         for actual, expected in zip(local_grads, grads, strict=True):
-            close(actual, mine(expected))
+            assert_close(actual, mine(expected))
 
     run_ranks(world_size, body)
 
@@ -125,18 +121,18 @@ def test_torchs_op(problem: Problem, op: Any, balanced: bool) -> None:
             dropout_p=0.0, scale=None,
         )  # fmt: skip
         assert len(result) == (9 if op is aten._scaled_dot_product_flash_attention else 2)
-        close(result[0], mine(out))
-        close(result[1], shard(lse_of(problem, q, k), layout, rank, 2))
+        assert_close(result[0], mine(out))
+        assert_close(result[1], shard(lse_of(problem, q, k), layout, rank, 2))
         result[0].backward(mine(grad_out))
         for tensor, expected in zip(local, grads, strict=True):
             assert tensor.grad is not None
-            close(tensor.grad, mine(expected))
+            assert_close(tensor.grad, mine(expected))
         detached = [x.detach() for x in (*local, *result[:2])]
         local_grads = _templated_ring_attention_backward(
             dist.group.WORLD, 2, backward_op, mine(grad_out), "grad_out", *detached, problem.is_causal, dropout_p=0.0
         )
         for actual, expected in zip(local_grads, grads, strict=True):
-            close(actual, mine(expected))
+            assert_close(actual, mine(expected))
 
     run_ranks(2, body)
 
@@ -156,7 +152,7 @@ def test_scale_and_grouped_heads_of_torchs_op(scale: float) -> None:
             out, lse, True, scale=scale,
         )  # fmt: skip
         for actual, whole in zip((out, *grads), expected, strict=True):
-            close(actual, shard(whole, HeadTail(), rank, 2))
+            assert_close(actual, shard(whole, HeadTail(), rank, 2))
 
     run_ranks(2, body)
 
@@ -204,7 +200,7 @@ def over_gloo(rank: int) -> None:
             dist.group.WORLD, 2, op.backward, local[3], "grad", *local[:3], out, lse, problem.is_causal
         )
         for actual, whole in zip((out, *grads[:3]), expected, strict=True):
-            close(actual, shard(whole, layout, rank, 2))
+            assert_close(actual, shard(whole, layout, rank, 2))
 
 
 def test_over_gloo(two_processes: Processes) -> None:
@@ -265,8 +261,8 @@ def test_merger(rows: int, last_dim: bool) -> None:
     lse = lse.squeeze(-1) if last_dim else lse
     logits = masked_logits(q, k, False)
     logits[:, :, :first_rows, 6:] = float("-inf")
-    close(out, logits.softmax(-1) @ v)
-    close(lse, logits.logsumexp(-1))
+    assert_close(out, logits.softmax(-1) @ v)
+    assert_close(lse, logits.logsumexp(-1))
 
 
 def test_merger_of_rows_that_see_nothing_and_of_padded_lse() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,10 +57,6 @@ class Reversing(_LoadBalancer):
 
 def cp_mesh(world_size: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -193,7 +189,7 @@ def test_modules_with_sdpa(layout: Layout, kind: str) -> None:
             out = module(local[0], k=local[1], v=local[2])
         out.backward(shard(GRAD_OUT.transpose(1, 2), layout, rank, 2, 1))
         for actual, expected in zip((out, *(x.grad for x in local)), EXPECTED, strict=True):
-            close(actual.transpose(1, 2), shard(expected, layout, rank, 2))
+            assert_close(actual.transpose(1, 2), shard(expected, layout, rank, 2))
         with pytest.raises(ValueError, match=r"Shard\(1\)"):
             module(*(DTensor.from_local(x, mesh, [Shard(2)]) for x in local))
 
@@ -239,7 +235,7 @@ def test_dtensors_with_the_dispatcher(layout: Layout) -> None:
         out.to_local().backward(shard(GRAD_OUT[rows], layout, rank % 2, 2))
         results = (out.to_local(), *(x.grad.transpose(1, 2) for x in local if x.grad is not None))
         for actual, expected in zip(results, EXPECTED, strict=True):
-            close(actual, shard(expected[rows], layout, rank % 2, 2))
+            assert_close(actual, shard(expected[rows], layout, rank % 2, 2))
         if layout == HeadTail():
             uneven = [placed[0].transpose(1, 2), placed[1].transpose(1, 2), placed[2].full_tensor().transpose(1, 2)]
             with pytest.raises(NotImplementedError, match="placed alike"):

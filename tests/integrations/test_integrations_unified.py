@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_modes import WORLD, Mode, assert_close, each_mode, named, rank_in_sequence
+from support.attention_modes import WORLD, Mode, each_mode, named, rank_in_sequence
 from support.masked_problems import MaskedProblem
 from support.packed_documents import equal_generators
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.dtensor_checks import CP, DP, TP, Placements, R, check_equals_full_tensors, torch_before_2_12
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
 from torch import nn
@@ -33,10 +33,6 @@ from cp_dtensor import (
 
 LAYOUTS = (Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch())
 TRANSPORTS = ("allgather", "alltoall")
-
-
-def equal(actual: torch.Tensor, expected: torch.Tensor, case: object) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10, msg=lambda text: f"{case}: {text}")
 
 
 def random_problem(draw: random.Random) -> Problem:
@@ -69,7 +65,7 @@ def _ring_cases(rank: int, layout: Layout, transport: str, problems: list[Proble
         )  # fmt: skip
         out.backward(shard(grad_out, layout, rank, world_size))
         for actual, whole in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
-            equal(actual, shard(whole, layout, rank, world_size), (problem, layout, transport))
+            assert_close(actual, shard(whole, layout, rank, world_size), (problem, layout, transport))
 
 
 SMALL = [  # fewer tokens than ranks or chunks
@@ -145,7 +141,7 @@ def _context_over_one_axis(rank: int, cp_axis: int) -> None:
         out.backward(grad)
         wanted = context_parallel_shard(mesh["cp"], expected, [2] * 4)
         for actual, want in zip((out, q.grad, k.grad, v.grad), wanted, strict=True):
-            equal(actual, want, (transport, problem))
+            assert_close(actual, want, (transport, problem))
         assert all(map(torch.equal, buffers, (*whole, grad_out)))
 
 
@@ -185,11 +181,11 @@ def _tensor_parallel_attention(rank: int, as_module: bool, local_heads: bool) ->
         with context_parallel(mesh["cp"]):
             out = parallel(local_x)
     out.square().sum().backward()
-    equal(out, context_parallel_shard(mesh["cp"], [expected.detach()], [1])[0], "out")
+    assert_close(out, context_parallel_shard(mesh["cp"], [expected.detach()], [1])[0], "out")
     for (name, weight), reference_weight in zip(parallel.named_parameters(), plain.parameters(), strict=True):
         grad = weight.grad.full_tensor()
         dist.all_reduce(grad, group=mesh["cp"].get_group())  # each rank has the share of its tokens
-        equal(grad, reference_weight.grad, name)
+        assert_close(grad, reference_weight.grad, name)
 
 
 @pytest.mark.parametrize("local_heads", [False, True], ids=["DTensor heads", "local heads"])

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from support.dtensor_checks import CP, DP, TP, Placements, R, check_equals_full_tensors, torch_before_2_12
 from support.masked_problems import MaskedProblem
 from support.method_checks import RING_ULYSSES, ULYSSES_RING, place
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 from support.processes import Processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -60,10 +60,6 @@ def place_on(mesh: DeviceMesh) -> int:
     return place(list(coordinate), names, tuple(mesh.shape))
 
 
-def equal(actual: torch.Tensor | None, expected: torch.Tensor, case: object) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10, msg=lambda text: f"{case}: {text}")
-
-
 def random_problem(draw: random.Random) -> Problem:
     kv_heads, q_len = draw.randint(1, 4), draw.randint(1, 40)
     return Problem(
@@ -98,7 +94,7 @@ def _cases(rank: int, names: Names, method: str, cases: list[tuple[Problem, Layo
             )  # fmt: skip
         out.backward(shard(grad_out, layout, here, 4))
         for actual, whole in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
-            equal(actual, shard(whole, layout, here, 4), (problem, layout, stages, names, method))
+            assert_close(actual, shard(whole, layout, here, 4), (problem, layout, stages, names, method))
 
 
 @each_way
@@ -120,8 +116,8 @@ def _sinks(rank: int, names: Names, method: str) -> None:
     out, lse = context_parallel_attention(*leaves[:3], sinks=sinks, **options)
     out.backward(grad_out)
     for actual, each in zip((out, *(leaf.grad for leaf in leaves[:3]), lse), expected, strict=True):
-        equal(actual, shard(each, HeadTail(), place_on(mesh), 4), (names, method))
-    equal(sinks.grad, shard(of_rows, HeadTail(), place_on(mesh), 4).sum((0, 2)), ("dsinks", names, method))
+        assert_close(actual, shard(each, HeadTail(), place_on(mesh), 4), (names, method))
+    assert_close(sinks.grad, shard(of_rows, HeadTail(), place_on(mesh), 4).sum((0, 2)), ("dsinks", names, method))
 
 
 @pytest.mark.parametrize(("names", "method"), [(RING_ULYSSES, "hybrid"), (ULYSSES_RING, "ring")], ids=str)
@@ -149,9 +145,9 @@ def _context(rank: int, names: Names, method: str) -> None:
     wanted = context_parallel_shard(mesh, expected, [2] * 4)
     results = [out.detach(), *(leaf.grad for leaf in leaves)]
     for actual, want in zip(results, wanted, strict=True):
-        equal(actual, want, (names, method))
+        assert_close(actual, want, (names, method))
     for actual, want in zip(context_parallel_unshard(mesh, results, [2] * 4), expected, strict=True):
-        equal(actual, want, (names, method))
+        assert_close(actual, want, (names, method))
 
 
 @each_way
@@ -168,7 +164,7 @@ def _gradients_through_unshard(rank: int, names: Names) -> None:
         (back,) = context_parallel_unshard(mesh, [mine], [1], layout, grad=grad)
         assert torch.equal(back, whole)
         back.backward(weight * (rank + 1) / 10 if grad == "partial" else weight)  # 1 + 2 + 3 + 4 tenths
-        equal(mine.grad, shard(weight, layout, place_on(mesh), 4, 1), (names, layout, grad))
+        assert_close(mine.grad, shard(weight, layout, place_on(mesh), 4, 1), (names, layout, grad))
 
 
 @pytest.mark.parametrize("names", [RING_ULYSSES, ULYSSES_RING], ids=", ".join)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -38,7 +37,3 @@ each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def rank_in_sequence(mode: Callable[..., Mode], rank: int) -> int:
     """Returns ring rank * Ulysses size + Ulysses rank."""
     return rank // 2 + rank % 2 * 2 if mode is MODES["unified, ulysses x ring"] else rank
-
-
-def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str = "") -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")

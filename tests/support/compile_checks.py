@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from cp_dtensor import HeadTail, Layout
 from cp_dtensor.engine.ring import RingPlan
-from support.problems import Problem, reference, shard
+from support.problems import Problem, assert_close, reference, shard
 
 Tensors = tuple[torch.Tensor, ...]
 Function = Callable[..., torch.Tensor]
@@ -50,11 +50,7 @@ class Shards:
 
     def check_results(self, *results: torch.Tensor) -> None:
         for name, got, whole in zip(("out", "dq", "dk", "dv"), results, self.expected, strict=False):
-            equal(got, self._shard(whole), name)
-
-
-def equal(got: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text: f"{what}: {text}")
+            assert_close(got, self._shard(whole), name)
 
 
 def compiled(function: Function, **options: Any) -> Function:

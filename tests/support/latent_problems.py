@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cp_dtensor import Layout, context_parallel_mla
 from support.masked_problems import MaskedProblem, Tensors
 from support.method_checks import place
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 
 NAMES = ("out", "dq", "d latent", "d k_rope", "lse")
@@ -112,14 +112,11 @@ def check_results(case: LatentCase, by_rank: list[tuple[int, Tensors, torch.Tens
     """Checks the results of all ranks against one device."""
     expected, whole_up = case.problem.results(case.problem.draw(case.seed), case.problem.draw_sinks(case.seed))
 
-    def equal(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what} of {case}: {text}")
-
     for here, results, _ in by_rank:
         for name, got, whole in zip(NAMES, results, expected, strict=True):
             dim = 1 if whole.dim() == 3 and name != "lse" else 2
-            equal(got, shard(whole, case.layout, here, len(by_rank), dim), f"{name} of place {here}")
-    equal(sum((share for _, _, share in by_rank), torch.zeros_like(whole_up)), whole_up, "d up")
+            assert_close(got, shard(whole, case.layout, here, len(by_rank), dim), f"{name} of place {here} of {case}")
+    assert_close(sum((share for _, _, share in by_rank), torch.zeros_like(whole_up)), whole_up, f"d up of {case}")
 
 
 def check_latents(cases: list[LatentCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from support.masked_problems import MaskedProblem, Tensors, any_mask, fits
 from support.method_checks import place
-from support.problems import shard
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 
 NAMES = ("out", "dq", "dk", "dv", "lse")
@@ -105,10 +105,10 @@ def check_masked(cases: list[MaskedCase], shape: tuple[int, ...], names: tuple[s
         results = [of_rank[index] for of_rank in by_rank]
         for here, result in results:
             for name, got, whole in zip(NAMES, result[:5], wholes[:5], strict=True):
-                _close(got, shard(whole, case.layout, here, size), f"{name} of place {here}, {case}")
+                assert_close(got, shard(whole, case.layout, here, size), f"{name} of place {here}, {case}")
             if case.problem.sinks:  # of this rank's rows
                 own_share = shard(wholes[-1], case.layout, here, size).sum((0, 2))
-                _close(result[-1], own_share, f"dsinks of place {here}, {case}")
+                assert_close(result[-1], own_share, f"dsinks of place {here}, {case}")
         if case.problem.bias.startswith("additive"):
             _check_gradient_of_bias(case, [(here, result[5]) for here, result in results], wholes[5], size)
 
@@ -120,11 +120,7 @@ def _check_gradient_of_bias(
     if len(case.layout.batch_groups(case.problem.batch)) > 1:
         return  # it was expanded before it was sharded
     if whole.size(2) == 1 and case.problem.q_len != 1:
-        _close(torch.stack([grad for _, grad in by_place]).sum(0), whole, f"dbias, {case}")
+        assert_close(torch.stack([grad for _, grad in by_place]).sum(0), whole, f"dbias, {case}")
     else:
         for here, grad in by_place:
-            _close(grad, shard(whole, case.layout, here, size), f"dbias of place {here}, {case}")
-
-
-def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
+            assert_close(grad, shard(whole, case.layout, here, size), f"dbias of place {here}, {case}")

@@ -124,10 +124,6 @@ def shard_packed(tensor: torch.Tensor, layout: Layout, rank: int, size: int, dim
     return tensor.index_select(dim, torch.tensor([p for each in segments for p in each.positions()], dtype=torch.int64))
 
 
-def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, what: str) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda text: f"{what}: {text}")
-
-
 @contextmanager
 def equal_generators() -> Iterator[None]:
     """Makes all ranks draw equal seeds of dropout, like processes with equal generators; threads share one."""

@@ -1,7 +1,6 @@
 """A small attention module and its result on one device, for tests of modules with ContextParallel."""
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from cp_dtensor import (
     MirroredBatch,
     Striped,
 )
-from support.problems import shard
+from support.problems import assert_close, shard
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 11, 2, 8
 WORLD = 2
@@ -40,10 +39,6 @@ class Attention(nn.Module):
         q, k, v = ((hidden @ weight).unflatten(-1, (HEADS, -1)).transpose(1, 2) for weight in self.weight)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         return out.transpose(1, 2).flatten(2)
-
-
-def assert_close(actual: Any, expected: torch.Tensor | None) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @functools.cache

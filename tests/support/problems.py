@@ -68,3 +68,8 @@ def shard(tensor: torch.Tensor, layout: Layout, rank: int, world_size: int, seq_
         index = torch.tensor(positions, dtype=torch.int64, device=tensor.device)
         rows.append(tensor[start:stop].index_select(seq_dim, index))
     return torch.cat(rows)
+
+
+def assert_close(got: torch.Tensor | None, expected: torch.Tensor | None, what: object = "") -> None:
+    """Checks a result in float64."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10, msg=lambda text: f"{what}: {text}" if what else text)

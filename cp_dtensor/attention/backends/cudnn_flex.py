@@ -125,7 +125,8 @@ def _forward(
     kernel = planned.forward_kernel(*inputs, out.transpose(1, 2), lse)
     if kernel is None:
         return None
-    launch_forward(kernel, planned.plan, out.transpose(1, 2), lse, inputs, scale)
+    workspace = _workspace(kernel, lse)
+    kernel.execute(*inputs, out.transpose(1, 2), planned.plan, lse, workspace=workspace, softmax_scale=scale)
     return out, lse
 
 
@@ -147,7 +148,7 @@ def _backward(
     kernel = planned.backward_kernel(*inputs, *grads)
     if kernel is None:
         return None
-    launch_backward(kernel, planned.plan, grads, inputs, scale)
+    kernel.execute(*inputs, *grads, planned.plan, workspace=_workspace(kernel, q), softmax_scale=scale)
     return dq, dk, dv
 
 
@@ -164,19 +165,6 @@ def _plan_unless_out_of_memory(mask: TileMask, geometry: Geometry, is_check: boo
 def _fill_with_nan(*tensors: Tensor) -> None:
     for tensor in tensors:
         tensor.fill_(float("nan"))
-
-
-def launch_forward(kernel: Any, plan: Any, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], scale: float) -> None:
-    """Writes a tile's partial result to `out` (B, S, H, Dv) and `lse` (B, H, S); inputs are q, k, v, (B, S, H, D)."""
-    workspace = _workspace(kernel, lse)
-    kernel.execute(*inputs, out, plan, lse, workspace=workspace, softmax_scale=scale)
-
-
-def launch_backward(
-    kernel: Any, plan: Any, grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...], scale: float
-) -> None:
-    """Writes dq, dk and dv to `grads`; inputs are q, k, v, out and its gradient, (B, S, H, D), and lse (B, H, S)."""
-    kernel.execute(*inputs, *grads, plan, workspace=_workspace(kernel, inputs[-1]), softmax_scale=scale)
 
 
 def _workspace(kernel: Any, like: Tensor) -> Tensor | None:

@@ -86,7 +86,12 @@ class Flash4Attention(AttentionBackend):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3], dtype=torch.float32)
-    launch_forward(out, lse, q, k, v, mask.is_causal, scale)
+    q, k, v, result = *(_rows_first(x) for x in (q, k, v)), out.transpose(1, 2)
+
+    def wrapper() -> None:
+        _functions().forward(q, k, v, softmax_scale=scale, causal=mask.is_causal, out=result, lse=lse)
+
+    _launch(("forward", mask.is_causal, scale), (q, k, v, result, lse), wrapper)
     return out, lse
 
 
@@ -94,40 +99,24 @@ def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = (empty_in_order_of(x, x.size(3)) for x in (q, k, v))
-    launch_backward(dq, dk, dv, grad_out, q, k, v, out, lse, mask.is_causal, scale, deterministic)
-    return dq, dk, dv
-
-
-def launch_forward(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> None:
-    """Writes the partial result of a tile to `out` (B, H, S, Dv) and `lse` (B, H, S), float32.
-
-    Inputs that are not aligned are copied (`aligned`, 16 bytes); `out` must be aligned.
-    """
-    q, k, v = (aligned(x, _ALIGNMENT).transpose(1, 2) for x in (q, k, v))
-    out = out.transpose(1, 2)
-
-    def wrapper() -> None:
-        _functions().forward(q, k, v, softmax_scale=scale, causal=is_causal, out=out, lse=lse)
-
-    _launch(("forward", is_causal, scale), (q, k, v, out, lse), wrapper)
-
-
-def launch_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    is_causal: bool, scale: float, deterministic: bool,
-) -> None:  # fmt: skip
-    """Writes a tile's share of the gradients, from the final out and lse of its rows. Alignment as in forward."""
-    q, k, v, out, grad_out = (aligned(x, _ALIGNMENT).transpose(1, 2) for x in (q, k, v, out, grad_out))
-    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+    dq, dk, dv = grads = tuple(empty_in_order_of(x, x.size(3)) for x in (q, k, v))
+    q, k, v, out, grad_out = (_rows_first(x) for x in (q, k, v, out, grad_out))
+    results = tuple(x.transpose(1, 2) for x in grads)
     if not lse.is_contiguous() or lse.data_ptr() % _ALIGNMENT:
         lse = lse.clone(memory_format=torch.contiguous_format)
 
     def wrapper() -> None:
-        options = {"softmax_scale": scale, "causal": is_causal, "deterministic": deterministic}
-        _functions().backward(q, k, v, out, grad_out, lse, **options, dq=dq, dk=dk, dv=dv)
+        options = {"softmax_scale": scale, "causal": mask.is_causal, "deterministic": deterministic}
+        into = dict(zip(("dq", "dk", "dv"), results, strict=True))
+        _functions().backward(q, k, v, out, grad_out, lse, **options, **into)
 
-    _launch(("backward", is_causal, scale, deterministic), (q, k, v, out, grad_out, lse, dq, dk, dv), wrapper)
+    _launch(("backward", mask.is_causal, scale, deterministic), (q, k, v, out, grad_out, lse, *results), wrapper)
+    return dq, dk, dv
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """(B, S, H, D), as the package takes tensors (B, H, S, D); a copy if these are not aligned."""
+    return aligned(x, _ALIGNMENT).transpose(1, 2)
 
 
 # Launches without the package's wrapper

@@ -108,7 +108,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     may_be_cudnn = allowed.enabled[_torch.SDPA_BACKENDS.index("CUDNN_ATTENTION")]
     is_plain = spec.masking is Masking.INTERVALS  # without bias and dropout
     chosen: AttentionBackend = flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
-    if spec.device_type == "cuda" and chosen is _INTERVALS and not _has_triton_kernels(spec):
+    if spec.device_type == "cuda" and chosen is _INTERVALS and not has_triton_kernels(spec):
         log_once(
             "attention", logging.WARNING,
             f"masks, bias and dropout of {spec.dtype}, head dim {max(spec.head_dim, spec.v_head_dim)}, run as torch "
@@ -142,11 +142,11 @@ def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionB
     """
     is_half = spec.dtype in ("bfloat16", "float16")
     is_hopper = spec.capability is not None and spec.capability[0] == 9
-    is_ours = is_half and is_hopper and _has_triton_kernels(spec)
+    is_ours = is_half and is_hopper and has_triton_kernels(spec)
     return _WIDE_GRADIENTS if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
 
 
-def _has_triton_kernels(spec: CallSpec) -> bool:
+def has_triton_kernels(spec: CallSpec) -> bool:
     """True if our kernels are compiled for the dtype and head dims of a call."""
     can_compile = TRITON_AVAILABLE and (spec.capability or (0, 0)) >= (8, 0)
     return can_compile and max(spec.head_dim, spec.v_head_dim) <= MAX_HEAD_DIM.get(getattr(torch, spec.dtype), 0)

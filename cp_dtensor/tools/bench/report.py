@@ -206,6 +206,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
     return "\n".join(lines)
 
 
+def table_of(rows: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table of rows with equal names."""
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
 def markdown(results: Results) -> str:
     """The report of a benchmark run."""
     sections = [
