@@ -64,8 +64,8 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "Ethernet 400G": Link(50e9, shares_memory=False),
     }
 )
-"""Links by the names that `Hardware.of` and `explain` take: `speed` in bytes a second and direction of one GPU, which has
-a network port of its own, and whether GPUs that it connects read each other's memory (`shares_memory`)."""
+"""Links by the names that `Hardware.of` and `explain` take: `speed` in bytes a second and direction of one GPU, which
+has a network port of its own, and whether GPUs that it connects read each other's memory (`shares_memory`)."""
 
 NODE = 8
 """GPUs of a node, which NVLink connects (HGX and DGX systems of all `GPUS`)."""
