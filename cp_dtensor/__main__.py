@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     commands = "\n".join(f"  {name:<11} {about}" for name, (_, about) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m cp_dtensor",
+        usage="%(prog)s COMMAND [options]",
         description="Context-parallel attention for PyTorch: tools.",
         epilog=f"commands:\n{commands}\n\npython -m cp_dtensor COMMAND --help describes the options of a command.\n"
         "torchrun --nproc-per-node N -m cp_dtensor COMMAND ... runs it on N ranks.",
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of " + ", ".join(COMMANDS))
     parser.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments or ["--help"])
     importlib.import_module(COMMANDS[chosen.command][0]).main(chosen.options)
 
 

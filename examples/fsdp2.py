@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from cp_dtensor import context_parallel
 
@@ -67,12 +67,10 @@ def train(cp_size: int, steps: int) -> list[float]:
     token_mesh = mesh["dp", "cp"]._flatten("dp_cp")  # cp: all ranks that have other tokens
     torch.manual_seed(0)  # equal weights
     model = Model().to(device)
-    for block in model.blocks:
-        fully_shard(block, mesh=token_mesh)
-    fully_shard(model, mesh=token_mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and device == "cpu":
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+    for module in (*model.blocks, model):
+        sharded = fully_shard(module, mesh=token_mesh)
+        if device == "cpu":
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot average
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(steps):
@@ -96,4 +94,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     train(cp_size=2, steps=10)
+    dist.barrier()  # a CPU rank that ends while others run may abort
     dist.destroy_process_group()

@@ -40,9 +40,10 @@ def user_sdpa_priority() -> list[str] | None:
     On Hopper and datacenter Blackwell the first SDPA of a process makes cuDNN the first backend of torch's own order.
     """
     order = torch._C._get_sdp_priority_order()
+    if order == _DEFAULT_PRIORITY:
+        return None
     names = [_BACKEND_NAMES[value] for value in order]
-    is_cudnn_first = [name for name in names if name in SDPA_BACKENDS] == [*SDPA_BACKENDS]
-    return None if order == _DEFAULT_PRIORITY or is_cudnn_first else names
+    return None if [name for name in names if name in SDPA_BACKENDS] == [*SDPA_BACKENDS] else names
 
 
 def activated_flash_attention() -> str | None:

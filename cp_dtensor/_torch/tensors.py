@@ -20,10 +20,13 @@ Span = tuple[int, int]
 
 def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
     """A view of some batch rows, heads and sequence rows of (B, H, S, ...); None means all."""
-    shape = tensor.shape
-    for dim, span in ((0, batch), (1, heads), (2, rows)):
-        if span is not None and (span[0] or span[1] != shape[dim]):
-            tensor = tensor.narrow(dim, span[0], span[1] - span[0])
+    shape = tensor.shape  # not in a loop over the dims, which takes longer
+    if batch is not None and batch != (0, shape[0]):
+        tensor = tensor.narrow(0, batch[0], batch[1] - batch[0])
+    if heads is not None and heads != (0, shape[1]):
+        tensor = tensor.narrow(1, heads[0], heads[1] - heads[0])
+    if rows is not None and rows != (0, shape[2]):
+        tensor = tensor.narrow(2, rows[0], rows[1] - rows[0])
     return tensor
 
 
@@ -141,15 +144,10 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one."""
+    """Makes a CUDA device the current one, for streams, events and kernels."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
-
-
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes a CUDA tensor's device the current one, for streams, events and kernels."""
-    return on_device(tensor.device)
 
 
 # Identity, versions and modes
@@ -245,8 +243,9 @@ def content_hash(tensor: torch.Tensor) -> int:
         if not tensor.is_meta and tensor.numel():
             values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)  # as they are in memory
             words = torch.uint8 if values.numel() * values.itemsize % 4 else torch.int32
-            if values.storage_offset() * values.itemsize % words.itemsize:
-                values = values.clone()
+            # The stride of a single element may be any.
+            if values.storage_offset() * values.itemsize % words.itemsize or values.stride(0) != 1:
+                values = values.clone(memory_format=torch.contiguous_format)
             sums = [
                 (block.to(torch.int64) * torch.arange(1, 2 * len(block), 2, device=block.device)).sum()
                 for block in values.view(words).split(_WORDS_OF_HASH)

@@ -34,7 +34,6 @@ from cp_dtensor.engine.config import (
     positive_scale,
     refuse_unsupported_sdpa,
     sequence_ranks,
-    softmax_scale,
 )
 from cp_dtensor.engine.named_masks import is_name, named_mask
 from cp_dtensor.engine.planner import bound_call
@@ -128,7 +127,7 @@ def _ring_call(
     """The queries, multiplied so that the scale is positive, and the planned call."""
     check_qkv(q, k, v, enable_gqa=True)
     config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
-    q, scale = positive_scale(q, softmax_scale(q, scale))
+    q, scale = positive_scale(q, scale)
     allowed = only_backend(backend)
     try:
         return q, bound_call(q, k, v, config, seq_len, mask, NO_MODIFIERS, scale, allowed)

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import TRITON_AVAILABLE, empty_in_order_of, unit_stride, wide_dtype
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE, aligned, empty_in_order_of, unit_stride, wide_dtype
 from cp_dtensor.attention.lse import empty_lse, store_sum, without
 from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
@@ -32,6 +33,9 @@ MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 
 LOGITS_BYTES = 64 * 2**20
 """Limit for the logits of a block, unless one row has more. A few tensors of that size exist at once."""
+
+_ROW_BYTES = 16
+"""Rows of tensors that kernels read are multiples of this and begin at multiples of this."""
 
 _MASKED_ROWS = 256
 """Limit for the rows of a block under a mask: fewer rows skip more columns, more rows make fewer calls."""
@@ -60,12 +64,14 @@ def attention_forward(
         lse: (B, H, S) or (B, H, S, 2), float32 (float64 for float64 inputs); -inf for such rows.
     """
     dropout = _checked(q, k, v, mask, scale, bias, dropout)
-    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    v_dim, forward = v.size(3), attention_forward_reference
+    if uses_triton(q, v):
+        q, k, v = (_in_whole_rows(x) for x in (q, k, v))
+        forward = launch_attention_forward
     out = empty_in_order_of(q, v.size(3))
     lse = empty_lse(q, q.shape[:3], wide_dtype(q), split_lse)
-    forward = launch_attention_forward if uses_triton(q, v) else attention_forward_reference
     forward(out, lse, q, k, v, mask, scale, bias=bias, dropout=dropout, softcap=softcap)
-    return out, lse
+    return out[..., :v_dim], lse
 
 
 def attention_backward(
@@ -87,12 +93,14 @@ def attention_backward(
         dq: (B, H, S, D), dk: (B, Hkv, T, D), dv: (B, Hkv, T, Dv); 0 for rows and columns without attended pairs.
     """
     dropout = _checked(q, k, v, mask, scale, bias, dropout)
-    grad_out, q, k, v = (unit_stride(x) for x in (grad_out, q, k, v))
     delta = attention_delta(grad_out, out) if delta is None else delta
+    dim, v_dim, backward = q.size(3), v.size(3), attention_backward_reference
+    if uses_triton(q, v):
+        grad_out, q, k, v = (_in_whole_rows(x) for x in (grad_out, q, k, v))
+        backward = launch_attention_backward
     dq, dk, dv = (empty_in_order_of(x, x.size(3), grad_dtype) for x in (q, k, v))
-    backward = launch_attention_backward if uses_triton(q, v) else attention_backward_reference
     backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout, softcap=softcap)
-    return dq, dk, dv
+    return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
 
 
 def attention_bias_gradient(
@@ -129,6 +137,15 @@ def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
     delta = grad_out.new_empty(grad_out.shape[:3], dtype=torch.float32)
     launch_attention_delta(delta, unit_stride(grad_out), unit_stride(out))
     return delta
+
+
+def _in_whole_rows(x: Tensor) -> Tensor:
+    """x, or a copy at aligned addresses whose rows have zeros up to a multiple of 16 bytes, as descriptors need them.
+
+    Read by pointers, bfloat16 of head dims 68 and 5 gave wrong results and illegal addresses on Hopper (Triton 3.7).
+    """
+    missing = -x.size(3) % (_ROW_BYTES // x.itemsize)
+    return aligned(F.pad(x, (0, missing)) if missing else unit_stride(x), _ROW_BYTES)
 
 
 def uses_triton(q: Tensor, v: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device_of
+from cp_dtensor._torch.tensors import TRITON_AVAILABLE, cut, on_device
 from cp_dtensor.attention.lse import empty_lse, is_split, rounded_lse, set_to_no_keys, store_sum
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
@@ -129,20 +129,27 @@ class Accumulator:
     float64) after that. If the first addition is also the last one, everything is added at once and rounded once,
     without a float32 state.
 
-    A first part that covers all rows of its heads becomes the state without a copy. With `may_overwrite`, later parts
-    are added to it in place. (Outputs of a forward kernel must not be overwritten: selective checkpointing saves them.)
-    Heads of a later part are among heads that were added together at first.
+    A first part that covers all rows of its heads becomes the state without a copy. Later gradients are added to it in
+    place; outputs of a forward kernel are not overwritten, since selective checkpointing saves them. Heads of a later
+    part are among heads that were added together at first.
     """
 
     def __init__(
-        self, shape: Sequence[int], like: Tensor, state_dtype: torch.dtype, *, may_overwrite: bool, has_lse: bool,
-        split_lse: bool = False,
-    ) -> None:  # fmt: skip
-        """`like` has the dtype, device and memory order of the result. An lse is in the state dtype throughout."""
-        self._shape = batch, heads, rows, _ = tuple(shape)
+        self, like: Tensor, state_dtype: torch.dtype, dim: int | None = None, *, floats_of_lse: int = 0
+    ) -> None:
+        """Begins without parts.
+
+        Args:
+            like: (B, H, S, any), has the dtype, device and memory order of the result.
+            state_dtype: dtype of sums, and of an lse throughout.
+            dim: D of the result; None for that of `like`.
+            floats_of_lse: 0 for gradients; 1 or 2 for `(out, lse)`.
+        """
+        batch, heads, rows, width = like.shape
+        self._shape = (batch, heads, rows, width if dim is None else dim)
         self._batch, self._heads, self._rows = (0, batch), (0, heads), (0, rows)
         self._like, self._dtype, self._state_dtype = like, like.dtype, state_dtype
-        self._may_overwrite, self._has_lse, self._split_lse = may_overwrite, has_lse, split_lse
+        self._floats_of_lse = floats_of_lse
         self._states: list[_State] = []
         self._result: Tensors | None = None
 
@@ -154,6 +161,8 @@ class Accumulator:
         else:
             state, parts = self._begin(heads, parts)
             self._states.append(state)
+            if not parts and not is_last:
+                return
         by_batch: dict[Span, list[Part]] = {}
         for part in parts:
             by_batch.setdefault(part.batch, []).append(part)
@@ -184,7 +193,7 @@ class Accumulator:
             if (batch, rows) == (self._batch, self._rows) and tensors[0].dim() == 4:
                 if tensors[0].dtype != self._dtype:  # a backend may return a wider dtype than the result has
                     tensors = (tensors[0].to(self._state_dtype), *tensors[1:])
-                return _State(heads, tensors, self._may_overwrite), ()
+                return _State(heads, tensors, is_owned=not self._floats_of_lse), ()
         covering, others = self._covering(parts)
         tensors = self._empty(heads[1] - heads[0], self._dtype if covering else self._state_dtype)
         if covering:
@@ -224,7 +233,7 @@ class Accumulator:
                 start, stop = parts[0].rows
                 for part in parts:
                     start, stop = min(start, part.rows[0]), max(stop, part.rows[1])
-                rows = _cut(state.tensors, batch, heads, state.heads[0], start, stop)
+                rows = self._cut(state.tensors, state.heads, batch, heads, (start, stop))
                 self._combine(rows, rows, parts, start)
 
     def _complete(self, state: _State, heads: Span, by_batch: dict[Span, list[Part]]) -> None:
@@ -244,8 +253,8 @@ class Accumulator:
             parts = []
         if self._result is None:
             self._result = self._empty(self._shape[1], self._dtype)
-        result = _cut(self._result, self._batch, heads, 0, *self._rows)
-        self._combine(result, _cut(state.tensors, self._batch, heads, state.heads[0], *self._rows), parts, 0)
+        result = self._cut(self._result, self._heads, self._batch, heads, self._rows)
+        self._combine(result, self._cut(state.tensors, state.heads, self._batch, heads, self._rows), parts, 0)
         state.completed += heads[1] - heads[0]
         if state.completed == state.heads[1] - state.heads[0]:
             self._states.remove(state)  # frees its memory
@@ -256,27 +265,25 @@ class Accumulator:
         shape, like = (batch, heads, rows, dim), self._like
         # In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order.
         whole = torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)
-        return (whole, empty_lse(like, shape[:3], self._state_dtype, self._split_lse)) if self._has_lse else (whole,)
+        if not self._floats_of_lse:
+            return (whole,)
+        return whole, empty_lse(like, shape[:3], self._state_dtype, self._floats_of_lse == 2)
+
+    def _cut(self, tensors: Tensors, of_heads: Span, batch: Span, heads: Span, rows: Span) -> Tensors:
+        """Views of some batch rows, heads and rows of tensors that have the heads `of_heads`."""
+        if heads == of_heads and batch == self._batch and rows == self._rows:
+            return tensors
+        first, last = heads[0] - of_heads[0], heads[1] - of_heads[0]
+        return tuple([cut(x, batch, (first, last), rows) for x in tensors])
 
     def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
         """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
         placed = [((start - first_row, stop - first_row), tensors) for _, (start, stop), tensors in parts]
-        if self._has_lse:
+        if self._floats_of_lse:
             merge(result[0], result[1], base[0], base[1], [(rows, out, lse) for rows, (out, lse) in placed])
         else:
             stacks = [(rows, x if x.dim() == 5 else x.unsqueeze(0)) for rows, (x,) in placed]
             add_parts(result[0], base[0], stacks, self._state_dtype)
-
-
-def output_accumulator(q: Tensor, v_head_dim: int, state_dtype: torch.dtype, split_lse: bool = False) -> Accumulator:
-    """Accumulates the `(out, lse)` of tiles, for queries q (B, H, S, D)."""
-    shape = (*q.shape[:3], v_head_dim)
-    return Accumulator(shape, q, state_dtype, may_overwrite=False, has_lse=True, split_lse=split_lse)
-
-
-def gradient_accumulator(of: Tensor, state_dtype: torch.dtype) -> Accumulator:
-    """Accumulates the gradient of a tensor from the contributions of tiles and ranks."""
-    return Accumulator(of.shape, of, state_dtype, may_overwrite=True, has_lse=False)
 
 
 @dataclass(eq=False)
@@ -294,12 +301,12 @@ class _State:
 def place_sums(out: Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> None:
     """Writes gradients to their rows of `out` (B, H, S, D): summed where parts overlap, rounded once."""
     target = torch.zeros_like(out, dtype=sum_dtype) if len(parts) > 1 and _overlap(parts) else out
-    for batch, (start, stop), tensors in parts:
-        rows = target[batch[0] : batch[1], :, start:stop]
+    for batch, rows, tensors in parts:
+        here = cut(target, batch, None, rows)
         if target is out:
-            rows.copy_(tensors[0])
+            here.copy_(tensors[0])
         else:
-            rows.add_(tensors[0])
+            here.add_(tensors[0])
     if target is not out:
         out.copy_(target)
 
@@ -310,12 +317,6 @@ def _overlap(parts: Sequence[Part]) -> bool:
         if batch == next_batch and rows[1] > next_rows[0]:
             return True
     return False
-
-
-def _cut(tensors: Tensors, batch: Span, heads: Span, first_head: int, start: int, stop: int) -> Tensors:
-    """Some batch rows, heads and rows, as views of tensors whose head 0 is `first_head`."""
-    head, end = heads[0] - first_head, heads[1] - first_head
-    return tuple([x[batch[0] : batch[1], head:end, start:stop] for x in tensors])
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -339,7 +340,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     """
     if sinks is None or not out.numel():
         return out, lse
-    with on_device_of(out):
+    with on_device(out.device):
         merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
         zero = out.new_zeros(out.size(3)).expand(out.shape)
         lse_of_sinks = torch.zeros_like(lse)

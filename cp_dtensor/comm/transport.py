@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from cp_dtensor._torch.tensors import cut
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.spec.layouts import Span
@@ -128,7 +129,7 @@ def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span) -> torch.Tensor:
     """Packs some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) into rows (T, width)."""
     rows = k.new_empty(k.size(2), row_width(k, v, heads))
     for source, packed in zip((k, v), unpack_rows(rows, k, v, heads), strict=True):
-        packed.copy_(source[:, heads[0] : heads[1]])
+        packed.copy_(cut(source, None, heads, None))
     return rows
 
 

@@ -19,7 +19,6 @@ from cp_dtensor.engine.config import (
     checked_softcap,
     four_dims_of_mask,
     positive_scale,
-    softmax_scale,
 )
 from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.named_masks import named_mask
@@ -50,7 +49,7 @@ def attend(
             q, k, v, keys_of(config, mask), scale=scale, modifiers=modifiers, lengths=lengths, needs_lse=needs_lse,
             mask_name=mask_name,
         )  # fmt: skip
-    q, scale = positive_scale(q, softmax_scale(q, scale))
+    q, scale = positive_scale(q, scale)
     if mask_name is not None:
         mask = mask_intersection(named_mask(mask_name).mask_for(config), mask)
     if config.mask is not None:
@@ -76,7 +75,7 @@ def attend_traced(
 
     With `cu_seqlens`, q, k and v are packed (see `attend_packed`). Other arguments are those of `attend`.
     """
-    q, scale = positive_scale(q, softmax_scale(q, scale))
+    q, scale = positive_scale(q, scale)
     modifiers = modifiers.drawn(q.device)
     spec_key, backends, mask, reads_more = keys
     overloads = torch.ops.cp_dtensor.attention

@@ -10,7 +10,7 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
-from cp_dtensor._torch.tensors import no_autocast, on_device_of, wide_dtype
+from cp_dtensor._torch.tensors import no_autocast, on_device, wide_dtype
 from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
@@ -161,5 +161,5 @@ def gradient_of_sinks(
 
     Each rank's share is that of its own tokens, as for any parameter, also where other ranks computed these rows.
     """
-    with on_device_of(out):
+    with on_device(out.device):
         return sinks_gradient(sinks, rounded_lse(lse), attention_delta(grad_out, out)).to(sinks.dtype)

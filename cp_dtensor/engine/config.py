@@ -412,8 +412,12 @@ def softmax_scale(q: torch.Tensor, scale: float | None) -> float:
     return float(scale)
 
 
-def positive_scale(q: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
-    """`(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN."""
+def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+    """`(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN.
+
+    A scale of None is 1 / sqrt(D); NaN and infinity are refused.
+    """
+    scale = softmax_scale(q, scale)
     if scale < 0:
         return q * -1, -scale
     return (q * 0, 1.0) if scale == 0 else (q, scale)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
-from cp_dtensor._torch.tensors import in_words, on_device_of, wide_dtype
+from cp_dtensor._torch.tensors import in_words, on_device, wide_dtype
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
@@ -54,7 +54,7 @@ class KVGather:
         """Local (B, H, T, D) and (B, H, T, Dv) to contiguous (B, H, rows, D) and (B, H, rows, Dv); a collective."""
         if self._is_empty(k):
             return k.new_zeros(*k.shape[:2], self.rows, k.size(3)), v.new_zeros(*v.shape[:2], self.rows, v.size(3))
-        with on_device_of(k):
+        with on_device(k.device):
             words = in_words(k, v)
             # FlexAttention reads K and V that are contiguous 2% faster than K and V that share the rows of one tensor.
             all_k, all_v = self._read_shared_memory(*words) or self._all_gather(*words)
@@ -67,7 +67,7 @@ class KVGather:
         out_k, out_v = (grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
         if self._is_empty(grad_k):
             return out_k, out_v
-        with on_device_of(grad_k):
+        with on_device(grad_k.device):
             k, v = in_words(grad_k[:, :, : self.seq_len], grad_v[:, :, : self.seq_len])
             blocks = k.new_empty(self.ranks.size, self._longest, *k.shape[:2], k.size(3) + v.size(3))
             for source, rows in zip((k, v), _split_kv(blocks.flatten(0, 1), k.size(3)), strict=True):

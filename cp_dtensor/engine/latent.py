@@ -15,7 +15,7 @@ import torch
 
 from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.tensors import cut, on_device_of
+from cp_dtensor._torch.tensors import cut, on_device
 from cp_dtensor.attention.latent import contract_gradients, expand_latents
 from cp_dtensor.attention.merge import Part, place_sums
 from cp_dtensor.attention.modifiers import Modifiers
@@ -199,7 +199,7 @@ class ExpandedPlan(AttentionPlan):
         grad_q, grad_k, grad_v = self.inner.backward(
             grad_out, _of_expanded(modifiers), tuple(of_inner), grad_bias, ranks, scale
         )
-        with on_device_of(grad_q):
+        with on_device(grad_q.device):
             of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, modifiers.grad_up)
         return grad_q, of_latent, of_rotary.to(up.dtype)
 
@@ -216,7 +216,7 @@ class ExpandedPlan(AttentionPlan):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert modifiers.up is not None
-        with on_device_of(q):
+        with on_device(q.device):
             return expand_latents(k, v, modifiers.up, q.size(3))
 
 

@@ -81,7 +81,8 @@ class LinearRecurrence(SequenceLayer):
     """
 
     owner: str
-    scale: float
+    scale: float | None
+    """None for 1 / sqrt(K), which is a symbol where compiled code has dynamic shapes."""
     normalizes: bool
     """True if q and k are divided by their norms first."""
     returns_state: bool
@@ -123,7 +124,8 @@ class LinearRecurrence(SequenceLayer):
         if q.size(2) != v.size(2):
             q, k = (x.repeat_interleave(v.size(2) // x.size(2), 2) for x in (q, k))
         recurrence = FlaRecurrence if has_kernels else ChunkedRecurrence
-        return recurrence.of(q, k, v, g, beta, self.scale, lengths)
+        scale = k.size(3) ** -0.5 if self.scale is None else self.scale
+        return recurrence.of(q, k, v, g, beta, scale, lengths)
 
     def _method(self, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks) -> str:
         """The method of a call, alike on every rank; "auto" takes the one that is predicted to be fastest."""

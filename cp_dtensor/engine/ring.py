@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.tensors import cut, in_order_of, on_device_of, unit_stride
+from cp_dtensor._torch.tensors import cut, in_order_of, on_device, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.lse import empty_lse
 from cp_dtensor.attention.masked import attention_delta
-from cp_dtensor.attention.merge import Part, gradient_accumulator, output_accumulator, place_sums, with_sinks
+from cp_dtensor.attention.merge import Accumulator, Part, place_sums, with_sinks
 from cp_dtensor.attention.modifiers import Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
@@ -39,7 +39,7 @@ class KeyValueGradients:
     ) -> None:
         self._k, self._v = k, v
         self.state_dtype = state_dtype
-        self._sum_k, self._sum_v = gradient_accumulator(k, state_dtype), gradient_accumulator(v, state_dtype)
+        self._sum_k, self._sum_v = Accumulator(k, state_dtype), Accumulator(v, state_dtype)
         self._transfers = transfers
         self._in_flight: Step | None = None
 
@@ -143,8 +143,8 @@ class Ring(AttentionPlan):
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         plan, group = self.tile_plan, self.group(ranks)
-        with on_device_of(q):
-            result = output_accumulator(q, self.spec.v_head_dim, self.state_dtype, modifiers.split_lse)
+        with on_device(q.device):
+            result = Accumulator(q, self.state_dtype, self.spec.v_head_dim, floats_of_lse=1 + modifiers.split_lse)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
             of = Pass(q, modifiers, ranks, scale)
             for step in self.steps(plan.forward, transfers, k, v, modifiers):
@@ -175,9 +175,9 @@ class Ring(AttentionPlan):
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
         plan, group = self.tile_plan, self.group(ranks)
-        with on_device_of(q):
+        with on_device(q.device):
             grad_out = in_order_of(out, grad_out)
-            grad_q = gradient_accumulator(q, self.state_dtype)
+            grad_q = Accumulator(q, self.state_dtype)
             grad_transfers = None if group is None else self.transport.start_grads(k, v, plan, group)
             grad_kv = self.key_value_gradients(k, v, modifiers, grad_transfers)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.tensors import current_stream, on_device_of
+from cp_dtensor._torch.tensors import current_stream, on_device
 from cp_dtensor.attention.lse import dense_lse, is_split
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
@@ -95,7 +95,7 @@ class UlyssesPlan(AttentionPlan):
         floats_of_lse = 2 if modifiers.split_lse else 1
         lse = _row_after_row(q, max(self._lse_copies, floats_of_lse), self.state_dtype) if needs_lse else None
         saved: list[torch.Tensor] = []
-        with on_device_of(q):
+        with on_device(q.device):
             modifiers_by_stage = [_of_stage(modifiers, queries, q.size(0), group)[0] for queries, _ in self.stages]
             arriving = self.exchange.to_heads([[q], [k, v]], self.stages, group)
             leaving: list[Departure] = []
@@ -153,7 +153,7 @@ class UlyssesPlan(AttentionPlan):
         q_like, k_like, v_like = saved_by_stage[0][:3]  # some heads of all rows
         grad_q = _row_after_row(grad_out, q_like.size(3))
         grad_k, grad_v = (self._grad_of_units(like, group) for like in (k_like, v_like))
-        with on_device_of(grad_out):
+        with on_device(grad_out.device):
             arriving = self.exchange.to_heads([[grad_out]], [stage[:1] for stage in self.stages], group)
             leaving: list[Departure] = []
             for index, (stage, inner, stage_saved) in enumerate(
@@ -181,7 +181,7 @@ class UlyssesPlan(AttentionPlan):
     ) -> Tensors:  # fmt: skip
         group, ring = _axes(ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
-        with on_device_of(q):
+        with on_device(q.device):
             # One exchange after the other: they share the symmetric buffer.
             arriving = self.exchange.to_heads([[q], [k, v]], self.stages, group)
             inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]

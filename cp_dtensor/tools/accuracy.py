@@ -7,10 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from cp_dtensor.tools.bench.cases import Case, Heads, Source
-from cp_dtensor.tools.bench.command import progress, start
+from cp_dtensor.tools.bench.command import leave, progress, start
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.report import ERRORS, IDEAL, MEASURED, OURS_PREFIX, Results, Row, markdown_table
@@ -33,7 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     """Measures, prints and writes the table of the command line."""
     parser = command_parser("accuracy", _DESCRIPTION)
     parser.add_argument("--output", type=Path, metavar="FILE", help="Markdown file to write")
-    parser.add_argument("--seq-len", type=positive, default=4096, help="global number of tokens; default: 4096")
+    tokens = "global number of tokens; default: 4096, 1024 without GPUs"
+    parser.add_argument("--seq-len", type=positive, help=tokens)
     parser.add_argument(
         "--limit", type=positive_number, default=1.5, help="largest ratio to one device's error; default: 1.5"
     )
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     use_gpu = uses_gpu(parser, options.device)
     ranks, device, command = start("-m cp_dtensor accuracy", arguments, use_gpu, 300)
-    measured = cases(options.seq_len, use_gpu, options.quick)
+    measured = cases(options.seq_len or (4096 if use_gpu else 1024), use_gpu, options.quick)
     show = progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
     suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, show)
     rows: list[Row] = []
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
         print(text)
         if options.output:
             options.output.write_text(text)
-    dist.destroy_process_group()
+    leave()
     sys.exit(failed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.intervals import IntervalSets, count_pairs
 from cp_dtensor.spec.masks import interval_sets_of
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, layout_by_name, mask_by_name, positive
+from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, layout_by_name, mask_by_name, positive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +29,12 @@ RANK_COLOURS = (
     "#d3cf6d", "#6fcfc9", "#4f81bd", "#c8743c", "#4f9a5d", "#b0506a", "#7566a8", "#8d8d4e",
 )  # fmt: skip
 _MOST_TOKENS, _MOST_LABELLED = 2048, 256
+_DESCRIPTION = """\
+Draws the pairs of queries and keys that each rank computes, from the plans that calls execute. Without --output, prints
+the mask as text and the imbalance of the layout.
+
+    python -m cp_dtensor draw --mask window:15,0 --layout 'Striped(4)' --ranks 4 --output window.png
+"""
 _SHADES = "·░▒▓█"
 _MOST_TEXT_CELLS = 40
 
@@ -284,11 +289,7 @@ def _shade(sets: IntervalSets, queries: tuple[int, int], keys: tuple[int, int]) 
 
 def main(arguments: Sequence[str]) -> None:
     """Draws the picture of the command line; prints the mask and the work per rank if no file is named."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cp_dtensor draw",
-        description="Draws the pairs of queries and keys that each rank computes, from the plans that calls execute.",
-        epilog="example: python -m cp_dtensor draw --mask window:15,0 --layout 'Striped(4)' --ranks 4 -o window.png",
-    )
+    parser = command_parser("draw", _DESCRIPTION)
     parser.add_argument("--mask", default="causal", metavar="MASK", help=f"{MASK_HELP}; default: causal")
     parser.add_argument("--layout", default="HeadTail", help=f"{', '.join(LAYOUTS)} or Striped(N); default: HeadTail")
     parser.add_argument("--ranks", type=positive, default=4, help=f"1 to {len(RANK_COLOURS)}; default: 4")
@@ -321,3 +322,4 @@ def main(arguments: Sequence[str]) -> None:
         figure.savefig(options.output, dpi=110, facecolor="white")
     except (OSError, ValueError) as error:
         parser.error(f"--output {options.output}: {error}")
+    print(f"wrote {options.output}")

@@ -130,9 +130,9 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     """The parser of a subcommand, which shows its description as it is written."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
-        prog=f"python -m cp_dtensor {command}", description=description, formatter_class=formatter
-    )
+    name = f"python -m cp_dtensor {command}"
+    usage = f"{name} [options]"  # without the list of options, which would hide an error
+    return argparse.ArgumentParser(prog=name, usage=usage, description=description, formatter_class=formatter)
 
 
 def uses_gpu(parser: argparse.ArgumentParser, device: str) -> bool:

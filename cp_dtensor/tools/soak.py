@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.spec.cache import LRUCache
-from cp_dtensor.tools.bench.command import start
+from cp_dtensor.tools.bench.command import leave, start
 from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import command_parser, positive, positive_number, refuse_other_ranks, uses_gpu
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     faulthandler.enable()
     ranks, *_ = start("-m cp_dtensor soak", arguments, options.use_gpu, 120, may_share_gpus=True)
     passed = soak(options, ranks)
-    dist.destroy_process_group()
+    leave()
     sys.exit(not passed)
 
 
@@ -104,7 +104,7 @@ def run(case: Case) -> None:
     use_gpu = torch.cuda.is_available() and case.dtype != "float64"
     start("-m cp_dtensor soak", (), use_gpu, 120, may_share_gpus=True)
     print(f"rank {dist.get_rank()}: {errors_of(case, _meshes(use_gpu)[case.mesh])}")
-    dist.destroy_process_group()
+    leave()
 
 
 def program(case: Case) -> str:

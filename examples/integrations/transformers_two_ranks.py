@@ -72,6 +72,7 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.6f}, one process {expected.item():.6f}")
     if dist.get_rank() == 0:
         print("losses and gradients are those of one process")
+    dist.barrier()
     dist.destroy_process_group()
 
 

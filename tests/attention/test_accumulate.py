@@ -31,7 +31,6 @@ from cp_dtensor.spec.layouts import Span
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 each_kind = pytest.mark.parametrize("kind", ["merge", "sum"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_owner = pytest.mark.parametrize("may_overwrite", [False, True], ids=["borrowed", "given"])
 
 
 @st.composite
@@ -62,16 +61,15 @@ def scripts(draw: st.DrawFn, source: Source) -> list[Add]:
 @given(data=st.data())
 def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObject) -> None:
     source = Source(kind, data.draw(st.sampled_from(DTYPES)), seed=data.draw(st.integers(0, 1000)))
-    check(source, data.draw(scripts(source)), data.draw(st.booleans()))
+    check(source, data.draw(scripts(source)))
 
 
 @each_kind
 @each_dtype
-@each_owner
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("count", [1, MAX_PARTS, MAX_PARTS + 1, 3 * MAX_PARTS])
 def test_the_own_tile_and_then_other_ranks_by_groups_of_heads(
-    kind: str, dtype: torch.dtype, may_overwrite: bool, stages: int, count: int
+    kind: str, dtype: torch.dtype, stages: int, count: int
 ) -> None:
     """The order of the all-gather transport; more than MAX_PARTS are added one after another."""
     source = Source(kind, dtype)
@@ -79,46 +77,41 @@ def test_the_own_tile_and_then_other_ranks_by_groups_of_heads(
     for heads in head_spans(HEADS, stages):
         parts = [source.part(heads, (index % ROWS, ROWS), stack=index % 3) for index in range(count)]
         script.append(Add(heads, parts, is_last=True))
-    check(source, script, may_overwrite)
+    check(source, script)
 
 
 @each_kind
 @each_dtype
-@each_owner
 @pytest.mark.parametrize(
     "counts", [(1, 3 * MAX_PARTS), (3 * MAX_PARTS, 1), (0, MAX_PARTS + 1), (0, 1), (1, 0)], ids=str
 )
 def test_groups_of_heads_need_not_have_equally_many_parts(
-    kind: str, dtype: torch.dtype, may_overwrite: bool, counts: tuple[int, int]
+    kind: str, dtype: torch.dtype, counts: tuple[int, int]
 ) -> None:
     """Nothing of one group is lost when another needs a wide state and it did not."""
     source = Source(kind, dtype)
     script = [Add(ALL_HEADS, [source.part()], is_last=False)]
     for heads, count in zip(head_spans(HEADS, 2), counts, strict=True):
         script.append(Add(heads, [source.part(heads, (1, 5)) for _ in range(count)], is_last=True))
-    check(source, script, may_overwrite)
+    check(source, script)
 
 
 @each_kind
 @each_dtype
-@each_owner
-def test_hop_by_hop(kind: str, dtype: torch.dtype, may_overwrite: bool) -> None:
+def test_hop_by_hop(kind: str, dtype: torch.dtype) -> None:
     """The order of the ring; the third hop has no parts, and the last may have none."""
     source = Source(kind, dtype)
     own, *hops = ([source.part()], [source.part(rows=(3, 6))], [], [source.part(), source.part(rows=(0, 3))])
     for last_hop in ([source.part(rows=(1, 5))], []):
         script = [Add(ALL_HEADS, parts, is_last=False) for parts in (own, *hops)]
-        check(source, [*script, Add(ALL_HEADS, last_hop, is_last=True)], may_overwrite)
+        check(source, [*script, Add(ALL_HEADS, last_hop, is_last=True)])
         own[0] = source.part()  # the other may have been overwritten
 
 
 @each_kind
 @each_dtype
-@each_owner
 @pytest.mark.parametrize("stages", [1, 2])
-def test_batch_rows_that_are_divided_differently(
-    kind: str, dtype: torch.dtype, may_overwrite: bool, stages: int
-) -> None:
+def test_batch_rows_that_are_divided_differently(kind: str, dtype: torch.dtype, stages: int) -> None:
     """As with `MirroredBatch`: tiles have halves of the batch, contributions of other ranks the whole batch."""
     source = Source(kind, dtype)
     halves = [(0, 1), (1, 2)]
@@ -126,40 +119,35 @@ def test_batch_rows_that_are_divided_differently(
     for heads in head_spans(HEADS, stages):
         many = [source.part(heads, (0, 3), half) for half in halves for _ in range(MAX_PARTS + 1)]
         script += [Add(heads, many, is_last=False), Add(heads, [source.part(heads, (2, 6))], is_last=True)]
-    check(source, script, may_overwrite)
+    check(source, script)
 
 
 @each_kind
 @each_dtype
-@each_owner
-def test_a_single_part_of_everything_passes_through_untouched(
-    kind: str, dtype: torch.dtype, may_overwrite: bool
-) -> None:
+def test_a_single_part_of_everything_passes_through_untouched(kind: str, dtype: torch.dtype) -> None:
     source = Source(kind, dtype)
     for adds in (1, 2):  # the second brings nothing
         part = source.part()
-        accumulator = source.accumulator(may_overwrite)
+        accumulator = source.accumulator()
         for index in range(adds):
             accumulator.add(ALL_HEADS, [part] if index == 0 else [], is_last=index == adds - 1)
         assert [tensor.data_ptr() for tensor in accumulator.result()] == [tensor.data_ptr() for tensor in part.tensors]
 
 
 @each_kind
-@each_owner
-def test_parts_may_be_wider_than_the_result(kind: str, may_overwrite: bool) -> None:
+def test_parts_may_be_wider_than_the_result(kind: str) -> None:
     """Math attention's are. A single one is rounded, several are added before that."""
     source = Source(kind, torch.bfloat16)
-    check(source, [Add(ALL_HEADS, [source.part(wide=True)], is_last=True)], may_overwrite)
+    check(source, [Add(ALL_HEADS, [source.part(wide=True)], is_last=True)])
     parts = [[source.part(wide=True)], [source.part(rows=(2, 6), wide=True)]]
-    check(source, [Add(ALL_HEADS, part, is_last=part is parts[-1]) for part in parts], may_overwrite)
+    check(source, [Add(ALL_HEADS, part, is_last=part is parts[-1]) for part in parts])
 
 
-@each_kind
 @each_dtype
-def test_the_first_part_is_added_to_in_place_where_it_may_be(kind: str, dtype: torch.dtype) -> None:
+def test_the_first_gradient_is_added_to_in_place(dtype: torch.dtype) -> None:
     """Also where everything else comes by groups of heads: no second state, no copy."""
-    source = Source(kind, dtype)
-    part, accumulator = source.part(), source.accumulator(may_overwrite=True)
+    source = Source("sum", dtype)
+    part, accumulator = source.part(), source.accumulator()
     accumulator.add(ALL_HEADS, [part], is_last=False)
     for heads in head_spans(HEADS, 2):
         accumulator.add(heads, [source.part(heads, (3, 6))], is_last=True)
@@ -171,7 +159,7 @@ def test_the_first_part_is_added_to_in_place_where_it_may_be(kind: str, dtype: t
 def test_nothing_added_is_nothing_seen(kind: str, dtype: torch.dtype) -> None:
     source = Source(kind, dtype)
     for script in ([], [Add(ALL_HEADS, [], is_last=True)], [Add(heads, [], True) for heads in head_spans(HEADS, 3)]):
-        out, *lse = accumulated(source, script, may_overwrite=True)
+        out, *lse = accumulated(source, script)
         assert torch.equal(out, torch.zeros(SHAPE, dtype=dtype))
         assert all((tensor == -float("inf")).all() for tensor in lse)
         assert len(lse) == (kind == "merge")
@@ -184,7 +172,7 @@ def test_results_are_in_the_memory_order_of_what_they_are_like(kind: str, dtype:
     source = Source(kind, dtype)
     like = torch.empty(BATCH, ROWS, HEADS, DIM, dtype=dtype).transpose(1, 2)
     for parts in ([source.part(rows=(0, 3))], [source.part(), source.part()], []):
-        accumulator = source.accumulator(may_overwrite=True, like=like)
+        accumulator = source.accumulator(like)
         accumulator.add(ALL_HEADS, parts, is_last=True)
         assert accumulator.result()[0].stride() == like.stride()
 
@@ -193,7 +181,7 @@ def test_many_parts_of_bfloat16_are_summed_in_float32() -> None:
     """Equal partials merge to the same out again, without the drift that bfloat16 sums would have."""
     source = Source("merge", torch.bfloat16)
     part = source.part()
-    out, lse = accumulated(source, [Add(ALL_HEADS, [part], is_last=index == 63) for index in range(64)], False)
+    out, lse = accumulated(source, [Add(ALL_HEADS, [part], is_last=index == 63) for index in range(64)])
     assert torch.equal(out, part.tensors[0])
     torch.testing.assert_close(lse, part.tensors[1] + 4.158883, rtol=1e-5, atol=1e-5)  # log 64
 

@@ -24,7 +24,7 @@ from support.attention_kernels import (
 from support.dropouts import dropout_in_runs, dropout_of, moved
 
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.attention.merge import Part, output_accumulator
+from cp_dtensor.attention.merge import Accumulator, Part
 from cp_dtensor.attention.triton.dropout import kept_reference
 
 
@@ -145,7 +145,7 @@ def test_tiles_heads_and_batch_rows_are_those_of_the_whole() -> None:
                     tile = RowMask(lo=lo, hi=hi)
                     partial = attention_forward(q[rows_of], k[of], v[of], tile, SCALE, dropout=one)
                     parts.append((of, tile, one, partial))
-                accumulator = output_accumulator(q[rows_of], v.size(3), torch.float64)
+                accumulator = Accumulator(q[rows_of], torch.float64, v.size(3), floats_of_lse=1)
                 everything = (0, 1), (0, rows.stop - rows.start)
                 for *_, partial in parts:
                     accumulator.add((0, 2), [Part(*everything, partial)], is_last=partial is parts[-1][-1])

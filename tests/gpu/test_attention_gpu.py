@@ -79,6 +79,25 @@ def test_hidden_rows() -> None:
         assert_close(got.cpu(), wanted, name, 1e-4)
 
 
+@pytest.mark.parametrize("dims", [(68, 5), (20, 5), (132, 20), (100, 36), (72, 8), (5, 68), (64, 5)])
+@pytest.mark.parametrize("offset", [0, 1], ids=["whole", "slices"])
+def test_head_dims_that_are_no_powers_of_two(dims: tuple[int, int], offset: int) -> None:
+    """In bfloat16, also as slices at addresses that are not multiples of 16 bytes."""
+    generator = torch.Generator().manual_seed(7)
+    wide = [torch.randn(1, 3, 333, dims[i] + offset, generator=generator).bfloat16() for i in (0, 0, 1, 1)]
+    tensors = [x[..., offset:] for x in wide]
+    no_bias, seen = torch.zeros(1, 1, 333, 333), torch.ones(333, 333, dtype=torch.bool).tril()
+    expected = exact(*(x.double() for x in tensors), no_bias, seen)
+    q, k, v, grad_out = (x.cuda()[..., offset:] for x in wide)
+    scale = dims[0] ** -0.5
+    for mask in (RowMask(causal_offset=0), to(window(torch.arange(333), None, 0), "cuda")):
+        out, lse = attention_forward(q, k, v, mask, scale)
+        grads = attention_backward(grad_out, q, k, v, out, lse, mask, scale)
+        for name, got, wanted in zip(NAMES, (out, lse, *grads), expected, strict=False):
+            error = ((got.cpu().double() - wanted).norm() / wanted.norm()).item()
+            assert error <= 1e-2, f"{name}: {error:.1e}"
+
+
 def test_nan_of_a_seen_key_reaches_the_gradients() -> None:
     q, k, v = draw("cuda", ROWS, COLUMNS, batch=2)
     k[:, :, 7] = float("nan")

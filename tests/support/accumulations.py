@@ -49,25 +49,24 @@ class Source:
             tensors = out.masked_fill_(lse.isinf().unsqueeze(-1), 0.0), lse.to(self.state_dtype)
         return Part(batch, rows, (tensors[0].to(self.state_dtype if wide else self.dtype), *tensors[1:]))
 
-    def accumulator(self, may_overwrite: bool, like: torch.Tensor | None = None) -> Accumulator:
+    def accumulator(self, like: torch.Tensor | None = None) -> Accumulator:
         like = torch.empty(SHAPE, dtype=self.dtype) if like is None else like
-        has_lse = self.kind == "merge"
-        return Accumulator(SHAPE, like, self.state_dtype, may_overwrite=may_overwrite, has_lse=has_lse)
+        return Accumulator(like, self.state_dtype, floats_of_lse=int(self.kind == "merge"))
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
 
-def accumulated(source: Source, script: list[Add], may_overwrite: bool) -> Tensors:
-    """Returns the result; checks that no part is overwritten but first parts with `may_overwrite`."""
-    accumulator = source.accumulator(may_overwrite)
+def accumulated(source: Source, script: list[Add]) -> Tensors:
+    """Returns the result; checks that no part is overwritten but first gradients."""
+    accumulator = source.accumulator()
     before = [tensor.clone() for add in script for part in add.parts for tensor in part.tensors]
     begun: set[int] = set()
     lent: list[bool] = []
     for add in script:
         is_first = len(add.parts) == 1 and add.heads[0] not in begun
         begun.update(range(*add.heads))
-        lent += [not (may_overwrite and is_first) for part in add.parts for _ in part.tensors]
+        lent += [not (source.kind == "sum" and is_first) for part in add.parts for _ in part.tensors]
         accumulator.add(add.heads, list(add.parts), add.is_last)
     after = [tensor for add in script for part in add.parts for tensor in part.tensors]
     result = tuple(tensor.clone() for tensor in accumulator.result())
@@ -75,10 +74,10 @@ def accumulated(source: Source, script: list[Add], may_overwrite: bool) -> Tenso
     return result
 
 
-def check(source: Source, script: list[Add], may_overwrite: bool) -> None:
+def check(source: Source, script: list[Add]) -> None:
     """Adds all parts and compares with sums in float64: rounded once, apart from errors of the state's dtype."""
     exact, scale = float64_results(source.kind, script)
-    got = accumulated(source, script, may_overwrite)
+    got = accumulated(source, script)
     assert [tensor.dtype for tensor in got] == [source.dtype, source.state_dtype][: len(got)]
     assert not any(tensor.isnan().any() for tensor in got)
     assert_rounded_once(source, got[0], exact[0], scale)

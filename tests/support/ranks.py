@@ -66,7 +66,8 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
             if errors[rank]:
                 threaded.ProcessLocalGroup.exception_handle(errors[rank])  # wakes waiting ranks
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():  # a program of the documents ends it itself
+                dist.destroy_process_group()
 
     with _threaded_world(), _one_core():
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]

@@ -19,9 +19,10 @@ from cp_dtensor.tools.info import facts
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["--help"])
+        main(arguments)
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for name, (_, about) in COMMANDS.items():

@@ -156,6 +156,7 @@ def test_the_picture_shows_the_work_of_every_rank(layout: str, method: str) -> N
 def test_the_command_writes_a_picture_or_prints_the_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw.main(["--mask", "window:1,0", "--seq-len", "8", "--ranks", "16", "-o", str(tmp_path / "window.png")])
     assert (tmp_path / "window.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'window.png'}\n"
     draw.main(["--mask", "documents:0,1,2 & causal", "--seq-len", "2", "--ranks", "2", "--layout", "Contiguous"])
     expected = "██··\n··██\ndocuments:0,1,2 & causal · Contiguous · 2 tokens on 2 ranks: imbalance 0.0%\n"
     assert capsys.readouterr().out == expected

@@ -183,6 +183,12 @@ def end(ranks: Ranks, lost: GroupLost | None) -> None:
         ranks.gather(None)  # rank 0 has written
         # An orderly exit would wait for collectives that never finish.
         os.kill(os.getpid(), signal.SIGKILL)
+    leave()
+
+
+def leave() -> None:
+    """Ends the process group when all ranks are here: a CPU rank that ends alone may be aborted by gloo's threads."""
+    dist.barrier()
     dist.destroy_process_group()
 
 
