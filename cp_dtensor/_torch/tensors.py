@@ -243,8 +243,9 @@ def content_hash(tensor: torch.Tensor) -> int:
         if not tensor.is_meta and tensor.numel():
             values = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)  # as they are in memory
             words = torch.uint8 if values.numel() * values.itemsize % 4 else torch.int32
-            if values.storage_offset() * values.itemsize % words.itemsize:
-                values = values.clone()
+            # The stride of a single element may be any.
+            if values.storage_offset() * values.itemsize % words.itemsize or values.stride(0) != 1:
+                values = values.clone(memory_format=torch.contiguous_format)
             sums = [
                 (block.to(torch.int64) * torch.arange(1, 2 * len(block), 2, device=block.device)).sum()
                 for block in values.view(words).split(_WORDS_OF_HASH)

@@ -296,8 +296,7 @@ def _recurrence(
                 f"{tuple(initial.shape)}"
             )
     operation = LinearRecurrence, (
-        owner, k.size(3) ** -0.5 if scale is None else float(scale), bool(normalizes), bool(returns_state),
-        method,
+        owner, None if scale is None else float(scale), bool(normalizes), bool(returns_state), method,
     )  # fmt: skip
     out, final = layer(
         owner, [v, q, k, g, beta, initial], ["BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"], operation, mesh, layout,

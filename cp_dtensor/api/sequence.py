@@ -149,8 +149,8 @@ def causal_conv1d(
     Source: Mamba (arXiv 2312.00752), section 3.4; Qwen3-Next and LFM2 have it too.
     """
     check_tensors("causal_conv1d", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
-    received = f"got x {tuple(x.shape)}, weight {tuple(weight.shape)}"
-    received += "" if bias is None else f", bias {tuple(bias.shape)}"
+    of_bias = None if bias is None else tuple(bias.shape)  # Dynamo does not join texts of dynamic shapes
+    received = f"got x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {of_bias}"
     if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or weight.size(1) < 1:
         raise ValueError(f"causal_conv1d expects x (batch, tokens, channels) and weight (channels, width); {received}")
     if bias is not None and tuple(bias.shape) != (x.size(2),):

@@ -169,6 +169,7 @@ def test_hashes_of_contents() -> None:
     assert len({content_hash(each) for each in others}) == len(others)
     assert 0 <= min(map(content_hash, others)) <= max(map(content_hash, others)) < 1 << 63
     assert content_hash(torch.ones(3, 4)[:, ::2]) == content_hash(torch.ones(3, 2))
+    assert content_hash(torch.ones(1, 2, dtype=torch.float64)[:, 0]) == content_hash(torch.ones(1, dtype=torch.float64))
     assert content_hash(torch.ones(0, 4)) != content_hash(torch.ones(0, 3))
     assert content_hash(torch.ones(2, device="meta")) != content_hash(torch.ones(2))
     for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint64):

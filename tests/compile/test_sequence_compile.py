@@ -29,10 +29,10 @@ from cp_dtensor import (
 Tensors = tuple[torch.Tensor, ...]
 
 
-def _compare(function: Any, make: Any, *, again: Any = None) -> None:
+def _compare(function: Any, make: Any, *, again: Any = None, **options: Any) -> None:
     """Compares results and gradients of a compiled function with eager ones; `again` must not compile it again."""
     fresh()
-    in_graph = compiled(function)
+    in_graph = compiled(function, **options)
     for inputs in (make, again or make):
         results: list[Tensors] = []
         for each in (function, in_graph):
@@ -122,6 +122,25 @@ def _layers(rank: int) -> None:
     _compare(every, inputs, again=lambda: inputs(1))
 
 
+def _dynamic_shapes(rank: int) -> None:
+    """No bias and no scale, whose defaults depend on shapes."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def every(q: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        q = causal_conv1d(q.flatten(2), weight, mesh=mesh).unflatten(2, q.shape[2:])
+        return linear_attention(q, q, q, mesh=mesh)  # type: ignore[return-value]
+
+    def inputs(length: int = 11) -> Tensors:
+        generator = torch.Generator().manual_seed(length)
+        q, weight = (
+            torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, length, 2, 3), (6, 4))
+        )
+        return Sequence(length, 2, HeadTail()).shard(q, rank).requires_grad_(), weight.requires_grad_()
+
+    for dynamic in (True, None):
+        _compare(every, inputs, again=lambda: inputs(14), dynamic=dynamic)
+
+
 def _refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     fresh()
@@ -130,7 +149,7 @@ def _refusals(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [_local, _dtensors, _in_context, _layers, _refusals], ids=lambda body: body.__name__[1:]
+    "body", [_local, _dtensors, _in_context, _layers, _dynamic_shapes, _refusals], ids=lambda body: body.__name__[1:]
 )
 def test_compiled(two_processes: Processes, body: Any) -> None:
     two_processes.run(body)
