@@ -20,7 +20,7 @@ from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
 from cp_dtensor.attention.backends.packages import quiet
-from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence, Maps, zero_of
+from cp_dtensor.attention.recurrent import ChunkedRecurrence, Maps, zero_of
 from cp_dtensor.spec.cache import LRUCache
 
 _FLA_AVAILABLE = find_spec("fla") is not None
@@ -67,7 +67,7 @@ class FlaRecurrence:
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
-        lengths: Sequence[int], _chunk: int = 0,
+        lengths: Sequence[int],
     ) -> FlaRecurrence:  # fmt: skip
         """Takes the arguments of `ChunkedRecurrence.of`."""
         given = (q.to(v.dtype), k.to(v.dtype), v, g, beta)
@@ -300,7 +300,7 @@ def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
             mine = [x if x is None else x.detach()[:, :, : 2 if dtype else heads].to(dtype or x.dtype) for x in given]
             leaves = [x.requires_grad_() for x in mine if x is not None]
             q_, k_, v_, g_, beta_, states = mine
-            recurrence = kind.of(q_, k_, v_, g_, beta_, 0.5, CHECKED, BY_CHANNEL_CHUNK if by_channel else CHUNK)  # type: ignore[arg-type]
+            recurrence = kind.of(q_, k_, v_, g_, beta_, 0.5, CHECKED)  # type: ignore[arg-type]
             assert states is not None
             transition, state = recurrence.maps([1])
             entering = states[1:].to(transition.dtype)

@@ -55,7 +55,7 @@ class ChunkedRecurrence:
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
-        lengths: Sequence[int], chunk: int,
+        lengths: Sequence[int],
     ) -> ChunkedRecurrence:  # fmt: skip
         """Prepares the chunks of a shard.
 
@@ -65,8 +65,9 @@ class ChunkedRecurrence:
             g: (B, T, H) or (B, T, H, K), logarithms of decays, <= 0; None for none.
             beta: (B, T, H), or None for no delta rule.
             lengths: tokens of each piece; their sum is T.
-            chunk: tokens of a chunk.
         """
+        by_channel = g is not None and g.dim() == 4
+        chunk = BY_CHANNEL_CHUNK if by_channel else CHUNK
         places, rows, chunks = _grid(lengths, chunk, q.device)
         wide = wide_dtype(q)
 
@@ -75,7 +76,6 @@ class ChunkedRecurrence:
             of_chunks = padded.index_select(1, places.view(-1)).unflatten(1, tuple(places.shape))
             return of_chunks.transpose(0, 1).transpose(2, 3)  # (chunks, B, H, C, ...)
 
-        by_channel = g is not None and g.dim() == 4
         q_, k_, v_ = in_chunks(q) * scale, in_chunks(k), in_chunks(v)
         g_ = torch.zeros_like(q_[..., :1]) if g is None else in_chunks(g if by_channel else g.unsqueeze(-1))
         place = torch.arange(chunk, device=q.device)

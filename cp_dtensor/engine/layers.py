@@ -16,7 +16,7 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import no_autocast, wide_dtype
 from cp_dtensor.attention.convolution import causal_convolution
 from cp_dtensor.attention.fla_recurrence import FlaRecurrence, fla_serves
-from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence
+from cp_dtensor.attention.recurrent import ChunkedRecurrence
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.cost_model import fastest
 from cp_dtensor.engine.planner import axes_of
@@ -117,7 +117,6 @@ class LinearRecurrence(SequenceLayer):
         assert v is not None
         assert q is not None
         assert k is not None
-        chunk = BY_CHANNEL_CHUNK if g is not None and g.dim() == 4 else CHUNK
         has_kernels = fla_serves(q, v, g, beta is not None, lengths)
         v = v.to(q.dtype if has_kernels else v.dtype)
         if self.normalizes:
@@ -126,7 +125,7 @@ class LinearRecurrence(SequenceLayer):
             q, k = (x.repeat_interleave(v.size(2) // x.size(2), 2) for x in (q, k))
         recurrence = FlaRecurrence if has_kernels else ChunkedRecurrence
         scale = k.size(3) ** -0.5 if self.scale is None else self.scale
-        return recurrence.of(q, k, v, g, beta, scale, lengths, chunk)
+        return recurrence.of(q, k, v, g, beta, scale, lengths)
 
     def _method(self, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks) -> str:
         """The method of a call, alike on every rank; "auto" takes the one that is predicted to be fastest."""

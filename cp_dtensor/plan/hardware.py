@@ -47,7 +47,8 @@ GPUS: Mapping[str, GPU] = MappingProxyType(
         "B200": GPU(2250e12, 8.0e12, 148, "NVLink 5"),  # HGX
     }
 )
-"""GPUs by the names that `Hardware.of` and `explain` take."""
+"""GPUs by the names that `Hardware.of` and `explain` take, with NVIDIA's peaks: `flops` a second in bfloat16 without
+sparsity, `memory_speed` in bytes a second, `multiprocessors`, and the name of their `link`."""
 
 LINKS: Mapping[str, Link] = MappingProxyType(
     {
@@ -63,7 +64,8 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "Ethernet 400G": Link(50e9, shares_memory=False),
     }
 )
-"""Links by the names that `Hardware.of` and `explain` take. Of a network, every GPU has a port of its own."""
+"""Links by the names that `Hardware.of` and `explain` take: `speed` in bytes a second and direction of one GPU, which
+has a network port of its own, and whether GPUs that it connects read each other's memory (`shares_memory`)."""
 
 NODE = 8
 """GPUs of a node, which NVLink connects (HGX and DGX systems of all `GPUS`)."""
@@ -85,9 +87,11 @@ class Hardware:
     memory_speed: float
     """Bytes read or written per second."""
     multiprocessors: int
+    """Number of streaming multiprocessors."""
     link_speed: float
     """Bytes per second into a rank, all ranks together sending and receiving."""
     link_latency: float = 20e-6
+    """Seconds until the first byte of a transfer arrives."""
     launch: float = 60e-6
     """Seconds of host time for a tile in forward."""
     shares_memory: bool = True

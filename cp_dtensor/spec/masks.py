@@ -22,7 +22,13 @@ Alignment = Literal["top_left", "bottom_right"]
 
 
 class Mask(ABC):
-    """The (query, key) pairs that attention computes. A frozen, hashable value."""
+    """The (query, key) pairs that attention computes. A frozen, hashable value.
+
+    `a & b` has the pairs that both masks have, `a | b` those that either has:
+
+    >>> (Causal() & SlidingWindow(1, 1)).pairs(4, 4)  # 1 + 2 + 2 + 2
+    7
+    """
 
     @abstractmethod
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:

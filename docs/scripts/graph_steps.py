@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor.tools.bench.command import start
-from cp_dtensor.tools.bench.report import markdown_table
+from cp_dtensor.tools.bench.measure import Device
+from cp_dtensor.tools.bench.report import table_of
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import cuda_graph
@@ -42,15 +42,19 @@ def losses_and_ms(way: str, mesh: DeviceMesh, dtype: torch.dtype = torch.bfloat1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=capturable)
     inputs = cuda_graph.batch_of(0, mesh)
     batches = [cuda_graph.batch_of(step, mesh) for step in range(STEPS)]
-    run = _step_of(way, model, optimizer, inputs)
-    results = []
-    for index in range(-WARM_STEPS, STEPS):
-        if index == 0:
-            begun = _now(mesh)
-        for tensor, new in zip(inputs, batches[max(index, 0)], strict=True):
-            tensor.copy_(new)
-        results.append(run().clone())
-    return torch.stack(results), (_now(mesh) - begun) / STEPS * 1e3
+    run, device = _step_of(way, model, optimizer, inputs), Device(mesh.device_type == "cuda")
+    results: list[torch.Tensor] = []
+
+    def steps(batches: list[list[torch.Tensor]]) -> None:
+        for batch in batches:
+            for tensor, new in zip(inputs, batch, strict=True):
+                tensor.copy_(new)
+            results.append(run().clone())
+
+    steps(batches[:1] * WARM_STEPS)
+    device.synchronize()
+    ms = device.time_ms(lambda: steps(batches)) / STEPS
+    return torch.stack(results), ms
 
 
 def _step_of(
@@ -81,12 +85,6 @@ def _step_of(
     return replay
 
 
-def _now(mesh: DeviceMesh) -> float:
-    if mesh.device_type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def rows_of(tokens: int, mesh: DeviceMesh, ways: tuple[str, ...] = WAYS) -> list[dict[str, float | str]]:
     """A row for each way; the largest difference of its losses from those of the first."""
     for name, value in {**SIZES, "SEQ_LEN": tokens}.items():
@@ -114,7 +112,7 @@ def main() -> None:
     rows = [row for tokens in arguments.tokens for row in rows_of(tokens, mesh)]
     if dist.get_rank() == 0:
         print(f"torch {torch.__version__}, {mesh.size()} x {torch.cuda.get_device_name()}\n")
-        print(markdown_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+        print(table_of(rows))
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     torch.compiler.reset()  # drops Inductor's graphs, which hold collectives

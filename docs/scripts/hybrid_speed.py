@@ -42,7 +42,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cp_dtensor.attention import fla_recurrence
 from cp_dtensor.attention.fla_recurrence import FlaRecurrence
-from cp_dtensor.attention.recurrent import BY_CHANNEL_CHUNK, CHUNK, ChunkedRecurrence
+from cp_dtensor.attention.recurrent import ChunkedRecurrence
 
 KERNELS = {
     "gated delta net": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -207,8 +207,7 @@ def _recurrence(
     recurrence: type[ChunkedRecurrence | FlaRecurrence], *layer: torch.Tensor
 ) -> ChunkedRecurrence | FlaRecurrence:
     q, k, v, g, beta = layer
-    chunk = BY_CHANNEL_CHUNK if g.dim() == 4 else CHUNK
-    return recurrence.of(q, k, v, g, beta, WIDTH**-0.5, [q.size(1)], chunk)
+    return recurrence.of(q, k, v, g, beta, WIDTH**-0.5, [q.size(1)])
 
 
 def _scan(recurrence: type[ChunkedRecurrence | FlaRecurrence], *tensors: torch.Tensor) -> Tensors:

@@ -32,7 +32,7 @@ from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import Masking
-from cp_dtensor.tools.bench.report import markdown_table
+from cp_dtensor.tools.bench.report import table_of
 from cp_dtensor.tools.parsing import lognormal_documents
 
 GPU = torch.cuda.is_available()
@@ -155,11 +155,7 @@ def _wait() -> None:
 
 def report(found: dict[str, Any]) -> str:
     """The tables in Markdown."""
-
-    def table(rows: Sequence[dict[str, Any]]) -> str:
-        return markdown_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
-
-    return f"{found['machine']}\n\n{table(found['price'])}\n\nMiB after masks:\n\n{table(found['memory'])}"
+    return f"{found['machine']}\n\n{table_of(found['price'])}\n\nMiB after masks:\n\n{table_of(found['memory'])}"
 
 
 def main() -> None:

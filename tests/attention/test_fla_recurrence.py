@@ -15,7 +15,7 @@ from support.sequences import Sequence, recurrence
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
-from cp_dtensor.attention import fla_recurrence
+from cp_dtensor.attention import fla_recurrence, recurrent
 from cp_dtensor.attention.backends import first_use
 from cp_dtensor.attention.recurrent import ChunkedRecurrence
 from cp_dtensor.engine import layers
@@ -119,6 +119,8 @@ def test_ranks_have_the_results_and_gradients_of_one(
 def test_transitions_of_one_run_and_of_two(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps, outputs and gradients; two runs have no more columns than the layer."""
     monkeypatch.setattr(fla_recurrence, "_runs_once", lambda g: once)
+    monkeypatch.setattr(recurrent, "CHUNK", 4)
+    monkeypatch.setattr(recurrent, "BY_CHANNEL_CHUNK", 4)
     columns: list[int] = []
 
     def kernel(*arguments: torch.Tensor, **options: Any) -> Any:
@@ -132,7 +134,7 @@ def test_transitions_of_one_run_and_of_two(once: bool, monkeypatch: pytest.Monke
         entering = torch.randn(2, 2, 2, 3, 4, dtype=torch.float64).requires_grad_()
         q, k, v, g, beta = leaves
         for kind in (fla_recurrence.FlaRecurrence, ChunkedRecurrence):
-            layer = kind.of(q, k, v, g, beta, 0.5, lengths, 4)
+            layer = kind.of(q, k, v, g, beta, 0.5, lengths)
             transition, state = layer.maps([0, 1])
             found = [transition @ entering + state, layer.outputs([entering[0], entering[1]])[0]]
             grads = torch.autograd.grad([x.square().sum() for x in found], [*leaves, entering])

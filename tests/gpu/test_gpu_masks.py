@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors, captured
+from support.gpu_checks import NAMES, WAYS, WORLD_SIZE, Tensors, captured, relative_norm, replayed_differences
 from support.problems import shard
 from support.processes import Processes
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -224,28 +224,13 @@ def test_bf16_errors_are_near_those_of_one_gpu(gpus: Processes, kind: str, layou
 
 
 def _graph(rank: int, name: str, way: str) -> list[float]:
-    kind, layout, group = KINDS[name], HeadTail(), dist.group.WORLD
-    inputs = _shards(_draw(0), layout, rank)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        _attend(inputs, kind, layout, group, **WAYS[way])
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = _attend(inputs, kind, layout, group, **WAYS[way])
-    worst = []
-    for seed in range(3):
-        fresh = _shards(_draw(seed), layout, rank)
-        for tensor, other in zip(inputs, fresh, strict=True):
-            tensor.copy_(other)
-        torch.cuda._sleep(random.Random(seed + 7 * rank).randrange(500_000))
-        graph.replay()
-        replayed = [tensor.clone() for tensor in captured]
-        eager = _attend(fresh, kind, layout, group, **WAYS["allgather"])
-        worst += [((a - b).norm() / b.norm()).item() for a, b in zip(replayed, eager, strict=True)]
-    return worst
+    def call(inputs: Tensors, way: str) -> Tensors:
+        return _attend(inputs, KINDS[name], HeadTail(), dist.group.WORLD, **WAYS[way])
+
+    return replayed_differences(
+        rank, partial(call, way=way), partial(call, way="allgather"),
+        lambda seed: _shards(_draw(seed), HeadTail(), rank), relative_norm,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("way", captured(WAYS))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.gpu_checks import WAYS, WORLD_SIZE, Tensors, captured
+from support.gpu_checks import WAYS, WORLD_SIZE, Tensors, captured, relative_norm, replayed_differences
 from support.problems import shard
 from support.processes import Processes
 
@@ -98,25 +98,14 @@ def test_bf16_errors_are_near_those_of_one_gpu(gpus: Processes, mask: str, most:
         assert not complaints, "\n".join(complaints)
 
 
-def _graph(rank: int, way: str) -> list[bool]:
-    inputs, fresh = (_shards(_draw(seed), rank) for seed in (0, 1))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        _attend(inputs, Causal(), **WAYS[way])
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = _attend(inputs, Causal(), **WAYS[way])
-    for tensor, other in zip(inputs, fresh, strict=True):
-        tensor.copy_(other)
-    graph.replay()
-    eager = _attend(fresh, Causal(), **WAYS[way])
-    return [((a - b).norm() / b.norm()).item() < 1e-2 for a, b in zip(captured, eager, strict=True)]
+def _graph(rank: int, way: str) -> list[float]:
+    def call(inputs: Tensors) -> Tensors:
+        return _attend(inputs, Causal(), **WAYS[way])
+
+    return replayed_differences(rank, call, call, lambda seed: _shards(_draw(seed), rank), relative_norm)
 
 
 @pytest.mark.parametrize("way", captured(["allgather", "ulysses"]))
 def test_a_captured_call_takes_fresh_inputs(gpus: Processes, way: str) -> None:
-    for near in gpus.run(_graph, way):
-        assert all(near), near
+    for worst in gpus.run(_graph, way):
+        assert max(worst) < 1e-2, worst

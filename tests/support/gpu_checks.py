@@ -89,11 +89,19 @@ def different_layers(
     return wrong
 
 
+def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def relative_norm(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
 def replayed_differences(
     rank: int, captured_call: Callable[[Tensors], Tensors], eager_call: Callable[[Tensors], Tensors],
-    draw: Callable[[int], Tensors],
+    draw: Callable[[int], Tensors], distance: Callable[[torch.Tensor, torch.Tensor], float] = largest_difference,
 ) -> list[float]:  # fmt: skip
-    """Replays a captured call with new inputs; returns its differences from the eager call.
+    """Replays a captured call with new inputs; returns the distances of its results from those of the eager call.
 
     `draw(seed)` returns new inputs. The call runs once before it is captured.
     """
@@ -115,5 +123,5 @@ def replayed_differences(
         torch.cuda._sleep(random.Random(seed + 7 * rank).randrange(500_000))
         graph.replay()
         replayed = [tensor.clone() for tensor in captured]
-        worst += [(a - b).abs().max().item() for a, b in zip(replayed, eager_call(drawn), strict=True)]
+        worst += [distance(a, b) for a, b in zip(replayed, eager_call(drawn), strict=True)]
     return worst

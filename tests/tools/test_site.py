@@ -18,7 +18,11 @@ def test_the_site_is_built_and_has_every_name(tmp_path: Path) -> None:
         pytest.importorskip(package, reason="needs the extra: pip install -c constraints.txt -e '.[docs]'")
     build_site.build(tmp_path / "site")
     reference = (tmp_path / "site" / "reference.html").read_text()
-    assert [name for name in cp_dtensor.__all__ if f'id="cp_dtensor.{name}"' not in reference] == []
+    members = ["Documents.from_lengths", "Hardware.of", "Layout.segments", "Mask.pairs"]
+    assert [name for name in [*cp_dtensor.__all__, *members] if f'id="cp_dtensor.{name}"' not in reference] == []
+    integrations = (tmp_path / "site" / "reference_integrations.html").read_text()
+    functions = ["accelerate.enable", "diffusers.register", "torchtitan.inner_attention_map", "transformers.register"]
+    assert [name for name in functions if f'id="cp_dtensor.integrations.{name}"' not in integrations] == []
 
 
 def test_every_document_is_in_the_menu() -> None:

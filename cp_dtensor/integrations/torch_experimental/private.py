@@ -70,8 +70,7 @@ class _Redirection:
     """The modules in which `redirect_imports` replaces names, and their replacement."""
 
     def __init__(self) -> None:
-        self.modules: list[ModuleType] = []
-        self.names: list[tuple[str, ...]] = []
+        self.replaced: dict[ModuleType, tuple[str, ...]] = {}
         self.installation = SharedInstallation(self._parts)
 
     def _parts(self) -> Iterator[AbstractContextManager[None]]:
@@ -95,13 +94,11 @@ class _Redirection:
         with ExitStack() as stack:
             for name, ours in names.items():
                 stack.enter_context(entry_replaced(vars(module), name, ours))
-            self.modules.append(module)
-            self.names.append(tuple(names))
+            self.replaced[module] = tuple(names)
             try:
                 yield
             finally:
-                place = self.modules.index(module)
-                del self.modules[place], self.names[place]
+                del self.replaced[module]
 
 
 _redirection = _Redirection()
@@ -119,10 +116,7 @@ class Redirection(ExitStack):
         super().__init__()
         _redirection.installation.acquire()
         self.callback(_redirection.installation.release)  # unlike an entered context, not called on garbage collection
-        self.replaced = {
-            module.__name__: tuple(names)
-            for module, names in zip(_redirection.modules, _redirection.names, strict=True)
-        }
+        self.replaced = {module.__name__: names for module, names in _redirection.replaced.items()}
         self.torchtitan = describe_installed()
 
     def __repr__(self) -> str:
@@ -159,7 +153,7 @@ def refuse_patched_rings() -> None:
     Raises:
         NotImplementedError: naming the replaced functions.
     """
-    modules = [*_redirection.modules, importlib.import_module(__package__ or "")]
+    modules = [*_redirection.replaced, importlib.import_module(__package__ or "")]
     # Names that a module lacks are not replaced: modules have only some of ours.
     replaced = [
         f"{module.__name__}.{name}"
