@@ -90,10 +90,11 @@ class SymmetricMemory(KVTransport):
 
 
 def _workspace(k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup) -> Workspace:
-    kv_bytes = plan.rows.longest * row_width(k, v, (0, k.size(1))) * k.itemsize
-    widest = max(row_width(k, v, step.heads) for step in plan.backward if step.transfer is not None)
-    grad_bytes = plan.most_rows * widest * k.itemsize if backward else 0
-    return workspaces.workspace(group, k.device, kv_bytes, grad_bytes)
+    head_bytes, grad_bytes = row_width(k, v, (0, 1)) * k.itemsize, 0
+    if backward:
+        widest = max(step.heads[1] - step.heads[0] for step in plan.backward if step.transfer is not None)
+        grad_bytes = plan.most_rows * widest * head_bytes
+    return workspaces.workspace(group, k.device, plan.rows.longest * k.size(1) * head_bytes, grad_bytes)
 
 
 class _PulledKv(KvTransfers):
@@ -105,7 +106,8 @@ class _PulledKv(KvTransfers):
         stages = [step.heads for step in steps if step.transfer is not None]
         # A stage has the same offset on every rank: the one that the longest shard needs.
         self._pitch = plan.rows.longest
-        self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
+        head_bytes = row_width(k, v, (0, 1)) * k.itemsize
+        self._widths = [(stop - start) * head_bytes for start, stop in stages]
         self._next_stage = 0
         with label("write K/V"):
             workspace.follow(self._stream, "K/V", k)

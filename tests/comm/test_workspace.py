@@ -109,7 +109,7 @@ def test_released_memory_is_unmapped_and_mapped_again() -> None:
             weakref.ref(workspaces.workspace(each, device.torch_device, 8 << 20, 512))
             for each in (group, dist.new_group([0]))
         ]
-        workspaces._pin(group, held[0]())
+        workspaces.memory_of(group).pinned.append(held[0]())
         device.free_unused()
         assert [each() for each in held] == [None, None]
         assert device.mapped_bytes() == 0
@@ -128,7 +128,7 @@ def test_calls_that_raise_keep_no_memory_beyond_the_next_call(is_captured: bool)
         group, device = dist.group.WORLD, torch.device("cpu")
         first = workspaces.workspace(group, device, 1024, 512)
         if is_captured:
-            workspaces._pin(group, first)
+            workspaces.memory_of(group).pinned.append(first)
         raised = [weakref.ref(first)]
         del first
         for _ in range(2):
