@@ -133,7 +133,7 @@ class Workspace:
 
         The allocator does not know of these copies. A call that raises leaves its tensors here, so that nothing else
         gets their memory before the copies are done."""
-        self._kv_views: dict[torch.dtype, torch.Tensor] = {}
+        self._areas: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._last_stream: torch.cuda.Stream | None = None
         # At first all areas count as read, so that no rank waits before the first use.
         world_size, words = group.size(), self.buffer.bytes_of[self.rank][:_FLAG_BYTES].view(torch.int32)
@@ -155,18 +155,21 @@ class Workspace:
         if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph waits only for work in it
             stream.wait_stream(last)
 
-    def kv(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    def kv(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's area for rows of K/V, flat."""
-        if dtype not in self._kv_views:
-            memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
-            with torch.inference_mode(False):  # training may follow inference, and cannot write to inference tensors
-                self._kv_views[dtype] = memory.view(dtype)
-        return self._kv_views[dtype]
+        return self._area(_FLAG_BYTES, self.kv_bytes, dtype)
 
-    def grads(self) -> torch.Tensor:
-        """The bytes of this rank's area for gradients of all ranks' rows."""
-        start = _FLAG_BYTES + self.kv_bytes
-        return self.buffer.bytes_of[self.rank][start : start + self.grad_bytes]
+    def grads(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's area for gradients of all ranks' rows, flat."""
+        return self._area(_FLAG_BYTES + self.kv_bytes, self.grad_bytes, dtype)
+
+    def _area(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        area = self._areas.get((start, dtype))
+        if area is None:
+            with torch.inference_mode(False):  # training may follow inference, and cannot write to inference tensors
+                area = self.buffer.bytes_of[self.rank][start : start + count].view(dtype)
+            self._areas[start, dtype] = area
+        return area
 
     def kv_address(self, rank: int) -> int:
         """The address of `rank`'s area for rows of K/V."""

@@ -56,7 +56,7 @@ def test_training_after_inference(mapped: Callable[[], workspaces.Workspace], ma
     with torch.inference_mode():
         workspace.kv(torch.bfloat16).fill_(1.0)
     with torch.no_grad():  # as in an autograd function
-        for rows in (workspace.kv(torch.bfloat16), workspace.kv(torch.float32), workspace.grads()):
+        for rows in (workspace.kv(torch.bfloat16), workspace.kv(torch.float32), workspace.grads(torch.uint8)):
             assert not rows.is_inference()
             rows.narrow(0, 0, 8).copy_(torch.zeros(8))
     assert workspace.kv(torch.bfloat16)[:17].tolist() == [0.0] * 16 + [1.0]
@@ -66,8 +66,8 @@ def test_views_are_cached(mapped: Callable[[], workspaces.Workspace]) -> None:
     workspace = mapped()
     assert workspace.kv(torch.float16) is workspace.kv(torch.float16)
     assert workspace.kv(torch.float16).numel() == workspace.kv_bytes // 2
-    assert workspace.kv().data_ptr() == workspace.kv(torch.float32).data_ptr()
-    assert workspace.grads().numel() == workspace.grad_bytes
+    assert workspace.kv(torch.uint8).data_ptr() == workspace.kv(torch.float32).data_ptr()
+    assert workspace.grads(torch.uint8).numel() == workspace.grad_bytes
 
 
 def test_the_flag_kernel_is_loaded_when_memory_is_mapped(
