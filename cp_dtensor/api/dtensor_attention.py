@@ -174,8 +174,6 @@ class PlacedPartition(CachedHash, SequencePartition):
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
 
-    __hash__ = CachedHash.__hash__
-
     def groups(self) -> tuple[GroupSegments, ...]:
         places = list(product(*(range(self.mesh_shape[axis]) for axis in self.placed.axes)))
         q_by_rank, kv_by_rank = (

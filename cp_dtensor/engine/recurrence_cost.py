@@ -46,7 +46,6 @@ class RecurrenceSpec(CachedHash):
     """True if maps of states are matrices (delta rules), not diagonals."""
     by_channel: bool
     """True if decays differ by channel."""
-    __hash__ = CachedHash.__hash__
 
     @property
     def map_bytes(self) -> int:

@@ -153,7 +153,6 @@ class AdjacentParts(CachedHash, Layout):
     """
 
     parts: tuple[tuple[int, ...], ...]
-    __hash__ = CachedHash.__hash__
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         for lengths in self.parts:

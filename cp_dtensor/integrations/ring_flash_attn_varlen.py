@@ -176,7 +176,6 @@ class ContiguousPerDocument(CachedHash, Layout):
 
     cu_seqlens: tuple[int, ...]
     seq_len: int
-    __hash__ = CachedHash.__hash__
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         if seq_len != self.seq_len:

@@ -275,7 +275,6 @@ class PermutedParts(CachedHash, Layout):
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
     seq_len: int
-    __hash__ = CachedHash.__hash__
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         if (seq_len, world_size) != (self.seq_len, len(self.runs)):

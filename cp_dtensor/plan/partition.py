@@ -100,8 +100,6 @@ class CallSpec(CachedHash):
     deterministic: bool = False
     """True if gradients must be the same bits in every run."""
 
-    __hash__ = CachedHash.__hash__
-
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""

@@ -25,7 +25,6 @@ class SequenceLayout(CachedHash):
     world_size: int
     group: int = 0
     edges: Edges = ()
-    __hash__ = CachedHash.__hash__
 
     def document(self, position: int) -> Span:
         """The ends of the document of a position. Tokens outside of all documents are one more on each side."""
@@ -171,7 +170,6 @@ class RowRoute(CachedHash):
     """By rank: the copies from it, in the order in which it sends them."""
     counts: tuple[tuple[int, ...], ...]
     """Rows from each rank to each other rank: `counts[owner][receiver]`."""
-    __hash__ = CachedHash.__hash__
 
 
 @lru_cached

@@ -34,7 +34,6 @@ class ScanPlan(CachedHash):
     """For each document with links, by position: its index in `cu_seqlens`, None for tokens outside, and its links."""
     documents: tuple[int | None, ...]
     """For each piece of this rank, also an empty one: the index of its document."""
-    __hash__ = CachedHash.__hash__
 
 
 @lru_cached

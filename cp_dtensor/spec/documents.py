@@ -43,7 +43,6 @@ class Documents(CachedHash, Mask):
     within: Mask
     only_length: int | None = field(default=None, init=False, repr=False)  # Dynamo hands the others to __init__
     """Length of the sequence if the mask was made for one, else None."""
-    __hash__ = CachedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, cu_seqlens_k: Any = None, *, within: Mask | None = None) -> None:
         queries = ascending(cu_seqlens, "Documents", "cu_seqlens")

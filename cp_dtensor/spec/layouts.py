@@ -15,10 +15,11 @@ Span = tuple[int, int]
 
 
 class CachedHash:
-    """Mixin of frozen dataclasses with many numbers, whose hash is computed once.
+    """Mixin of frozen dataclasses with many numbers, whose hash is computed once."""
 
-    A subclass has `__hash__ = CachedHash.__hash__` in its body, since `dataclass` defines another one otherwise.
-    """
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__hash__ = CachedHash.__hash__  # type: ignore[method-assign]  # `dataclass` leaves a class its own
 
     @cached_property
     def _hash(self) -> int:

@@ -43,7 +43,6 @@ class Keys(CachedHash, Mask):
     """
 
     ranges: tuple[Span, ...]
-    __hash__ = CachedHash.__hash__
 
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
         return tuple((IntervalBand(0, q_len, lo, min(hi, kv_len)),) for lo, hi in self.ranges)
@@ -55,7 +54,6 @@ class Bands(CachedHash, Mask):
 
     sets: IntervalSets
     lengths: tuple[int, int]
-    __hash__ = CachedHash.__hash__
 
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
         if (q_len, kv_len) != self.lengths:

@@ -46,30 +46,21 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_the_host_waits_for_the_stream_beside_alone(fake: Streams) -> None:
-    streams.made_beside(GPU, fake.tensor)
+    streams.Shared(GPU, fake.tensor, lambda tensor: [tensor])
     assert fake.seen == [("made", "beside"), ("waited", "beside")]
     assert fake.current == "compute"
 
 
-def test_each_reading_stream_is_noted_once(fake: Streams) -> None:
-    readers = streams.Readers(GPU, [fake.tensor(), fake.tensor()])
-    fake.seen.clear()
-    for name in ("compute", "other", "compute", "other"):
-        with fake.on(name):
-            readers.add_current()
-    assert fake.seen == [("read", "compute")] * 2 + [("read", "other")] * 2
-
-
 def test_capture_sees_every_launch_and_notes_nothing(fake: Streams) -> None:
     fake.is_capturing = True
-    streams.Readers(GPU, [streams.made_beside(GPU, fake.tensor)]).add_current()
+    streams.Shared(GPU, fake.tensor, lambda tensor: [tensor]).read()
     assert fake.seen == [("made", "compute")]
     fake.is_capturing = False
 
 
 def test_cpus_have_no_streams(fake: Streams) -> None:
     cpu = torch.device("cpu")
-    streams.Readers(cpu, [streams.made_beside(cpu, fake.tensor)]).add_current()
+    streams.Shared(cpu, fake.tensor, lambda tensor: [tensor]).read()
     assert fake.seen == [("made", "compute")]
 
 
@@ -84,9 +75,9 @@ def test_cached_tensors_are_complete_and_outlive_the_work_of_each_stream_that_re
     assert fake.seen == [("made", "beside"), ("waited", "beside"), ("read", "compute"), ("read", "other")]
 
 
-def test_shared_values_note_the_streams_that_read_them(fake: Streams) -> None:
+def test_each_reading_stream_is_noted_once(fake: Streams) -> None:
     shared = streams.Shared(GPU, lambda: [fake.tensor(), fake.tensor(), "no tensor"], lambda value: value[:2])
-    for name in ("compute", "other", "compute"):
+    for name in ("compute", "other", "compute", "other"):
         with fake.on(name):
             assert shared.read()[2] == "no tensor"
     made = [("made", "beside")] * 2 + [("waited", "beside")]

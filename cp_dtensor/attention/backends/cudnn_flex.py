@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Readers, made_beside
+from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import aligned, empty_in_order_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile
@@ -207,9 +206,8 @@ class PlannedTile:
 
     plan: Any
     """None for a tile whose plan would be too large."""
-    nbytes: int = 0
-    """Bytes of the plan."""
-    readers: Readers | None = None
+    tensors: tuple[Tensor, ...] = ()
+    """Those of the plan."""
     _kernels: dict[Any, Any] = field(default_factory=dict)
 
     def forward_kernel(self, *tensors: Tensor) -> Any | None:
@@ -222,8 +220,6 @@ class PlannedTile:
         return self._kernel(tensors, lambda: _functions().backward(*tensors, self.plan))
 
     def _kernel(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any | None:
-        assert self.readers is not None
-        self.readers.add_current()
         key = tuple(tensor.stride() for tensor in tensors)
         kernel = self._kernels.get(key)
         if kernel is None and not capturing():
@@ -234,7 +230,7 @@ class PlannedTile:
         return kernel
 
 
-_planned = LRUCache[PlannedTile](MOST_BYTES, least=1, pins=capturing)
+_planned = LRUCache[Shared[PlannedTile]](MOST_BYTES, least=1, pins=capturing)
 """Keys: mask (compared by identity) and geometry."""
 
 
@@ -249,25 +245,19 @@ def planned_tile(mask: TileMask, geometry: Geometry) -> PlannedTile | None:
     if planned is None:
         if capturing():
             return None
-        planned = _planned.add((mask, geometry), _torch.prepared(lambda: _plan_tile(mask, geometry)))
-    return None if planned.plan is None else planned
+        rows = tile_rows(mask, geometry.device).mask
+        shared = Shared(geometry.device, lambda: _plan_tile(rows, geometry), lambda tile: tile.tensors)
+        planned = _planned.add((mask, geometry), shared)
+    tile = planned.read()
+    return None if tile.plan is None else tile
 
 
-def _plan_tile(mask: IntervalMask, geometry: Geometry) -> PlannedTile:
-    """Makes a plan beside the current stream, which may have much to do yet. Any stream may use it."""
-    row_mask = tile_rows(mask, geometry.device).mask
-
-    def made() -> PlannedTile:
-        with quiet():
-            if plan_bytes(row_mask, geometry) > MOST_BYTES:
-                return PlannedTile(None)
-            ends = end_points(row_mask, geometry)
-            plan = _functions().create_mask_plan(ends, *geometry.samples(), build_backward=True)
-        tensors = _functions().plan_tensors(plan)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return PlannedTile(plan, nbytes, Readers(geometry.device, tensors))
-
-    return made_beside(geometry.device, made)
+def _plan_tile(mask: RowMask, geometry: Geometry) -> PlannedTile:
+    with quiet():
+        if plan_bytes(mask, geometry) > MOST_BYTES:
+            return PlannedTile(None)
+        plan = _functions().create_mask_plan(end_points(mask, geometry), *geometry.samples(), build_backward=True)
+    return PlannedTile(plan, tuple(_functions().plan_tensors(plan)))
 
 
 def end_points(mask: RowMask, geometry: Geometry) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Readers, Shared, made_beside
+from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
@@ -88,10 +88,11 @@ class TileRows:
 
     def __init__(self, tile: IntervalMask, device: torch.device) -> None:
         self._tile, self._device = tile, device
-        # Made outside of CUDA graph capture where possible, so that later calls share the tables cached in the mask.
-        self.mask, self._hidden = _torch.prepared(lambda: made_beside(device, self._tables))
-        tables = (self.mask.lo, self.mask.hi, self._hidden)
-        self.readers = Readers(device, (table for table in tables if table is not None))
+        self.mask, self._hidden = self._tables()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors on the device."""
+        yield from (table for table in (self.mask.lo, self.mask.hi, self._hidden) if table is not None)
 
     @property
     def positions(self) -> tuple[Tensor, Tensor, bool]:
@@ -201,7 +202,7 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
 
 _MOST_BYTES = 256 << 20
 """Bytes of the tables, mostly on devices: 8 for each row of a tile, 16 with dropout, in each batch row."""
-_cached_rows = LRUCache[TileRows](_MOST_BYTES, pins=capturing)
+_cached_rows = LRUCache[Shared[TileRows]](_MOST_BYTES, pins=capturing)
 """Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
 
 
@@ -209,9 +210,10 @@ def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
     """The row mask and positions of a tile on a device, cached."""
     assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
     key = (mask, device)
-    rows = _cached_rows.get(key) or _cached_rows.add(key, TileRows(mask, device))
-    rows.readers.add_current()
-    return rows
+    rows = _cached_rows.get(key)
+    if rows is None:
+        rows = _cached_rows.add(key, Shared(device, lambda: TileRows(mask, device), TileRows.tensors))
+    return rows.read()
 
 
 _FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
