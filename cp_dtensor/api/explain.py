@@ -304,7 +304,7 @@ def _assumed(
         TypeError, ValueError: hardware that is none, of an unknown name, or not of each axis.
     """
     by_axis = hardware if isinstance(hardware, Mapping) else dict.fromkeys(names, hardware or "H200")
-    if not set(names) <= set(by_axis):
+    if set(names) != set(by_axis):
         raise ValueError(f"expected hardware of each mesh axis, {', '.join(names)}; got that of {', '.join(by_axis)}")
     axes, lines = [], []
     for index, (name, size) in enumerate(zip(names, sizes, strict=True)):

@@ -134,6 +134,7 @@ def test_progress_has_no_lines_of_refused_rows(capsys: pytest.CaptureFixture[str
         (["--seq-lens", "64", "--mask", "documents:0,96"], "the documents of a mask end at 96"),
         (["--timeout", "0"], "expected a positive number, got 0"),
         (["--row-seconds", "nan"], "expected a positive number, got nan"),
+        (["--dropout", "0", "1"], "expected a probability from 0 to less than 1, got 1"),
     ],
 )
 def test_command_lines_that_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +280,7 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert len(list((tmp_path / "trace").glob("ours-allgather-64-4x2-rank[01].json.gz"))) == 2
 
     found = Results.from_json((tmp_path / "out" / "bench.json").read_text())
-    expected = [each for each in methods_by_name(None, graph=True) if each.suits(CASE)]
+    expected = [each for each in methods_by_name(None, graph=True) if each.has_row(CASE)]
     assert {(each.method, each.pass_name) for each in found.rows} == {
         (each.name, pass_name) for each in expected for pass_name in ("fwd", "fwdbwd")
     }

@@ -188,7 +188,7 @@ Predicted: by the cost model of `rotate_method="auto"`. CPU us: the host's time 
 above inputs and grad_out, with results and symmetric memory (of a graph, when it is captured). torch's context parallel
 gets inputs that are contiguous as (B, H, S, D), since its backward fails with others; the other methods get
 (B, S, H, D) memory, as in models. Errors are relative (Frobenius, over the whole tensors) to float64 on the same
-inputs; in parentheses, over the errors of `ideal`."""
+inputs; in parentheses, over the errors of `ideal`. Rows with dropout have neither errors nor predictions."""
 _EXPLANATION_OF_MASKS = f"""\
 A name's second word is the layout, where it is not that of the title. `documents N`: of lognormal lengths (median N,
 sigma {DOCUMENTS_SIGMA}, seed 0), causal inside, the last cut off at the end. `window N`: a query sees itself and the
@@ -257,6 +257,7 @@ def panels(results: Results) -> dict[str, list[Row]]:
         words += [f"batch {case.batch}"] if case.batch > 1 else []
         words += [case.dtype, case.layout]
         words += [case.backend] if case.backend != "auto" else []
+        words += [f"dropout {case.dropout:g}"] if case.dropout else []
         tables.setdefault(", ".join(words), []).append(row)
     return tables
 
