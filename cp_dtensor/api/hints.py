@@ -51,8 +51,8 @@ def hint_on(message: str, context: ActiveContext) -> str | None:
     )
     (whole, *_) = (whole for _, whole in by_lengths)
     return (
-        f"In this context_parallel {shards}. Is a tensor of length {whole} one of them, or made from them before the "
-        "context was entered? List it in buffers (the very object, no copy), or shard it by context_parallel_shard"
+        f"In this context_parallel {shards}. Was a tensor of length {whole} made before the context was entered? "
+        "List it in buffers (the very object, no copy), or shard it by context_parallel_shard"
     )
 
 

@@ -162,7 +162,8 @@ def checked_buffers(
     buffer_seq_dims = checked_sequence("buffer_seq_dims", buffer_seq_dims)
     if len(buffers) != len(buffer_seq_dims):
         raise ValueError(
-            f"expected one sequence dim per buffer, got {len(buffers)} buffers and {len(buffer_seq_dims)} dims"
+            "expected buffer_seq_dims to have one sequence dim per buffer, got "
+            f"{len(buffer_seq_dims)} for {len(buffers)}"
         )
     dims = []
     for index, (tensor, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=True)):

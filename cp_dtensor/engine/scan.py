@@ -49,8 +49,9 @@ def scanned(
     # Backward of the exchange is a collective: each rank's results depend on it, with a gradient of zero at least.
     nothing = [x.flatten()[:0].sum() for x in (by_rank, initial) if x is not None]
     if nothing:
-        first = entering[0]
-        entering[0] = (state.new_zeros(state.shape[1:]) if first is None else first) + sum(nothing)
+        first, zero = entering[0], torch.stack(nothing).sum()
+        zero = zero * zero  # saves a tensor: a checkpoint recomputes up to here, past the exchange
+        entering[0] = (state.new_zeros(state.shape[1:]) if first is None else first) + zero
     if not final:
         return entering, None
     ends = [finals.get(each, state.new_zeros(()) if initial is None else initial[each]) for each in range(documents)]

@@ -33,8 +33,8 @@ def raised(body: Callable[[torch.Tensor, torch.Tensor], object]) -> str:
 
 
 HINT = (
-    "In this context_parallel buffers 0 and 2 are shards of length 32 of 64. Is a tensor of length 64 one of them, or "
-    "made from them before the context was entered? List it in buffers (the very object, no copy), or shard it by "
+    "In this context_parallel buffers 0 and 2 are shards of length 32 of 64. Was a tensor of length 64 made "
+    "before the context was entered? List it in buffers (the very object, no copy), or shard it by "
     "context_parallel_shard"
 )
 

@@ -338,6 +338,26 @@ def test_affine_scan(layout: Layout, edges: tuple[int, ...] | None, kind: str) -
     equal(sum(run_ranks(3, body), torch.zeros(())), expected[-1])
 
 
+@pytest.mark.parametrize("with_gradient", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_checkpoint_that_ends_with_a_scan_repeats_its_exchange_on_every_rank(with_gradient: tuple[int, ...]) -> None:
+    """The states that enter the first runs need nothing of other ranks."""
+
+    def body(rank: int) -> None:
+        given = [normal(1, 3, 3, seed=rank), normal(1, 3, 2, seed=9 + rank), normal(1, 3, 2, seed=20)]
+        leaves = [given[index].requires_grad_() for index in with_gradient]
+
+        def scan(transition: torch.Tensor, state: torch.Tensor, initial: torch.Tensor) -> Any:
+            options: dict[str, Any] = {"mesh": dist.group.WORLD, "seq_len": 6, "layout": Contiguous()}
+            return affine_scan(transition, state, initial_state=initial, **options)
+
+        expected = torch.autograd.grad(scan(*given).square().sum(), leaves)
+        out: Any = checkpoint(scan, *given, use_reentrant=False)
+        for got, wanted in zip(torch.autograd.grad(out.square().sum(), leaves), expected, strict=True):
+            equal(got, wanted)
+
+    run_ranks(3, body)
+
+
 def test_affine_scan_refuses_several_dtypes() -> None:
     def body(rank: int) -> None:
         transition, state = normal(1, 2), normal(1, 2, 2)

@@ -192,6 +192,7 @@ def test_assumed_gpus_are_slower_in_float32() -> None:
         ("V100", ValueError, "expected hardware to be a GPU, one of A100, H100, .* got 'V100'"),
         ("H100, string", ValueError, "one of NVLink 3, .* got 'H100, string'"),
         ({"ring": "H100"}, ValueError, "expected hardware of each mesh axis, ring, ulysses; got that of ring"),
+        ({"ring": "H100", "ulysses": "H100", "cp": "H100"}, ValueError, "got that of ring, ulysses, cp"),
         (620e12, TypeError, "expected hardware to be a Hardware, the name of one, or a mapping to these, got 6"),
     ],
 )

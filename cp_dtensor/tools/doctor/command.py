@@ -109,7 +109,7 @@ class _Report:
         elif self._visible:
             names = ", ".join(dict.fromkeys(each.check for each in problems))
             verdict = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}: {names}" if problems else "OK"
-            print(f"{verdict} ({time.monotonic() - self._start:.0f} s)", flush=True)
+            print(f"{verdict} ({time.monotonic() - self._start:.1f} s)", flush=True)
         return _PROBLEMS if self._visible and problems else 0
 
 
@@ -193,6 +193,9 @@ def _check(report: _Report, ranks: Ranks, device: torch.device, options: argpars
         obstacle = ranks.together(lambda: p2p_obstacle(world, device))[0]
         report.add([exchange.symmetric_memory(obstacle, ranks.world_size, hosts)])
     _check_methods(report, ranks, device, shares_memory=obstacle is None)
+    if not use_gpu:
+        text = "none are used, so their memory, speed, clocks, NVLink, NCCL and shared memory were not checked"
+        report.add([Finding("GPUs", OK, text)])
     report.running = "auto"
     report.add([ranks.together(lambda: _auto(ranks.world_size, device.type, options))[0]])
 
