@@ -27,6 +27,7 @@ from cp_dtensor.engine.config import (
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
 from cp_dtensor.engine.layers import recurrence_spec
 from cp_dtensor.engine.planner import axes_of, call_spec
+from cp_dtensor.engine.recurrence import Rows
 from cp_dtensor.engine.recurrence_cost import recurrence_estimates, slower_axis
 from cp_dtensor.engine.sequence import document_edges
 from cp_dtensor.plan.cost import TOLERANCE
@@ -244,7 +245,7 @@ def explain_recurrence(
     keys = rows(key_heads, key_dim)
     g = rows(heads, *[key_dim] * (decays == "by channel"), of=torch.float32)
     sequence = SequenceLayout(config.layout, seq_len, ranks.size, 0, edges)
-    spec = recurrence_spec([values, keys, keys, g, rows(heads) if is_delta else None], sequence)
+    spec = recurrence_spec(Rows(values, keys, keys, g, rows(heads) if is_delta else None), sequence)
     axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
     found = recurrence_estimates(spec, slower_axis(axes), one_axis=len(axes) == 1)
     of_keys = "" if key_heads == heads else f":{key_heads}"

@@ -70,14 +70,11 @@ def layer(
         dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
     """
     x = tensors[0]
-    assert x is not None
     place = _Place.of(owner, x, 1, mesh, layout, seq_len)
-    local = [
+    local: list[Any] = [
         None if each is None else place.local_beside(owner, x, dims[0], each, letters)
         for each, letters in zip(tensors, dims, strict=True)
     ]
-    first = local[0]
-    assert first is not None
     if torch.compiler.is_dynamo_compiling():
         key, _ = _traced_call(owner, place, operation, cu_seqlens is None, False)
         known = -1 if place.seq_len is None else place.seq_len
@@ -86,7 +83,7 @@ def layer(
     else:
         call, edges = _call(owner, place, made_of(operation), cu_seqlens, False)
         length = call.operation.length(call, local, place.seq_len, edges)
-        with no_autocast(first):
+        with no_autocast(local[0]):
             out, final = call.operation.forward(call, local, length, edges)
     return place.global_result(out, x, 1, None), final
 

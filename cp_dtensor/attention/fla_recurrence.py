@@ -44,7 +44,8 @@ class FlaRecurrence:
     """The recurrence of `ChunkedRecurrence`, whose pieces are sequences of variable length to a kernel.
 
     The map of a piece is the state at its end from a state of zero, and its transition, with the delta rule, the state
-    at its end from the identity and values of zero; without the delta rule it is the product of the decays. Outputs are
+    at its end from the identity and values of zero: both are columns of one run, which does the work within chunks
+    once. Without the delta rule the transition is the product of the decays. Outputs are
     linear in the entering state S: those of a state of zero, plus `queries` S. The outputs from the identity are these
     queries (without the delta rule: decayed q), so that pieces whose maps are known do not go through a kernel again.
 
@@ -98,8 +99,6 @@ class FlaRecurrence:
             return out, ends, queries.to(out.dtype), transition
         identity = torch.eye(width, dtype=torch.float32, device=self.v.device)
         identity = identity.expand(self.batch * len(self.lengths), self.k.size(2), width, width).contiguous()
-        if not _runs_once(self.g):
-            return *self._run(self.v, None, True), *self._run(torch.zeros_like(self.k), identity, True)
         found = self._run(F.pad(self.v, (0, width)), F.pad(identity, (columns, 0)), True)
         (out, queries), (ends, transition) = (x.split([columns, width], -1) for x in found)
         return out, ends, queries, transition
@@ -245,15 +244,6 @@ def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: 
     decays = "" if g is None else "by channel" if g.dim() == 4 else "by head"
     key = ("fla", is_delta, decays, q.dtype, q.size(-1), v.size(-2), v.size(-1))
     return first_use(key, q.device, lambda: _small_error(q, v, decays, is_delta), _warn) == ""
-
-
-def _runs_once(g: Tensor | None) -> bool:
-    """True if one run of a delta rule gives outputs and transition, whose K columns are beside those of v.
-
-    With decays by channel, work within chunks is most of a run, and is done once. With decays by head it is less
-    (docs/log.md).
-    """
-    return g is not None and g.dim() == 4
 
 
 def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -28,7 +28,7 @@ from cp_dtensor.plan.rows import Edges, Extended, SequenceLayout
 from cp_dtensor.plan.scan import scan_plan
 from cp_dtensor.spec.logs import log_once
 
-Inputs = Sequence[Tensor | None]
+Inputs = Sequence[Any]
 """Tensors of a layer, None for those that it was not given."""
 MOST_TENSORS = 6
 """Arguments of the operator that are tensors."""
@@ -43,7 +43,6 @@ class SequenceLayer(ABC):
 
     def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
         """The global length, checked or found."""
-        assert tensors[0] is not None
         return call.length(tensors[0], 1, seq_len, edges)
 
     @abstractmethod
@@ -59,8 +58,6 @@ class CausalConv1d(SequenceLayer):
 
     def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         x, weight, bias, *_ = tensors
-        assert x is not None
-        assert weight is not None
         rows, outs = Extended(weight.size(1) - 1), []
         for (start, stop), sequence in call.sequences(seq_len, x.size(0), edges):
             extended = rows_of(x[start:stop], 1, rows, sequence, call.ranks)
@@ -90,33 +87,28 @@ class LinearRecurrence(SequenceLayer):
     """Key of `METHODS`, or "auto"."""
 
     def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
-        assert tensors[0] is not None
         self._check_states(tensors[0], tensors[-1], edges)
         self._check_heads(tensors[0], call.ranks)
         return super().length(call, tensors, seq_len, edges)
 
     def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         *given, initial = tensors
-        v = given[0]
-        assert v is not None
         outs, finals = [], []
-        for (start, stop), sequence in call.sequences(seq_len, v.size(0), edges):
-            rows = [x if x is None else x[start:stop] for x in given]
+        for (start, stop), sequence in call.sequences(seq_len, given[0].size(0), edges):
+            some: list[Any] = [x if x is None else x[start:stop] for x in given]
+            rows = Rows(*some)
             states = None
             if initial is not None:  # (documents, B, H, K, V)
-                states = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(v))
+                states = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(rows.v))
             by_method = METHODS[self._method(rows, sequence, call.ranks)]
             out, ends = by_method(self._prepared, rows, sequence, call.ranks, states, self.returns_state)
-            outs.append(out.to(v.dtype))
+            outs.append(out.to(rows.v.dtype))
             if ends is not None:
                 finals.append(ends.squeeze(1) if edges else ends.squeeze(0))
         return torch.cat(outs), torch.cat(finals) if finals else None
 
     def _prepared(self, rows: Rows, lengths: Sequence[int]) -> ChunkedRecurrence | FlaRecurrence:
         v, q, k, g, beta = rows
-        assert v is not None
-        assert q is not None
-        assert k is not None
         has_kernels = fla_serves(q, v, g, beta is not None, lengths)
         v = v.to(q.dtype if has_kernels else v.dtype)
         if self.normalizes:
@@ -129,8 +121,7 @@ class LinearRecurrence(SequenceLayer):
 
     def _method(self, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks) -> str:
         """The method of a call, alike on every rank; "auto" takes the one that is predicted to be fastest."""
-        v = rows[0]
-        assert v is not None
+        v = rows.v
         if self.method != "auto":
             return self.method
         if not self._is_predicted(v, ranks):
@@ -147,8 +138,6 @@ class LinearRecurrence(SequenceLayer):
 
     def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         v, q, *_ = tensors
-        assert v is not None
-        assert q is not None
         rows = v.size(0) if documents is None else documents
         return ((rows, v.size(2), q.size(3), v.size(3)), wide_dtype(v)) if self.returns_state else None
 
@@ -187,8 +176,6 @@ class AffineScan(SequenceLayer):
 
     def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         state, transition, initial, *_ = tensors
-        assert state is not None
-        assert transition is not None
         if len(call.layout.batch_groups(2)) > 1:
             raise NotImplementedError(
                 f"{self.owner} expects a layout that divides all batch rows alike, got {call.layout}"
@@ -213,15 +200,12 @@ class AffineScan(SequenceLayer):
 
     def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         state = tensors[0]
-        assert state is not None
         return ((documents or 1, *state.shape[1:]), state.dtype) if self.returns_state else None
 
 
 def recurrence_spec(rows: Rows, sequence: SequenceLayout) -> RecurrenceSpec:
     """The numbers that the cost of a recurrent layer depends on."""
     v, q, _, g, beta = rows
-    assert v is not None
-    assert q is not None
     of_token = [math.prod(x.shape[2:]) * x.dtype.itemsize for x in rows if x is not None]
     return RecurrenceSpec(
         sequence, v.size(0), v.size(2), q.size(3), v.size(3), sum(of_token),
@@ -253,7 +237,6 @@ def _run(tensors: Inputs, cu_seqlens: Tensor | None, key: str, seq_len: int) -> 
     call = sequence_calls.value_of(key)
     edges = document_edges(call.owner, cu_seqlens)
     length = call.operation.length(call, tensors, None if seq_len < 0 else seq_len, edges)
-    assert tensors[0] is not None
     with no_autocast(tensors[0]):
         out, final = call.operation.forward(call, tensors, length, edges)
     return out, out.new_empty(0) if final is None else final

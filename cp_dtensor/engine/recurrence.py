@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,22 @@ from cp_dtensor.plan.scan import scan_plan
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Contiguous
 
-Rows = Sequence[Tensor | None]
-"""v (B, T, H, V), q and k (B, T, H', K), g (B, T, H) or (B, T, H, K), and beta (B, T, H), of T tokens."""
+
+class Rows(NamedTuple):
+    """Arguments of a recurrence over T tokens; H is a multiple of H'."""
+
+    v: Tensor
+    """(B, T, H, V)."""
+    q: Tensor
+    """(B, T, H', K)."""
+    k: Tensor
+    """(B, T, H', K)."""
+    g: Tensor | None
+    """(B, T, H) or (B, T, H, K)."""
+    beta: Tensor | None
+    """(B, T, H)."""
+
+
 Prepare = Callable[[Rows, Sequence[int]], ChunkedRecurrence | FlaRecurrence]
 """The recurrence of some rows, given the lengths of their pieces."""
 Result = tuple[Tensor, Tensor | None]
@@ -57,16 +71,17 @@ def by_relayout(
 ) -> Result:
     """Rows travel to adjacent chunks, whose states travel then. Arguments as `by_scan`."""
     there = replace(sequence, layout=Contiguous(), group=0)
-    moved = _moved(rows, Relayout(Contiguous()), sequence, ranks)
+    moved = Rows(*_moved(rows, Relayout(Contiguous()), sequence, ranks))
     out, ends = by_scan(prepare, moved, there, ranks, initial, final)
     (back,) = _moved([out], Relayout(sequence.layout, sequence.group), there, ranks)
-    assert back is not None
     return back, ends
 
 
-def _moved(rows: Rows, target: Relayout, sequence: SequenceLayout, ranks: SequenceRanks) -> list[Tensor | None]:
+def _moved(
+    rows: Sequence[Tensor | None], target: Relayout, sequence: SequenceLayout, ranks: SequenceRanks
+) -> list[Any]:
     """Rows in another layout, in one exchange for each dtype."""
-    moved = list(rows)
+    moved: list[Any] = [*rows]
     for dtype in dict.fromkeys(x.dtype for x in rows if x is not None):
         some = {index: x for index, x in enumerate(rows) if x is not None and x.dtype == dtype}
         flat = [x.flatten(2) for x in some.values()]
@@ -84,9 +99,6 @@ def by_heads(
     Source: DeepSpeed-Ulysses (arXiv 2309.14509), for attention; Megatron-LM for Mamba and gated delta nets.
     """
     v, q, k, g, beta = rows
-    assert v is not None
-    assert q is not None
-    assert k is not None
     group, size, layout = axis_of_heads(ranks), ranks.size, sequence.layout
     assert group is not None
     heads = partition_heads(v.size(2), q.size(2), size)
@@ -105,7 +117,7 @@ def by_heads(
     if not all(each.is_contiguous for of_rank in segments for each in of_rank):
         positions = positions_of([segments[rank][part] for rank, part in in_order.places], v.device)
         arrived = [x.index_select(1, positions.argsort()) for x in arrived]
-    mine: list[Tensor | None] = [None] * len(rows)
+    mine: list[Any] = [None] * len(rows)
     for (index, x), of_heads in zip(some.items(), arrived, strict=True):
         mine[index] = of_heads if x.dim() == 4 else of_heads.squeeze(-1)
 
@@ -114,7 +126,7 @@ def by_heads(
     start, stop = of_values.heads[ranks.rank]
     states = None if initial is None else initial[:, :, start:stop]
     entering = [None if states is None or index is None else states[index] for index in documents]
-    recurrence = prepare(mine, [last - first for first, last in whole.pieces(0)])
+    recurrence = prepare(Rows(*mine), [last - first for first, last in whole.pieces(0)])
     out, ends = recurrence.outputs(entering, final)
     if positions is not None:
         out = out.index_select(1, positions)

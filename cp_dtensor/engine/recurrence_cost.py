@@ -16,14 +16,14 @@ CHUNK = 64
 """Tokens of a chunk of the kernels."""
 _BLOCK = 64
 """Columns of the state that a thread block of the kernels has."""
-_CALL_SECONDS = (0.53e-3, 0.88e-3)
+_CALL_SECONDS = (0.20e-3, 0.36e-3)
 """Seconds of a run's launches, forward and backward."""
-_CHUNK_SECONDS = (1.5e-6, 4.8e-6)
+_CHUNK_SECONDS = (1.4e-6, 3.5e-6)
 """Seconds of a chunk in the kernels that pass a state, or its gradient, from chunk to chunk."""
-_TRAFFIC = {"none": (3.1, 9.0), "by head": (5.8, 12.0), "by channel": (13.6, 55.0)}
+_TRAFFIC = {"none": (3.3, 11.0), "by head": (6.1, 14.7), "by channel": (14.1, 58.0)}
 """Bytes that all kernels of forward and of backward take the time of, over those of q, k, v and the output, by the
 decays of a delta rule. These and the seconds are fitted to one H200 and fla-core 0.6 (docs/benchmarks/hybrid.md),
-within 5%; "none", for no delta rule, is counted from the tensors that kernels read and write, at the speed of "by
+within 13%; "none", for no delta rule, is counted from the tensors that kernels read and write, at the speed of "by
 head"."""
 _LINK_SECONDS = 30e-6
 """Host time to compose one map."""
@@ -83,24 +83,29 @@ def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = T
 
 
 def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimate:
-    """Runs that give maps and queries of states; the exchange; and products with states. Backward: another run."""
+    """A run that gives maps and queries of states; the exchange; and products with states. Backward: another run."""
     runs, longest = map(max, zip(*(_runs(sequence, rank) for rank in range(sequence.world_size)), strict=True))
     tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size))
     # Of a run with several documents, the first and the last go on elsewhere.
     maps = runs * (2 if len(sequence.edges) > 2 else 1)
     links, gathered = maps * axis.size, float(maps * axis.size * spec.map_bytes)
     rows = float(spec.batch_size * tokens * spec.heads)
-    columns, run = _columns(spec), _longest(spec, longest)
-    of_forward = sum(kernel_times(spec, tokens, run, spec.heads, each, axis.hardware)[0] for each in columns)
+    # With the delta rule, columns of the transition are beside those of v (`FlaRecurrence._from_zero`).
+    columns, run = spec.value_dim + (spec.key_dim if spec.is_delta else 0), _longest(spec, longest)
+    of_forward, _ = kernel_times(spec, tokens, run, spec.heads, columns, axis.hardware)
     of_backward = sum(kernel_times(spec, tokens, run, spec.heads, spec.value_dim, axis.hardware))
-    products = [2 * rows * (spec.key_dim + each * spec.value_dim) / axis.hardware.memory_speed for each in (4, 1)]
+    widening = spec.value_dim + columns if spec.is_delta else 0
+    products = [
+        2 * rows * (spec.key_dim + each * spec.value_dim + more) / axis.hardware.memory_speed
+        for each, more in ((4, widening), (1, 0))
+    ]
     composed = links * _LINK_SECONDS + 3 * gathered / axis.hardware.memory_speed
     received = gathered * (axis.size - 1) / axis.size
     exchange = axis.hardware.link_latency + received / axis.hardware.link_speed
     forward = of_forward + products[0] + composed + exchange
     backward = of_backward + products[1] + 2 * composed + exchange
     # Values of the transition, and outputs; without the delta rule queries in float32, and outputs.
-    widened = rows * (4 * sum(columns) if spec.is_delta else 4 * spec.key_dim + 2 * spec.value_dim)
+    widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * spec.value_dim)
     return Estimate("-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)
 
 
@@ -115,13 +120,6 @@ def _exchanged(
     hardware = axis.hardware
     seconds = 4 * hardware.link_latency + moved / hardware.link_speed + 4 * size / hardware.memory_speed
     return Estimate("-", forward + seconds, backward + seconds, received + 2 * moved, 0.0, memory + 2 * size)
-
-
-def _columns(spec: RecurrenceSpec) -> tuple[int, ...]:
-    """Columns of values of each run of the kernels that "scan" takes, as `FlaRecurrence.maps`."""
-    if not spec.is_delta:
-        return (spec.value_dim,)
-    return (spec.value_dim + spec.key_dim,) if spec.by_channel else (spec.value_dim, spec.key_dim)
 
 
 def kernel_times(

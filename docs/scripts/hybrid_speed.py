@@ -7,7 +7,6 @@ without exchanges:
 
 one GPU     the package's kernel, all heads, all tokens
 scan        this library's: the map of 1/n of the tokens, and their outputs by the entering state
-other scan  the same, where it takes two runs of the kernel in one run of more columns, and the other way round
 cp_context  the package's own context parallelism of 1/n of the tokens, on a rank in the middle
 heads       the package's kernel, 1/n of the heads, all tokens
 torch       this library's torch operations on one GPU, 1/8 of the heads
@@ -49,11 +48,11 @@ KERNELS = {
     "KDA": ("fla.ops.kda", "chunk_kda"),
 }
 COMPILED = {
-    "gated delta net": ("one GPU, scan of 2, cp_context of 2", "other scan of 2", "heads of 2", "heads of 4"),
-    "KDA": ("one GPU, other scan of 2, cp_context of 2", "scan of 2", "heads of 2", "heads of 4"),
+    "gated delta net": ("one GPU, cp_context of 2", "scan of 2", "heads of 2", "heads of 4"),
+    "KDA": ("one GPU, cp_context of 2", "scan of 2", "heads of 2", "heads of 4"),
 }
 """Parts that together have all kernels; those of one process share kernels."""
-LISTED = ("one GPU", "scan of 2", "other scan of 2", "cp_context of 2")
+LISTED = ("one GPU", "scan of 2", "cp_context of 2")
 """Parts whose kernels are listed."""
 RANKS = (2, 4)
 WIDTH = 128
@@ -175,7 +174,6 @@ def _parts(kind: str) -> dict[str, Callable[..., Tensors]]:
     parts: dict[str, Callable[..., Tensors]] = {"one GPU": lambda *x: _alone(kind, *x)}
     for ranks in RANKS:
         parts[f"scan of {ranks}"] = lambda *x: _scan(FlaRecurrence, *x)
-        parts[f"other scan of {ranks}"] = lambda *x: _other_scan(*x)
         parts[f"cp_context of {ranks}"] = lambda *x: _cp_context(kind, _Group(1, 3), *x[:5])
         parts[f"heads of {ranks}"] = lambda *x: _alone(kind, *x)
     parts["torch"] = lambda *x: [_recurrence(ChunkedRecurrence, *x[:5]).outputs([x[5]])[0]]
@@ -216,12 +214,6 @@ def _scan(recurrence: type[ChunkedRecurrence | FlaRecurrence], *tensors: torch.T
     prepared = _recurrence(recurrence, *layer)
     transition, state = prepared.maps([0])
     return [prepared.outputs([entering])[0], transition[0] @ entering.to(transition.dtype) + state[0]]
-
-
-def _other_scan(*tensors: torch.Tensor) -> Tensors:
-    runs_once = fla_recurrence._runs_once
-    with mock.patch.object(fla_recurrence, "_runs_once", lambda g: not runs_once(g)):
-        return _scan(FlaRecurrence, *tensors)
 
 
 @dataclass
@@ -313,7 +305,6 @@ def _checked(kind: str, heads: int) -> Iterator[str]:
     truth = _scan(ChunkedRecurrence, *wide)
     grads = [grad, torch.randn(truth[1].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)]
     yield _line(kind, "scan", _scan(FlaRecurrence, *leaves), leaves, truth, wide, grads)
-    yield _line(kind, "other scan", _other_scan(*leaves), leaves, truth, wide, grads)
     truth = [_recurrence(ChunkedRecurrence, *wide[:5]).outputs([None])[0]]
     yield _line(kind, "one GPU", _alone(kind, *leaves), leaves[:5], truth, wide[:5], [grad])
     # Two ranks, one after the other: backward of the second one first.

@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused_on_creation_before_any_collective() -> Non
             with pytest.raises(ValueError, match=f"buffer 1: sequence dim {dim} is out of range"):
                 create(buffers=[tokens, labels], buffer_seq_dims=[1, dim])
         for dims in ([1], [1, 1, 1], None):
-            with pytest.raises(ValueError, match=f"2 buffers and {len(dims or [])} dims"):
+            with pytest.raises(ValueError, match=f"got {len(dims or [])} for 2"):
                 create(buffers=[tokens, labels], buffer_seq_dims=dims)
         with pytest.raises(TypeError, match=r"buffer 0: expected a plain torch.Tensor.*DTensor"):
             create(buffers=[sharded], buffer_seq_dims=[1])

@@ -115,10 +115,8 @@ def test_ranks_have_the_results_and_gradients_of_one(
     assert {*used} == {(is_delta, by_channel)}
 
 
-@pytest.mark.parametrize("once", [True, False])
-def test_transitions_of_one_run_and_of_two(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maps, outputs and gradients; two runs have no more columns than the layer."""
-    monkeypatch.setattr(fla_recurrence, "_runs_once", lambda g: once)
+def test_one_run_gives_outputs_and_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients. Backward has no more columns than the layer."""
     monkeypatch.setattr(recurrent, "CHUNK", 4)
     monkeypatch.setattr(recurrent, "BY_CHANNEL_CHUNK", 4)
     columns: list[int] = []
@@ -141,11 +139,7 @@ def test_transitions_of_one_run_and_of_two(once: bool, monkeypatch: pytest.Monke
             results.append([transition, state, *found, *grads])
     for got, expected in (results[:2], results[2:]):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert columns == ([7, 4, 7, 4] if once else [4, 3, 4, 4, 3, 4])
-
-
-def test_only_decays_by_channel_are_worth_more_columns() -> None:
-    assert [fla_recurrence._runs_once(g) for g in (None, torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 1))] == [0, 0, 1]
+    assert columns == [7, 4, 7, 4]
 
 
 @pytest.mark.parametrize("decays", ["", "by head", "by channel"])

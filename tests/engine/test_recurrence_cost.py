@@ -55,24 +55,25 @@ def test_choices() -> None:
 
 
 def test_times_of_kernels_are_those_measured() -> None:
-    """Within 8%, on one H200. Of scans the forward of KDA: the rest is done in another way than was measured."""
+    """Within 13%, on one H200, in two sessions. Of scans of KDA, backward was another when it was measured."""
     compared = 0
     for row in json.loads(MEASURED.read_text())["rows"]:
         part, _, ranks = row["part"].partition(" of ")
         count, by_channel = int(ranks or 1), row["layer"] == "KDA"
         given = spec(row["tokens"], Contiguous(), count, by_channel=by_channel)
-        if part == "scan" and by_channel:
-            link = replace(NVLINK, link_speed=1e15, link_latency=0.0)
-            predicted = [recurrence_estimates(given, Axis(count, link, shares_memory=False))["scan"].forward]
-        elif part in ("one GPU", "heads") and row["both ms"]:
-            forward, backward = kernel_times(given, row["tokens"], row["tokens"], 64 // count, 128, NVLINK)
-            predicted = [forward, forward + backward]
-        else:
+        if part not in ("one GPU", "heads", "scan") or "OutOfMemory" in row["forward ms"]:
             continue
-        measured = [float(row["forward ms"]), float(row["both ms"])][: len(predicted)]
-        assert [1e3 * time for time in predicted] == pytest.approx(measured, rel=0.08), row
+        measured = [float(row[name]) for name in ("forward ms", "both ms") if row[name]]
+        if part == "scan":
+            link = replace(NVLINK, link_speed=1e15, link_latency=0.0)
+            found = recurrence_estimates(given, Axis(count, link, shares_memory=False))["scan"]
+            forward, backward = found.forward, found.backward
+        else:
+            forward, backward = kernel_times(given, row["tokens"], row["tokens"], 64 // count, 128, NVLINK)
+        predicted = [1e3 * forward, 1e3 * (forward + backward)]
+        assert predicted[: len(measured)] == pytest.approx(measured, rel=0.13), row
         compared += 1
-    assert compared == 15
+    assert compared == 17
 
 
 @pytest.mark.parametrize("is_delta", [True, False])

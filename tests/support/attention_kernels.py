@@ -34,9 +34,6 @@ if not GPUS:
 no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
 _INTERPRETER = pytest.param("cpu", marks=no_gpu, id="interpreter")
 interpreted = pytest.mark.parametrize("device", [_INTERPRETER])
-each_device = pytest.mark.parametrize(
-    "device", [_INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu, id="triton")]
-)
 each_way_to_load = pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 NARROW = {"cpu": torch.float16, "cuda": torch.bfloat16}
 EXACT = {"cpu": torch.float32, "cuda": torch.bfloat16}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -21,17 +21,18 @@ from cp_dtensor.tools.bench.torch_methods import VarlenArguments
 CPU = torch.device("cpu")
 
 
-def case(mask: str, seq_len: int = 256) -> Case:
-    return Case(seq_len, Heads(4, 2), 8, 1, "float32", mask, "HeadTail", "auto")
+def case(mask: str, seq_len: int = 256, dropout: float = 0.0) -> Case:
+    return Case(seq_len, Heads(4, 2), 8, 1, "float32", mask, "HeadTail", "auto", dropout)
 
 
 def test_methods_take_part_where_they_can() -> None:
     asked = ["ideal", "ideal-kernels", "ours-auto", "ours-auto PerDocument", "torch-allgather", "torch-flex PTRR"]
     chosen = methods_by_name(asked)
     assert [each.name for each in chosen] == asked
-    suited = {mask: [each.name for each in chosen if each.suits(case(mask))] for mask in ("causal", "window 4")}
+    suited = {mask: [each.name for each in chosen if each.has_row(case(mask))] for mask in ("causal", "window 4")}
     assert suited["causal"] == ["ideal", "ours-auto", "ours-auto PerDocument", "torch-allgather"]
     assert suited["window 4"] == ["ideal-kernels", "ours-auto", "ours-auto PerDocument", "torch-flex PTRR"]
+    assert [each.name for each in chosen if each.has_row(case("causal", dropout=0.1))] == asked[:4]
     refusals = {each.name: each.refusal(case("window 4", 257), 2) for each in chosen}
     assert refusals["ours-auto PerDocument"] == "PerDocument is a layout of documents"
     assert refusals["torch-flex PTRR"] == "the length is not a multiple of 128 for each rank"
@@ -93,7 +94,7 @@ REFUSALS = {
 
 
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:
-    arguments = ["--mask", "documents 100", "window 40", "causal"]
+    arguments = ["--mask", "documents 100", "window 40", "causal", "--dropout", "0", "0.1"]
     arguments += ["--seq-lens", "512", "--heads", "2:1", "--head-dim", "8"]
     arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--methods", *NAMES]
     arguments += ["--output", str(tmp_path)]
@@ -103,13 +104,13 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     assert "lognormal lengths" in report
     found = Results.from_json((tmp_path / "bench.json").read_text())
     expected = {
-        (mask, each.name, pass_name)
-        for mask in ("documents 100", "window 40", "causal")
+        (mask, dropout, each.name, pass_name)
+        for mask, dropout in product(("documents 100", "window 40", "causal"), (0.0, 0.1))
         for each in methods_by_name(NAMES)
-        if each.suits(case(mask))
+        if each.has_row(case(mask, dropout=dropout))
         for pass_name in ("fwd", "fwdbwd")
     }
-    assert {(row.case.mask, row.method, row.pass_name) for row in found.rows} == expected
+    assert {(row.case.mask, row.case.dropout, row.method, row.pass_name) for row in found.rows} == expected
     for row in found.rows:
         if (row.case.mask, row.method) in REFUSALS:
             assert (row.status, row.message) == ("refused", REFUSALS[row.case.mask, row.method])
@@ -118,6 +119,7 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
             assert "NotImplementedError" in row.message
         else:
             assert row.status == "measured", row
-            assert list(row.errors) == (["out"] if row.pass_name == "fwd" else ["out", "dq", "dk", "dv"])
-            assert max(row.errors.values()) < 1e-5
+            checked = ["out"] if row.pass_name == "fwd" else ["out", "dq", "dk", "dv"]
+            assert list(row.errors) == ([] if row.case.dropout else checked)
+            assert max(row.errors.values(), default=0.0) < 1e-5
             assert found.percent_of_ideal(row) is not None

@@ -75,6 +75,8 @@ class Case:
     """Name of a layout, as of `layout_by_name`; methods may have one of their own."""
     backend: str
     """Name of a `torch.nn.attention.SDPBackend`, or "auto"."""
+    dropout: float = 0.0
+    """Probability to drop a softmax weight. Results are random then, and have no errors."""
 
     @property
     def enable_gqa(self) -> bool:
@@ -129,15 +131,16 @@ class Case:
 
 
 def grid(
-    seq_lens: Sequence[int], heads: Sequence[Heads], masks: Sequence[str], backends: Sequence[str], **fixed: Any
-) -> tuple[Case, ...]:
+    seq_lens: Sequence[int], heads: Sequence[Heads], masks: Sequence[str], backends: Sequence[str],
+    dropouts: Sequence[float] = (0.0,), **fixed: Any,
+) -> tuple[Case, ...]:  # fmt: skip
     """All combinations, those with few keys first, so that buffers never exceed the needs of a case.
 
     `fixed` are the other fields of all cases.
     """
     cases = [
-        Case(seq_len, each, mask=mask, backend=backend, **fixed)
-        for each, mask, backend, seq_len in itertools.product(heads, masks, backends, seq_lens)
+        Case(seq_len, each, mask=mask, backend=backend, dropout=dropout, **fixed)
+        for each, mask, backend, dropout, seq_len in itertools.product(heads, masks, backends, dropouts, seq_lens)
     ]
     return tuple(sorted(dict.fromkeys(cases), key=lambda case: case.seq_len * case.heads.kv))
 
@@ -252,7 +255,8 @@ class Method:
     shards: Shards = field(default_factory=ByLayout)
     """Tokens of each rank. With `AllTokens`, rank 0 works alone."""
     suits: Callable[[Case], bool] = lambda case: True
-    """False for cases that get no row."""
+    """False for cases that get no row, besides those with dropout if the method has none."""
+    has_dropout: bool = False
     by_default: bool = True
     """True if the method is measured when no methods are named."""
     captured: bool = False
@@ -263,6 +267,10 @@ class Method:
     """True if the method is retried with repeated K/V heads where it fails with shared ones."""
     predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
     """The time of a case and pass that the library's cost model predicts, on the slowest rank."""
+
+    def has_row(self, case: Case) -> bool:
+        """True if a case gets a row."""
+        return self.suits(case) and (self.has_dropout or not case.dropout)
 
     @property
     def alone(self) -> bool:

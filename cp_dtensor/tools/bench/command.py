@@ -73,7 +73,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(**_QUICK)
     parsed = parser.parse_args(arguments)
     cases = grid(
-        parsed.seq_lens, parsed.heads, parsed.mask, parsed.backend,
+        parsed.seq_lens, parsed.heads, parsed.mask, parsed.backend, parsed.dropout,
         head_dim=parsed.head_dim, batch=parsed.batch, dtype=parsed.dtype, layout=parsed.layout,
     )  # fmt: skip
     try:
@@ -113,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         "--mask", type=mask_argument, nargs="+", default=["causal"], help=f"each makes a table: {MASK_HELP}"
     )
     what.add_argument("--layout", choices=LAYOUTS, default="HeadTail", help="partition of the tokens over the ranks")
+    dropped = "each makes a table: probabilities to drop a softmax weight; rows with dropout have no errors"
+    what.add_argument("--dropout", type=_probability, nargs="+", default=[0.0], metavar="P", help=dropped)
     what.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES))
     methods = "such as ideal ours-allgather 'ours-symm_mem Balanced' (with a layout of its own) 'torch-flex PTRR'"
     what.add_argument("--methods", nargs="+", metavar="NAME", help=methods)
@@ -142,6 +144,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _heads = argument(Heads.parse)
+
+
+@argument
+def _probability(text: str) -> float:
+    """The probability of a command-line argument, less than 1."""
+    if not text.replace(".", "", 1).isdecimal() or float(text) >= 1:
+        raise ValueError(f"expected a probability from 0 to less than 1, got {text}")
+    return float(text)
 
 
 @argument
@@ -273,7 +283,7 @@ def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
 def _rows_to_run(options: argparse.Namespace, world_size: int) -> Iterator[tuple[Case, str, Method]]:
     """Case, pass and method of each row that is not refused before it is tried."""
     for case, name, method in product(options.cases, options.passes, options.methods):
-        if method.suits(case) and method.refusal(case, world_size) is None:
+        if method.has_row(case) and method.refusal(case, world_size) is None:
             yield case, name, method
 
 

@@ -68,17 +68,25 @@ def _all_methods() -> list[Method]:
     ours = [
         Method(
             OURS_PREFIX + name, split.attention, split.refusal, context=_backend, shards=ByLayout(split.layout),
-            by_default=split.layout is None, predicted_ms=split.predicted_ms,
+            by_default=split.layout is None, has_dropout=True, predicted_ms=split.predicted_ms,
         )
         for name, split in splits_by_name().items()
     ]  # fmt: skip
-    is_plain, is_masked = (lambda case: case.is_plain), (lambda case: not case.is_plain)
     one_gpu = [
-        Method(IDEAL, sdpa, context=allowed_backend, shards=AllTokens(), may_expand_kv=True, suits=is_plain),
-        Method(f"{IDEAL}-installed", _by_installed_kernels, context=_backend, shards=AllTokens()),
-        Method(f"{IDEAL}-kernels", _kernels, shards=AllTokens(), suits=is_masked),
-        Method(f"{IDEAL}-varlen", varlen_on_one_gpu, varlen_refusal, shards=AllTokens(), suits=is_masked),
-    ]
+        Method(
+            IDEAL, sdpa, context=allowed_backend, shards=AllTokens(), may_expand_kv=True, has_dropout=True,
+            suits=lambda case: case.is_plain,
+        ),
+        Method(f"{IDEAL}-installed", _by_installed_kernels, context=_backend, shards=AllTokens(), has_dropout=True),
+        Method(
+            f"{IDEAL}-kernels", _kernels, shards=AllTokens(), has_dropout=True,
+            suits=lambda case: not case.is_plain or case.dropout > 0,
+        ),
+        Method(
+            f"{IDEAL}-varlen", varlen_on_one_gpu, varlen_refusal, shards=AllTokens(),
+            suits=lambda case: not case.is_plain,
+        ),
+    ]  # fmt: skip
     return [*one_gpu, *ours, *flex_methods(), *torch_methods()]
 
 
@@ -96,7 +104,9 @@ def _by_installed_kernels(case: Case, device: torch.device) -> Attention:
     alone, mask = _group_of_this_rank(), case.mask_value
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = context_parallel_attention(q, k, v, mesh=alone, mask=mask, enable_gqa=case.enable_gqa, seq_len=q.size(2))
+        out = context_parallel_attention(
+            q, k, v, mesh=alone, mask=mask, dropout_p=case.dropout, enable_gqa=case.enable_gqa, seq_len=q.size(2)
+        )
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -112,12 +122,12 @@ def _group_of_this_rank() -> dist.ProcessGroup:
 
 
 def _kernels(case: Case, device: torch.device) -> Attention:
+    """Attention by the library's masked kernels on one device; positions are in runs, for which dropout is fastest."""
     lo, hi = seen_keys(case.mask_value, case.seq_len).to(device, torch.int32)
-    return kernel_attention(RowMask(lo=lo, hi=hi))
-
-
-def kernel_attention(mask: RowMask, dropout: Dropout | None = None) -> Attention:
-    """Attention by the library's masked kernels on one device."""
+    mask, dropout = RowMask(lo=lo, hi=hi), None
+    if case.dropout:
+        position = torch.arange(case.seq_len, device=device, dtype=torch.int32)
+        dropout = Dropout(case.dropout, torch.tensor(7, device=device), position, position, in_runs=True)
     return lambda q, k, v: _Kernels.apply(q, k, v, mask, dropout)
 
 
@@ -159,8 +169,8 @@ class Split:
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out = context_parallel_attention(
-                q, k, v, mesh=mesh, method=self.method, mask=mask, enable_gqa=case.enable_gqa, layout=layout,
-                rotate_method=self.rotate_method, seq_len=case.seq_len,
+                q, k, v, mesh=mesh, method=self.method, mask=mask, dropout_p=case.dropout, enable_gqa=case.enable_gqa,
+                layout=layout, rotate_method=self.rotate_method, seq_len=case.seq_len,
             )  # fmt: skip
             assert isinstance(out, torch.Tensor)
             return out
@@ -187,7 +197,7 @@ class Split:
         return case.layout_refusal(self.layout)
 
     def predicted_ms(self, case: Case, pass_name: str, device: torch.device) -> float | None:
-        if device.type != "cuda":
+        if device.type != "cuda" or case.dropout:
             return None
         explanation = explain(
             mesh_of_ranks(device.type, self.inner_size), seq_len=case.seq_len, q_heads=case.heads.q,
@@ -204,8 +214,8 @@ _SPLITS = {
     "ulysses": Split("ulysses"),
     "hybrid-2": Split("hybrid", inner_size=2),
     "hybrid-4": Split("hybrid", inner_size=4),
-    "two-level-2": Split("ring", inner_size=2),
-    "two-level-4": Split("ring", inner_size=4),
+    "nested-2": Split("ring", inner_size=2),
+    "nested-4": Split("ring", inner_size=4),
     "auto": Split("auto"),
 }
 

@@ -62,7 +62,7 @@ class Suite:
     """Called with each row as soon as it is measured, before its errors are known."""
 
     def run(self, case: Case, passes: tuple[str, ...], methods: tuple[Method, ...]) -> list[Row]:
-        """The rows of a case, of the methods that suit it.
+        """The rows of a case, of the methods that have one.
 
         Raises:
             GroupLost: no further case can run. The rows so far have been reported.
@@ -70,7 +70,7 @@ class Suite:
         rows: list[Row] = []
         outcomes: dict[int, Outcome] = {}  # by index of the row
         # Rank 0 frees the whole sequence before it draws shards, and shards before those of another layout.
-        chosen = sorted((each for each in methods if each.suits(case)), key=lambda each: not each.alone)
+        chosen = sorted((each for each in methods if each.has_row(case)), key=lambda each: not each.alone)
         for shards in dict.fromkeys(each.shards for each in chosen):
             trials: list[Trial] = []
             for method in chosen:
@@ -123,7 +123,7 @@ class Suite:
         self.report(row)
 
     def _checks(self, case: Case) -> bool:
-        return case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
+        return not case.dropout and case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
 
     def _inputs(self, case: Case, shards: Shards) -> tuple[Inputs | None, Select]:
         """This rank's inputs (None if it does not take part) and the function that selects its tokens."""

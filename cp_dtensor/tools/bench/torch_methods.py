@@ -71,7 +71,7 @@ def sdpa(case: Case, device: torch.device) -> Attention:
     is_causal = case.mask == "causal"
     # The attribute is looked up at each call, since torch's context parallel replaces it.
     return lambda q, k, v: F.scaled_dot_product_attention(
-        q, k, v, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
+        q, k, v, dropout_p=case.dropout, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
     )
 
 
