@@ -94,12 +94,13 @@ def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(tensor: torch.Tensor, width: int, *, keeps_expanded: bool = False) -> torch.Tensor:
-    """The tensor, copied unless its start and the steps of all dims but the last are multiples of `width` bytes.
+    """(B, H, S, D), copied unless its start and the steps of all dims but the last are multiples of `width` bytes.
 
-    Expanded dims, whose steps are 0, are copied too, unless `keeps_expanded` is True.
+    `width` is a power of two. Expanded dims, whose steps are 0, are copied too, unless `keeps_expanded` is True.
     """
-    step, strides = width // tensor.itemsize, tensor.stride()[:-1]
-    if tensor.data_ptr() % width == 0 and all(stride % step == 0 and (stride or keeps_expanded) for stride in strides):
+    batch, head, row, _ = tensor.stride()
+    steps = (batch | head | row) * tensor.itemsize
+    if not (tensor.data_ptr() | steps) % width and (keeps_expanded or 0 not in (batch, head, row)):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 

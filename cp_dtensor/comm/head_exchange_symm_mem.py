@@ -344,7 +344,7 @@ def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -
         piece._replace(source=address(piece.peer) + piece.source)
         for piece in pieces_of(written, workspace.rank, to_heads)
     )
-    fields, device = [piece[1:] for piece in pieces], workspace.kv().device
+    fields, device = [piece[1:] for piece in pieces], workspace.flags.device
 
     def uploaded() -> torch.Tensor:
         return torch.tensor(fields, dtype=torch.int64, device=device).view(-1, PIECE_FIELDS)

@@ -90,10 +90,11 @@ class SymmetricMemory(KVTransport):
 
 
 def _workspace(k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup) -> Workspace:
-    kv_bytes = plan.rows.longest * row_width(k, v, (0, k.size(1))) * k.itemsize
-    widest = max(row_width(k, v, step.heads) for step in plan.backward if step.transfer is not None)
-    grad_bytes = plan.most_rows * widest * k.itemsize if backward else 0
-    return workspaces.workspace(group, k.device, kv_bytes, grad_bytes)
+    head_bytes, grad_bytes = row_width(k, v, (0, 1)) * k.itemsize, 0
+    if backward:
+        widest = max(step.heads[1] - step.heads[0] for step in plan.backward if step.transfer is not None)
+        grad_bytes = plan.most_rows * widest * head_bytes
+    return workspaces.workspace(group, k.device, plan.rows.longest * k.size(1) * head_bytes, grad_bytes)
 
 
 class _PulledKv(KvTransfers):
@@ -105,7 +106,8 @@ class _PulledKv(KvTransfers):
         stages = [step.heads for step in steps if step.transfer is not None]
         # A stage has the same offset on every rank: the one that the longest shard needs.
         self._pitch = plan.rows.longest
-        self._widths = [row_width(k, v, heads) * k.itemsize for heads in stages]
+        head_bytes = row_width(k, v, (0, 1)) * k.itemsize
+        self._widths = [(stop - start) * head_bytes for start, stop in stages]
         self._next_stage = 0
         with label("write K/V"):
             workspace.follow(self._stream, "K/V", k)
@@ -166,22 +168,23 @@ def _write_rows(k: torch.Tensor, v: torch.Tensor, plan: TilePlan, stages: Sequen
 
 class _PulledGrads(GradTransfers):
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, workspace: Workspace) -> None:
-        self._k, self._v, self._plan, self._workspace = k, v, plan, workspace
+        self._k, self._plan, self._workspace = k, plan, workspace
         self._stream = current_stream(k.device)
-        self._stages = deque(step.heads for step in plan.backward if step.transfer is not None)
+        heads = [step.heads for step in plan.backward if step.transfer is not None]
+        columns = row_width(k, v, (0, 1))
+        self._widths = deque((stop - start) * columns for start, stop in heads)
         self._in_flight: deque[tuple[list[Contribution], torch.cuda.Event]] = deque()
 
     def buffer(self) -> torch.Tensor:
         plan, workspace = self._plan, self._workspace
         workspace.follow(self._stream, "dK/dV", self._k)
         workspace.flags.submit(self._stream, wait=Flag.GRAD_TAKEN)
-        width = row_width(self._k, self._v, self._stages[0])
-        count = plan.rows.total * width * self._k.itemsize
-        return workspace.grads()[:count].view(self._k.dtype).view(-1, width)
+        width = self._widths[0]
+        return workspace.grads(self._k.dtype)[: plan.rows.total * width].view(-1, width)
 
     def send(self) -> None:
         plan, workspace = self._plan, self._workspace
-        columns = row_width(self._k, self._v, self._stages.popleft())
+        columns = self._widths.popleft()
         width = columns * self._k.itemsize
         workspace.flags.submit(self._stream, signal=Flag.GRAD_READY)
         contributions = [
@@ -189,7 +192,7 @@ class _PulledGrads(GradTransfers):
             for rows, places in plan.grad_pulls
         ]
         # The stage before this one is received before this one, so two events in turns are enough.
-        arrived = workspace.grads_arrived[len(self._stages) % 2]
+        arrived = workspace.grads_arrived[len(self._widths) % 2]
         self._in_flight.append((contributions, arrived))
         workspace.in_flight[id(self)] = self._in_flight
         workspace.memory_is_free.record(self._stream)

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -132,7 +133,7 @@ class Workspace:
 
         The allocator does not know of these copies. A call that raises leaves its tensors here, so that nothing else
         gets their memory before the copies are done."""
-        self._kv_views: dict[torch.dtype, torch.Tensor] = {}
+        self._areas: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._last_stream: torch.cuda.Stream | None = None
         # At first all areas count as read, so that no rank waits before the first use.
         world_size, words = group.size(), self.buffer.bytes_of[self.rank][:_FLAG_BYTES].view(torch.int32)
@@ -154,18 +155,21 @@ class Workspace:
         if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph waits only for work in it
             stream.wait_stream(last)
 
-    def kv(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    def kv(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's area for rows of K/V, flat."""
-        if dtype not in self._kv_views:
-            memory = self.buffer.bytes_of[self.rank][_FLAG_BYTES : _FLAG_BYTES + self.kv_bytes]
-            with torch.inference_mode(False):  # training may follow inference, and cannot write to inference tensors
-                self._kv_views[dtype] = memory.view(dtype)
-        return self._kv_views[dtype]
+        return self._area(_FLAG_BYTES, self.kv_bytes, dtype)
 
-    def grads(self) -> torch.Tensor:
-        """The bytes of this rank's area for gradients of all ranks' rows."""
-        start = _FLAG_BYTES + self.kv_bytes
-        return self.buffer.bytes_of[self.rank][start : start + self.grad_bytes]
+    def grads(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's area for gradients of all ranks' rows, flat."""
+        return self._area(_FLAG_BYTES + self.kv_bytes, self.grad_bytes, dtype)
+
+    def _area(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        area = self._areas.get((start, dtype))
+        if area is None:
+            with torch.inference_mode(False):  # training may follow inference, and cannot write to inference tensors
+                area = self.buffer.bytes_of[self.rank][start : start + count].view(dtype)
+            self._areas[start, dtype] = area
+        return area
 
     def kv_address(self, rank: int) -> int:
         """The address of `rank`'s area for rows of K/V."""
@@ -222,8 +226,7 @@ class _Waits(WatchedWaits):
             f"rank {held.rank} of {self._described} waited {seconds:.3g} s in shared memory, longer than the timeout "
             f"of the group, for {waits}.{latest} The results of calls in flight are invalid."
         )
-        with _lock:
-            _failed[group] = failure
+        memory_of(group).failure = failure
         _log.error("%s", failure)
         with torch.cuda.stream(self._stream):
             for address in held.addresses:
@@ -239,14 +242,40 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+@dataclass(eq=False)
+class _Memory:
+    """The workspaces of a group."""
+
+    current: Workspace | None = None
+    pinned: list[Workspace] = field(default_factory=list)
+    """Those of captured graphs, whose replays use these addresses."""
+    abandoned: list[Workspace] = field(default_factory=list)
+    """Those of calls that raised, which peers may still be reading, and whose copies may still be in flight."""
+    failure: PeerError | None = None
+    """The error of a wait that took longer than the timeout of the group."""
+
+    def working(self) -> Workspace | None:
+        """The current workspace.
+
+        Raises:
+            PeerError: a wait of the group has failed.
+        """
+        if self.failure is not None:
+            raise PeerError(str(self.failure)) from self.failure
+        return self.current
+
+
 _lock = threading.Lock()  # not held during collectives: ranks may call for several groups in any order
-_current: WeakKeyDictionary[dist.ProcessGroup, Workspace] = WeakKeyDictionary()
-_pinned: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
-"""Workspaces of captured graphs, whose replays use these addresses."""
-_abandoned: WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = WeakKeyDictionary()
-"""Workspaces of calls that raised, which peers may still be reading, and whose copies may still be in flight."""
-_failed: WeakKeyDictionary[dist.ProcessGroup, PeerError] = WeakKeyDictionary()
-"""Errors of waits that took longer than the timeout of their group."""
+_by_group: WeakKeyDictionary[dist.ProcessGroup, _Memory] = WeakKeyDictionary()
+
+
+def memory_of(group: dist.ProcessGroup) -> _Memory:
+    """The workspaces of a group, to be changed."""
+    with _lock:
+        memory = _by_group.get(group)
+        if memory is None:
+            memory = _by_group[group] = _Memory()
+    return memory
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
@@ -258,53 +287,30 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
         PeerError: an earlier call of the group waited longer than the timeout of the group.
         RuntimeError: memory has to be mapped while a CUDA graph is captured.
     """
-    held = _working(group)
+    memory = memory_of(group)
+    held = memory.working()
     if held is None or held.kv_bytes < kv_bytes or held.grad_bytes < grad_bytes:
         refuse_capture("the ranks have to map shared memory", "run one forward and backward of this size")
         if held is not None:
             kv_bytes, grad_bytes = _grown(kv_bytes, held.kv_bytes), _grown(grad_bytes, held.grad_bytes)
-        if held is not None or group in _abandoned:
+        if held is not None or memory.abandoned:
             # Peers may be reading the old memory, and copies may be in flight, until all ranks are here.
             prepared(lambda: _synchronize_ranks(group, device))
-            _working(group)  # while the ranks waited for each other, a wait may have failed
-            with _lock:
-                held = None
-                for old in (_current, _abandoned):
-                    old.pop(group, None)
-        held = prepared(lambda: Workspace(group, device, _round_up(kv_bytes), _round_up(grad_bytes)))
-        with _lock:
-            _current[group] = held
-    if torch.cuda.is_current_stream_capturing():
-        _pin(group, held)
+            memory.working()  # while the ranks waited for each other, a wait may have failed
+            held = memory.current = None
+            memory.abandoned.clear()
+        held = memory.current = prepared(lambda: Workspace(group, device, _round_up(kv_bytes), _round_up(grad_bytes)))
+    if torch.cuda.is_current_stream_capturing() and held not in memory.pinned:
+        memory.pinned.append(held)
     return held
 
 
 def abandon(group: dist.ProcessGroup) -> None:
     """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
-    with _lock:
-        held = None if group in _failed else _current.pop(group, None)  # ranks may be missing that mapping needs
-        if held is not None:
-            _abandoned.setdefault(group, []).append(held)
-
-
-def _working(group: dist.ProcessGroup) -> Workspace | None:
-    """The group's workspace, None if there is none.
-
-    Raises:
-        PeerError: a wait of the group has failed.
-    """
-    with _lock:
-        held, failure = _current.get(group), _failed.get(group)
-    if failure is not None:
-        raise PeerError(str(failure)) from failure
-    return held
-
-
-def _pin(group: dist.ProcessGroup, held: Workspace) -> None:
-    with _lock:
-        pinned = _pinned.setdefault(group, [])
-        if held not in pinned:
-            pinned.append(held)
+    memory = memory_of(group)
+    if memory.failure is None and memory.current is not None:  # else ranks may be missing that mapping needs
+        memory.abandoned.append(memory.current)
+        memory.current = None
 
 
 def release() -> None:
@@ -314,18 +320,17 @@ def release() -> None:
     replayed any more.
     """
     with _lock:
-        for group in {*_current, *_pinned, *_abandoned} - {*_failed}:
-            for by_group in (_current, _pinned, _abandoned):
-                by_group.pop(group, None)
+        for group in [group for group, memory in _by_group.items() if memory.failure is None]:
+            del _by_group[group]
 
 
 def allocated_bytes(device: torch.device) -> int:
     """The bytes of symmetric memory on a device, which torch's allocator does not count."""
     with _lock:
-        old = (each for by_group in (_pinned, _abandoned) for several in by_group.values() for each in several)
-        held = {*_current.values(), *old}
-        own = [each.buffer.bytes_of[each.rank] for each in held]
-        return sum(memory.numel() for memory in own if memory.device == device)
+        memories = list(_by_group.values())
+    held = {each for memory in memories for each in (memory.current, *memory.pinned, *memory.abandoned) if each}
+    own = [each.buffer.bytes_of[each.rank] for each in held]
+    return sum(memory.numel() for memory in own if memory.device == device)
 
 
 def _synchronize_ranks(group: dist.ProcessGroup, device: torch.device) -> None:

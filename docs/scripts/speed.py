@@ -48,7 +48,7 @@ METHODS = {
     "ours-alltoall": Method('method="ring", rotate_method="alltoall"', "#b5d99c"),
     "ours-ulysses": Method('method="ulysses"', "#e76f51"),
     "ours-hybrid-4": Method('method="hybrid", 2 x 4', "#f2b134"),
-    "ours-two-level-4": Method("nested ring, 2 x 4", "#9b72b0"),
+    "ours-nested-4": Method("nested ring, 2 x 4", "#9b72b0"),
 }
 
 Times = dict[tuple[int, str, str], float]

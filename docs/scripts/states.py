@@ -71,7 +71,7 @@ def main() -> None:
     for axis, (title, layout, edges) in zip(axes, PANELS, strict=True):
         draw(axis, layout, edges)
         axis.set_title(title)
-    figure.suptitle("Runs of each rank (bars), and the way of the state through them (arrows)")
+    figure.suptitle("Runs of each rank (bars), and the path of the state through them (arrows)")
     figure.tight_layout()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.output, dpi=80)

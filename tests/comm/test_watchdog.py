@@ -44,7 +44,7 @@ def attend(rank: int, method: str, group: Any, backward: bool = True) -> tuple[t
 def attend_before_deadlines(rank: int, method: str, group: Any, seconds: float) -> None:
     """The first call, which maps memory, and may take its time; later waits of the group have a deadline."""
     attend(rank, method, group)
-    waits = workspaces._current[group]._waits
+    waits = workspaces.memory_of(group).current._waits
     waits._seconds = seconds
     watchdog.watch(waits)  # looks now, and as often as the deadline asks for
     dist.barrier()
@@ -162,7 +162,7 @@ def test_calls_after_a_larger_workspace_was_mapped_raise_too() -> None:
     def body(rank: int) -> None:
         group, device = dist.group.WORLD, torch.device("cpu")
         held = workspaces.workspace(group, device, 1024, 512)
-        workspaces._pin(group, held)
+        workspaces.memory_of(group).pinned.append(held)
         workspaces.workspace(group, device, 64 << 20, 512)
         held._waits.fail([Flag.KV_READY], 1.25)
         with pytest.raises(PeerError, match=r"waited 1\.25 s in shared memory"):

@@ -56,7 +56,7 @@ def test_training_after_inference(mapped: Callable[[], workspaces.Workspace], ma
     with torch.inference_mode():
         workspace.kv(torch.bfloat16).fill_(1.0)
     with torch.no_grad():  # as in an autograd function
-        for rows in (workspace.kv(torch.bfloat16), workspace.kv(torch.float32), workspace.grads()):
+        for rows in (workspace.kv(torch.bfloat16), workspace.kv(torch.float32), workspace.grads(torch.uint8)):
             assert not rows.is_inference()
             rows.narrow(0, 0, 8).copy_(torch.zeros(8))
     assert workspace.kv(torch.bfloat16)[:17].tolist() == [0.0] * 16 + [1.0]
@@ -66,8 +66,8 @@ def test_views_are_cached(mapped: Callable[[], workspaces.Workspace]) -> None:
     workspace = mapped()
     assert workspace.kv(torch.float16) is workspace.kv(torch.float16)
     assert workspace.kv(torch.float16).numel() == workspace.kv_bytes // 2
-    assert workspace.kv().data_ptr() == workspace.kv(torch.float32).data_ptr()
-    assert workspace.grads().numel() == workspace.grad_bytes
+    assert workspace.kv(torch.uint8).data_ptr() == workspace.kv(torch.float32).data_ptr()
+    assert workspace.grads(torch.uint8).numel() == workspace.grad_bytes
 
 
 def test_the_flag_kernel_is_loaded_when_memory_is_mapped(
@@ -109,7 +109,7 @@ def test_released_memory_is_unmapped_and_mapped_again() -> None:
             weakref.ref(workspaces.workspace(each, device.torch_device, 8 << 20, 512))
             for each in (group, dist.new_group([0]))
         ]
-        workspaces._pin(group, held[0]())
+        workspaces.memory_of(group).pinned.append(held[0]())
         device.free_unused()
         assert [each() for each in held] == [None, None]
         assert device.mapped_bytes() == 0
@@ -128,7 +128,7 @@ def test_calls_that_raise_keep_no_memory_beyond_the_next_call(is_captured: bool)
         group, device = dist.group.WORLD, torch.device("cpu")
         first = workspaces.workspace(group, device, 1024, 512)
         if is_captured:
-            workspaces._pin(group, first)
+            workspaces.memory_of(group).pinned.append(first)
         raised = [weakref.ref(first)]
         del first
         for _ in range(2):

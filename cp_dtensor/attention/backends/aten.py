@@ -113,7 +113,7 @@ class CudnnAttention(AttentionBackend):
 
 def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, copied where rows do not begin at multiples of 16 bytes, as in some slices; expanded ones stay."""
-    return tuple(aligned(x, _ALIGNMENT, keeps_expanded=True) for x in tensors)
+    return tuple([aligned(x, _ALIGNMENT, keeps_expanded=True) for x in tensors])
 
 
 def _has_single_row(q: Tensor, k: Tensor) -> bool:

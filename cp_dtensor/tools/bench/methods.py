@@ -214,8 +214,8 @@ _SPLITS = {
     "ulysses": Split("ulysses"),
     "hybrid-2": Split("hybrid", inner_size=2),
     "hybrid-4": Split("hybrid", inner_size=4),
-    "two-level-2": Split("ring", inner_size=2),
-    "two-level-4": Split("ring", inner_size=4),
+    "nested-2": Split("ring", inner_size=2),
+    "nested-4": Split("ring", inner_size=4),
     "auto": Split("auto"),
 }
 

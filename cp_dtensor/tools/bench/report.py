@@ -135,7 +135,7 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Reads the JSON of `to_json`, also of runs from when methods were called contestants or baselines."""
+        """Reads the JSON of `to_json`, also of older runs, which have other names for methods."""
         data = json.loads(text)
         return cls(data["environment"], data["command"], data["world_size"], tuple(map(_row_of, data["rows"])))
 
@@ -161,7 +161,8 @@ class Results:
 
 def _row_of(data: dict[str, Any]) -> Row:
     known = {each.name: data[each.name] for each in dataclasses.fields(Row) if each.name in data}
-    known["method"] = next(data[key] for key in ("method", "contestant", "baseline") if key in data)
+    method = next(data[key] for key in ("method", "contestant", "baseline") if key in data)
+    known["method"] = method.replace("two-level", "nested")
     case = data["case"]
     known["case"] = Case(**{**case, "heads": Heads(**case["heads"])})
     known["samples_ms"] = tuple(map(tuple, data["samples_ms"]))
@@ -263,10 +264,11 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 
 def table(results: Results, rows: list[Row]) -> str:
-    """Rows as a Markdown table, with a column for each error that some row has."""
-    names = [name for name in ERRORS if any(name in row.errors for row in rows)]
-    header = [*_COLUMNS, *(f"error of {name}" for name in names)]
-    return markdown_table(header, [[*_cells(results, row), *_error_cells(results, row, names)] for row in rows])
+    """Rows as a Markdown table, with the columns that have something in some row."""
+    header = [*_COLUMNS, *(f"error of {name}" for name in ERRORS)]
+    cells = [[*_cells(results, row), *_error_cells(results, row)] for row in rows]
+    kept = [index for index in range(len(header)) if any(each[index] != NOTHING for each in cells)]
+    return markdown_table([header[index] for index in kept], [[each[index] for index in kept] for each in cells])
 
 
 def _cells(results: Results, row: Row) -> list[str]:
@@ -290,10 +292,10 @@ def _cells(results: Results, row: Row) -> list[str]:
     ]
 
 
-def _error_cells(results: Results, row: Row, names: list[str]) -> list[str]:
+def _error_cells(results: Results, row: Row) -> list[str]:
     ratios = results.error_ratios(row)
     cells = []
-    for name in names:
+    for name in ERRORS:
         cell = formatted(row.errors.get(name), "{:.1e}")
         cells.append(f"{cell} ({ratios[name]:.2f}x)" if name in ratios and not row.is_ideal else cell)
     return cells
