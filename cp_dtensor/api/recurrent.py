@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.sequence_arguments import layer
 from cp_dtensor.engine.config import Mesh, check_tensors
@@ -268,6 +269,17 @@ def _check_parameters(owner: str, x: torch.Tensor, shapes: list[tuple[int, ...]]
             raise TypeError(f"{owner} of DTensors expects {name} to be a DTensor, got a plain tensor")
 
 
+def _divided_as(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """q or k (B, T, H', K), with H heads where those of v (B, T, H, V) are sharded and each shard needs parts of H'."""
+    if not isinstance(x, DTensor) or not isinstance(v, DTensor):
+        return x
+    over = [axis for axis, each in enumerate(v.placements) if isinstance(each, Shard) and each.dim == 2]
+    if x.size(2) % math.prod([v.device_mesh.size(axis) for axis in over]) == 0:
+        return x
+    whole = x.redistribute(placements=[Replicate() if each in (Shard(2), Partial()) else each for each in x.placements])
+    return whole.unsqueeze(3).expand(-1, -1, -1, v.size(2) // x.size(2), -1).flatten(2, 3)
+
+
 def _recurrence(
     owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
     scale: float | None, initial: torch.Tensor | None, returns_state: bool, normalizes: bool, mesh: Mesh | None,
@@ -298,6 +310,7 @@ def _recurrence(
     operation = LinearRecurrence, (
         owner, None if scale is None else float(scale), bool(normalizes), bool(returns_state), method,
     )  # fmt: skip
+    q, k = _divided_as(v, q), _divided_as(v, k)
     out, final = layer(
         owner, [v, q, k, g, beta, initial], ["BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"], operation, mesh, layout,
         cu_seqlens, seq_len,

@@ -428,6 +428,30 @@ def test_dtensors() -> None:
     run_ranks(4, body)
 
 
+@pytest.mark.parametrize("of_keys", [1, 3])
+def test_dtensors_whose_shards_of_heads_share_heads_of_keys(of_keys: int) -> None:
+    """12 heads over 2 ranks: with 3 heads of keys, the second is read on both."""
+    tensors, sequence = problem("gated_delta_rule", 1, 5, 12), Sequence(5, 2, Contiguous())
+    tensors |= {name: normal(1, 5, of_keys, K, seed=index) for index, name in enumerate("qk")}
+    for x in tensors.values():
+        x.requires_grad_()
+    wanted, _ = recurrence(sequence, **tensors, scale=0.5)
+    expected = torch.autograd.grad(wanted.square().sum(), list(tensors.values()))
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        placed = {
+            name: distribute_tensor(x.detach(), mesh, [Shard(1), Shard(2)]).requires_grad_()
+            for name, x in tensors.items()
+        }
+        out: Any = gated_delta_rule(**placed, scale=0.5)
+        equal(out.full_tensor(), wanted)
+        for got, of_all in zip(torch.autograd.grad(out.square().sum(), list(placed.values())), expected, strict=True):
+            equal(got.full_tensor(), of_all)  # type: ignore[attr-defined]
+
+    run_ranks(4, body)
+
+
 def test_norms_of_queries_and_keys() -> None:
     def body(rank: int) -> None:
         x = problem("delta_rule", 1, 5)
