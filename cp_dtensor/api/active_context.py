@@ -133,8 +133,8 @@ def config_around(
         return None
     if layout and not ranks.is_in_order_of(around.ranks):
         raise ValueError(
-            f"{owner} got the ranks of the context around it in another order, {ranks.ranks_in_order()} (the "
-            f"context's: {around.ranks.ranks_in_order()}), and no layout: pass the context's mesh, or layout="
+            f"{owner} got the ranks of the context around it in another order, {ranks.global_ranks()} (the "
+            f"context's: {around.ranks.global_ranks()}), and no layout: pass the context's mesh, or layout="
         )
     if state[1] == _torch.current_backward():
         return around

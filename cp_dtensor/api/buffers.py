@@ -99,7 +99,7 @@ class InPlaceShard:
         if not buffer.restore and not self._sharded_for_good:
             self._sharded_for_good = True
             self._swapped_out[-1] = None
-            setattr(buffer.tensor, _SHARD, (buffer.ranks.global_ranks(), self._shard.size(buffer.dim)))
+            setattr(buffer.tensor, _SHARD, (set(buffer.ranks.global_ranks()), self._shard.size(buffer.dim)))
 
     def _swap_in(self) -> torch.Tensor:
         # A new object each time: autograd may have saved the last one, whose identity must not change.
@@ -140,7 +140,7 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]
             )
     for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
         left_sharded = getattr(tensor, _SHARD, None) == (ranks, tensor.size(dim))
-        is_open = any(shard.buffer.ranks.global_ranks() == ranks for shard in _open_shards.get(id(tensor), []))
+        is_open = any(set(shard.buffer.ranks.global_ranks()) == ranks for shard in _open_shards.get(id(tensor), []))
         if len(ranks) > 1 and (left_sharded or is_open):
             why = "was left sharded (no_restore_buffers) by" if left_sharded else "is a buffer of"
             raise ValueError(

@@ -48,8 +48,7 @@ from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, inter
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
-from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.engine.agreement import compare_contexts
+from cp_dtensor.engine.agreement import compare_contexts, described
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
 from cp_dtensor.engine.config import (
@@ -159,7 +158,7 @@ class context_parallel(ContextDecorator):
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
         stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         ranks = self._config.ranks
-        check_in_place(tensors, dims, ranks.global_ranks())
+        check_in_place(tensors, dims, set(ranks.global_ranks()))
         self._buffers = [
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
@@ -207,7 +206,6 @@ class context_parallel(ContextDecorator):
         if capturing() or any(map(_torch.is_traced, tensors)):
             return
         kind = self._sinks is None, len(self._seq_len), *((each.tensor.dtype, each.dim) for each in self._buffers)
-        sinks = Modifiers(sinks=self._sinks)
 
         def facts() -> dict[str, object]:  # once for each kind of context
             shapes = ", ".join(f"{tuple(each.tensor.shape)} along dim {each.dim}" for each in self._buffers)
@@ -217,8 +215,8 @@ class context_parallel(ContextDecorator):
                 f"context_parallel over {config.ranks.size} ranks, method {config.method!r}, {config.layout}, mask "
                 f"{config.mask}, buffers {shapes or 'none'}",
             )  # fmt: skip
-            described = {"seq_len": self._seq_len, "sinks": sinks.described_sinks(values=True)}
-            return {**described, **facts_of_buffers(self._buffers)}
+            sinks = described(self._sinks, values=True)
+            return {"seq_len": self._seq_len, "sinks": sinks, **facts_of_buffers(self._buffers)}
 
         compare_contexts(self._config, kind, next((each.device for each in tensors if each.is_cuda), None), facts)
 

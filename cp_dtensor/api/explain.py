@@ -149,14 +149,9 @@ def explain(
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     if latent_dims is not None:
         _check_latents(latent_dims, q_heads, kv_heads, head_dim)
-    numbers = {
-        "q_heads": q_heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "batch_size": batch_size,
-        "v_head_dim": v_head_dim,
-    }
-    _check_numbers(numbers, dtype)
+    _check_numbers(
+        dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, batch_size=batch_size, v_head_dim=v_head_dim
+    )
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
     config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=False)
@@ -225,10 +220,7 @@ def explain_recurrence(
     if layer not in RECURRENCES:
         raise ValueError(f"expected layer to be one of {', '.join(RECURRENCES)}, got {layer!r}")
     key_heads = heads if key_heads is None else key_heads
-    numbers = {
-        "heads": heads, "key_heads": key_heads, "key_dim": key_dim, "value_dim": value_dim, "batch_size": batch_size
-    }  # fmt: skip
-    _check_numbers(numbers, dtype)
+    _check_numbers(dtype, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, batch_size=batch_size)
     if heads % key_heads:
         raise ValueError(f"expected heads to be a multiple of key_heads, got {heads} and {key_heads}")
     checked_length(seq_len)
@@ -259,7 +251,7 @@ def explain_recurrence(
     return explanation
 
 
-def _check_numbers(numbers: Mapping[str, int], dtype: torch.dtype) -> None:
+def _check_numbers(dtype: torch.dtype, **numbers: int) -> None:
     """Refuses numbers below 1, and dtypes that are not floating.
 
     Raises:
@@ -316,10 +308,8 @@ def _assumed(
                 link = GPUS[gpu].link if math.prod(sizes[index:]) <= NODE else NETWORK
             found, text = Hardware.of(f"{gpu}, {link}").of_itemsize(itemsize), f"{gpu}, {link}"
         elif isinstance(assumed, Hardware):
-            found, text = (
-                assumed,
-                f"the Hardware that was passed, {'' if assumed.shares_memory else 'no '}shared memory",
-            )
+            found = assumed
+            text = f"the Hardware that was passed, {'' if assumed.shares_memory else 'no '}shared memory"
         else:
             raise TypeError(
                 f"expected hardware to be a Hardware, the name of one, or a mapping to these, got {assumed!r}"

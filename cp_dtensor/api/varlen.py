@@ -154,11 +154,7 @@ def _mask_of_document(is_causal: bool, window_size: Window, within: Mask | None)
 
 # varlen_attn in contexts
 
-_REFUSED = {
-    "seqused_k": "cache of keys",
-    "block_table": "paged cache of keys",
-    "num_splits": "batch-invariant results",
-}
+_REFUSED = {"seqused_k": "cache of keys", "block_table": "paged cache of keys", "num_splits": "batch-invariant results"}
 """Arguments of `varlen_attn` that sequence shards do not support, and their features."""
 
 

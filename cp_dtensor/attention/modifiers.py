@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import content_hash, cut
+from cp_dtensor._torch.tensors import cut
 from cp_dtensor.spec.layouts import Span
 
 
@@ -69,39 +69,9 @@ class Modifiers:
             return self
         return replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))
 
-    def described(self, q: Tensor) -> str:
-        """A description of the bias that must be equal on all ranks, independent of the local queries q."""
-        if self.bias is None:
-            return "none"
-        # With a single local query, a bias with rows looks like one without, so rows are left out.
-        full = zip("BH", self.bias.shape[:2], q.shape[:2], strict=True)
-        dims = [dim if size != 1 or of_q == 1 else "1" for dim, size, of_q in full]
-        grad = " grad" * (self.bias.requires_grad and torch.is_grad_enabled())
-        return f"{str(self.bias.dtype).removeprefix('torch.')} ({', '.join(dims)}, :, {self.bias.size(3)}){grad}"
-
-    @property
-    def has_rows(self) -> bool:
-        """True if a bias has a row for each query. Always False with a single query."""
-        return self.bias is not None and self.bias.size(2) != 1
-
-    def described_sinks(self, values: bool) -> str:
-        """A description of the sinks that must be equal on all ranks; `values` adds a checksum, waiting for the GPU."""
-        if self.sinks is None:
-            return "none"
-        kind = f"{str(self.sinks.dtype).removeprefix('torch.')} {tuple(self.sinks.shape)}{' grad' * self.need_lse}"
-        if not values:
-            return kind
-        return f"{kind} {content_hash(self.sinks) % (1 << 32):08x}"
-
     def value_dim(self, q: Tensor, v: Tensor) -> int:
         """Head dim of the output."""
         return v.size(3) if self.up is None else self.up.size(1) + v.size(3) - q.size(3)
-
-    def described_up(self) -> str:
-        """A description of the up-projection that must be equal on all ranks."""
-        if self.up is None:
-            return "none"
-        return f"{tuple(self.up.shape)}" + " grad" * (self.up.requires_grad and torch.is_grad_enabled())
 
     def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Modifiers:
         """The modifiers of some batch rows, query heads and queries."""

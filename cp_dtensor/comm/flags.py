@@ -130,18 +130,13 @@ class Flags:
 
     @property
     def _signalled(self) -> list[list[int]]:
-        """By flag: addresses of the words that this rank sets."""
-        return [[self._address(holder, flag, self.rank) for holder in self._ranks] for flag in Flag]
+        """By flag: addresses of the words that this rank sets, its own too: it reads and writes on several streams."""
+        return [[self._address(holder, flag, self.rank) for holder in range(len(self.addresses))] for flag in Flag]
 
     @property
     def _awaited(self) -> list[list[int]]:
         """By flag: addresses of the words that this rank waits for."""
-        return [[self._address(self.rank, flag, setter) for setter in self._ranks] for flag in Flag]
-
-    @property
-    def _ranks(self) -> Sequence[int]:
-        # With this rank among them: it writes and reads on different streams, which nothing else orders.
-        return range(len(self.addresses))
+        return [[self._address(self.rank, flag, setter) for setter in range(len(self.addresses))] for flag in Flag]
 
     def _address(self, holder: int, flag: Flag, setter: int) -> int:
         return self.addresses[holder] + 4 * (flag * len(self.addresses) + setter)

@@ -24,7 +24,7 @@ class SequenceRanks:
 
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup | None = None
-    members: tuple[int, ...] = field(default=(), compare=False)
+    members: tuple[int, ...] = field(default=(), compare=False, kw_only=True)
     """Global ranks along two axes, in their order; empty along one, and for two groups that have only names."""
     rank: int = field(init=False, compare=False)
     """This rank's place among those that share the sequence."""
@@ -34,11 +34,6 @@ class SequenceRanks:
     """Ranks of the inner axis, 1 if there is none."""
 
     @classmethod
-    def over(cls, groups: Sequence[dist.ProcessGroup]) -> SequenceRanks:
-        """The ranks of one axis or two, the outer axis first."""
-        return cls(groups[0], groups[1] if len(groups) > 1 else None)
-
-    @classmethod
     def along(cls, mesh: DeviceMesh, axes: Sequence[int]) -> SequenceRanks:
         """The ranks along one or two dims of a mesh, the outer one first."""
         if len(axes) == 1:
@@ -46,7 +41,7 @@ class SequenceRanks:
         outer, inner = axes
         here = tuple(slice(None) if axis in axes else place for axis, place in enumerate(mesh.get_coordinate() or ()))
         members = mesh.mesh[here] if outer < inner else mesh.mesh[here].T
-        return cls(mesh.get_group(outer), mesh.get_group(inner), tuple(members.flatten().tolist()))
+        return cls(mesh.get_group(outer), mesh.get_group(inner), members=tuple(members.flatten().tolist()))
 
     def __post_init__(self) -> None:
         inner_rank, inner_size = (0, 1) if self.inner is None else (self.inner.rank(), self.inner.size())
@@ -63,11 +58,7 @@ class SequenceRanks:
     def _groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
-    def global_ranks(self) -> set[int]:
-        """The global ranks; of two groups that have only names, those on this rank's axes."""
-        return set(self.ranks_in_order())
-
-    def ranks_in_order(self) -> list[int]:
+    def global_ranks(self) -> list[int]:
         """The global ranks in their order; of two groups that have only names, those on this rank's axes."""
         if self.members:
             return list(self.members)
@@ -77,7 +68,7 @@ class SequenceRanks:
         """True if both have the same ranks, along the same axes or others."""
         if self == other:
             return True
-        mine, others = self.global_ranks(), other.global_ranks()
+        mine, others = set(self.global_ranks()), set(other.global_ranks())
         return self.size == other.size and (mine <= others or others <= mine)
 
     def is_in_order_of(self, other: SequenceRanks) -> bool:
@@ -85,7 +76,7 @@ class SequenceRanks:
         if self == other:
             return True
         are_known = all(each.members or each.inner is None for each in (self, other))
-        return self.ranks_in_order() == other.ranks_in_order() if are_known else self.outer == other.outer
+        return self.global_ranks() == other.global_ranks() if are_known else self.outer == other.outer
 
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gathers (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""

@@ -153,11 +153,11 @@ def facts_of_call(
         "kv_heads": k.size(1),
         "head_dim": q.size(3),
         "v_head_dim": v.size(3),
-        "up": modifiers.described_up(),
+        "up": described(modifiers.up),
         "dtype": str(q.dtype),
         "mask": repr(mask),
-        "attn_mask": modifiers.described(q),
-        "sinks": modifiers.described_sinks(values=config.debug),
+        "attn_mask": _described_bias(modifiers.bias, q),
+        "sinks": described(modifiers.sinks, values=config.debug),
         "dropout_p": float(modifiers.dropout_p),
         "softcap": modifiers.softcap,
         "scale": scale,
@@ -171,9 +171,35 @@ def facts_of_call(
         "in_context": config.lengths_vary,
         "compiled": compiled,
         # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then.
-        "attn_mask_has_rows": modifiers.has_rows and exchanges_heads,
+        "attn_mask_has_rows": exchanges_heads and modifiers.bias is not None and modifiers.bias.size(2) != 1,
     }
     return _without_gradients(facts) if compiled else facts
+
+
+def described(tensor: Tensor | None, *, values: bool = False) -> str:
+    """Dtype and shape of a tensor that must be equal on all ranks; `values` adds a checksum, waiting for the GPU."""
+    if tensor is None:
+        return "none"
+    checksum = f" {_torch.content_hash(tensor) % (1 << 32):08x}" if values else ""
+    return f"{_dtype(tensor)} {tuple(tensor.shape)}{_grad(tensor)}{checksum}"
+
+
+def _described_bias(bias: Tensor | None, q: Tensor) -> str:
+    """A bias without what depends on the local queries."""
+    if bias is None:
+        return "none"
+    # With a single local query, a bias with rows looks like one without, so rows are left out.
+    full = zip("BH", bias.shape[:2], q.shape[:2], strict=True)
+    dims = [dim if size != 1 or of_q == 1 else "1" for dim, size, of_q in full]
+    return f"{_dtype(bias)} ({', '.join(dims)}, :, {bias.size(3)}){_grad(bias)}"
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _grad(tensor: Tensor) -> str:
+    return " grad" * (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def refuse_masks_of_local_keys(by_rank: list[CallFacts], local_kv: list[int]) -> None:

@@ -313,7 +313,7 @@ class CompiledCallSpec:
 
     def config(self, context: ContextValues | None = None) -> AttentionConfig:
         """The configuration, on this process's groups, with the layout and the lengths of a context if there is one."""
-        ranks = SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
+        ranks = SequenceRanks(*map(_torch.group_of_name, self.groups))
         if context is None:
             return replace(self.fixed, ranks=ranks)
         return replace(self.fixed, ranks=ranks, layout=context.layout, declared_lengths=context.lengths)

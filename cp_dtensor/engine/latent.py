@@ -16,8 +16,8 @@ import torch
 from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, on_device
+from cp_dtensor.attention.accumulate import Part, place_sums
 from cp_dtensor.attention.latent import contract_gradients, expand_latents
-from cp_dtensor.attention.merge import Part, place_sums
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers

@@ -13,7 +13,7 @@ import torch
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut
-from cp_dtensor.attention.merge import Part
+from cp_dtensor.attention.accumulate import Part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import KvTransfers
 from cp_dtensor.engine.ring import GradientParts, Pass, Ring, RingPlan

@@ -247,11 +247,7 @@ def _define() -> None:
 
 _define()
 
-ATTENTION_OPS = (
-    torch.ops.cp_dtensor.attention.default,
-    torch.ops.cp_dtensor.attention.found,
-    *_torch.FUSED_SDPA_OPS,
-)
+ATTENTION_OPS = (torch.ops.cp_dtensor.attention.default, torch.ops.cp_dtensor.attention.found, *_torch.FUSED_SDPA_OPS)
 """Operators whose results a policy of selective activation checkpointing saves, so that attention is not recomputed.
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In

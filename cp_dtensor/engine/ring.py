@@ -14,10 +14,11 @@ import torch.distributed as dist
 from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, in_order_of, on_device, unit_stride
+from cp_dtensor.attention.accumulate import Accumulator, Part, place_sums
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.lse import empty_lse
 from cp_dtensor.attention.masked import attention_delta
-from cp_dtensor.attention.merge import Accumulator, Part, place_sums, with_sinks
+from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.attention.modifiers import Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows

@@ -36,7 +36,7 @@ class SequenceCall:
     @property
     def ranks(self) -> SequenceRanks:
         """The ranks, in this process's groups."""
-        return SequenceRanks.over([_torch.group_of_name(name) for name in self.groups])
+        return SequenceRanks(*map(_torch.group_of_name, self.groups))
 
     def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges) -> int:
         """The global length; ranks exchange their local lengths if nothing else determines it.

@@ -23,7 +23,7 @@ from support.accumulations import (
 )
 from support.cases import examples
 
-from cp_dtensor.attention.merge import Part, place_sums
+from cp_dtensor.attention.accumulate import Part, place_sums
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.plan.plan import head_spans
 from cp_dtensor.spec.layouts import Span

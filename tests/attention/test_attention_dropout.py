@@ -23,8 +23,8 @@ from support.attention_kernels import (
 )
 from support.dropouts import dropout_in_runs, dropout_of, moved
 
+from cp_dtensor.attention.accumulate import Accumulator, Part
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.attention.merge import Accumulator, Part
 from cp_dtensor.attention.triton.dropout import kept_reference
 
 

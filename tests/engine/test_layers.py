@@ -42,7 +42,7 @@ def on_one_rank(layer: SequenceLayer, use: Callable[[str], Any]) -> Any:
     """Calls `use` with the key of a call of a layer."""
 
     def body(rank: int) -> Any:
-        groups = names_of(SequenceRanks.over([dist.group.WORLD]))  # type: ignore[list-item]
+        groups = names_of(SequenceRanks(dist.group.WORLD))  # type: ignore[arg-type]
         return use(sequence_calls.key_of(SequenceCall("a layer", groups, Contiguous(), layer)))
 
     return run_ranks(1, body)[0]

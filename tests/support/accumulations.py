@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_dtensor.attention.merge import Accumulator, Part, Tensors
+from cp_dtensor.attention.accumulate import Accumulator, Part, Tensors
 from cp_dtensor.spec.layouts import Span
 
 BATCH, HEADS, ROWS, DIM = 2, 4, 6, 3

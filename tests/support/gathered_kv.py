@@ -29,7 +29,7 @@ def drawn(seed: int, width: int, length: int, batch: int = 2) -> torch.Tensor:
 
 def kv_gather(layout: Layout, length: int, rows: int, method: TransportMethod) -> KVGather:
     """Returns the gather of K/V over all ranks."""
-    return KVGather(SequenceRanks.over([dist.group.WORLD]), layout, length, rows, method)
+    return KVGather(SequenceRanks(dist.group.WORLD), layout, length, rows, method)
 
 
 def check(

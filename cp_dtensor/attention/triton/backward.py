@@ -431,10 +431,6 @@ def _launches(
         attention_rows_kernel,
         triton.cdiv(padded_rows, _ROWS_BLOCK) * heads * batch,
         (rows, padded_rows, heads, math.log2(dropout_scale), 1 / dropout_scale, *lse_strides(lse), *delta.strides[:2]),
-        {
-            "ADDITIVE_BIAS": bias_kind == ADDITIVE.value,
-            "SPLIT_LSE": len(lse.shape) == 4,
-            "BLOCK_ROWS": _ROWS_BLOCK,
-        },
+        {"ADDITIVE_BIAS": bias_kind == ADDITIVE.value, "SPLIT_LSE": len(lse.shape) == 4, "BLOCK_ROWS": _ROWS_BLOCK},
     )
     return launch_rows, launch_dkv, launch_dq
