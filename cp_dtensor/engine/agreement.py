@@ -129,7 +129,7 @@ def compare_first_call(ranks: SequenceRanks, kind: Hashable, x: Tensor, compare:
         x: a tensor of the call.
     """
     key = "call", ranks.inner, kind
-    if ranks.size == 1 or _compared.has(ranks.outer, key) or capturing() or _torch.is_traced(x):
+    if ranks.size == 1 or _compared.has(ranks.outer, key) or capturing() or _torch.is_traced(x) or _are_fake(ranks):
         return
 
     def without_modes() -> None:
@@ -260,7 +260,7 @@ def refuse_equal_shards(
     kind = (ranks.inner, type(mask), masked, q.size(1), k.size(1), q.size(3), v.size(3), q.dtype)
 
     def compare() -> None:
-        if ranks.size == 1 or dist.get_backend(ranks.outer) == "fake":  # whose ranks have what this one has
+        if ranks.size == 1 or _are_fake(ranks):
             return
         if not _are_equal_and_vary(ranks, v, q, k, v):
             return
@@ -279,6 +279,11 @@ def refuse_equal_shards(
         compare()
     else:
         _compared.get(ranks.outer, kind, compare)
+
+
+def _are_fake(ranks: SequenceRanks) -> bool:
+    """True for torch's fake process groups, whose other ranks have what this one has."""
+    return dist.get_backend(ranks.outer) == "fake"
 
 
 def _are_equal_and_vary(ranks: SequenceRanks, rows: Tensor, *tensors: Tensor) -> bool:

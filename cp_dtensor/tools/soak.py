@@ -26,10 +26,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes
 from cp_dtensor.spec.cache import LRUCache
-from cp_dtensor.tools.bench.command import leave, start
-from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import command_parser, positive, positive_number, refuse_other_ranks, uses_gpu
+from cp_dtensor.tools.ranks import Ranks, leave, start
 from cp_dtensor.tools.soak_cases import Case, draw_case, errors_of
 
 _DESCRIPTION = """\

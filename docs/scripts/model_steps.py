@@ -28,9 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cp_dtensor import context_parallel, context_parallel_shard, local_positions
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
-from cp_dtensor.tools.bench import command
-from cp_dtensor.tools.bench.measure import Device
 from cp_dtensor.tools.bench.report import table_of
+from cp_dtensor.tools.ranks import Device, start
 
 TOY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
@@ -188,7 +187,7 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="tiny models, in float32")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
-    _, memory, _ = command.start("docs/scripts/model_steps.py", sys.argv[1:], on_gpu, 600, may_share_gpus=True)
+    _, memory, _ = start("docs/scripts/model_steps.py", sys.argv[1:], on_gpu, 600, may_share_gpus=True)
     device = memory.torch_device
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
     dtype = torch.float32 if options.toy else torch.bfloat16

@@ -12,6 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 INTRODUCTION = """# Models of transformers
 
+The [README](../README.md#in-your-training) has the recipe, and
+[an example](../examples/integrations/transformers_two_ranks.py) a whole program.
+
 Each cell was run: a model of the family with two layers and random weights (float64, {length} tokens, windows and
 chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient equal
 those of one process to 1e-5. "refused": an error names the reason on every rank. No cell may be wrong.

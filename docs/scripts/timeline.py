@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_shard
-from cp_dtensor.tools.bench import command
+from cp_dtensor.tools.ranks import start as start_ranks
 
 PREFIX, BACKWARD = "cp_dtensor: ", "timeline: backward"
 """Of the library's labels, and the label of the call's second half."""
@@ -312,7 +312,7 @@ def main() -> None:
         shape = Shape(parsed.seq_len or 32768, (32, 8), 128, "bfloat16")
     else:
         shape = Shape(parsed.seq_len or 2048, (8, 2), 64, "float32")
-    _, device, _ = command.start(
+    _, device, _ = start_ranks(
         "docs/scripts/timeline.py", sys.argv[1:], parsed.device == "cuda", 300, may_share_gpus=True
     )
     try:

@@ -14,6 +14,7 @@ from support.problems import shard
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_dtensor import ContextParallel, Contiguous, HeadTail, SlidingWindow, context_parallel, ring_attention, shift
 from cp_dtensor._torch import content_hash
@@ -249,6 +250,17 @@ def test_ranks_compare_the_first_call_of_each_kind_and_again_if_it_was_refused()
         first, *others = run_ranks(RANKS, body)
     assert [each - first[0] for each in first] == [0, 0, 0, 1]
     assert others == [first] * (RANKS - 1)
+
+
+def test_fake_groups_compare_nothing() -> None:
+    """Their other ranks would have this rank's number of tokens."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        q = torch.randn(1, 2, HeadTail().local_length(13, 0, 4), 4)
+        assert ring_attention(q, q, q, mesh=group(), seq_len=13).shape == q.shape  # type: ignore[union-attr]
+        assert shift(q, 1, mesh=group(), dim=2, seq_len=13).shape == q.shape
+    finally:
+        dist.destroy_process_group()
 
 
 def test_whole_tensors_in_a_context() -> None:

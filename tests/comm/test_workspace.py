@@ -17,7 +17,7 @@ from support.shared_memory import shared_memory
 from cp_dtensor._torch import SymmetricBuffer
 from cp_dtensor.comm import flags
 from cp_dtensor.comm import symm_mem_workspace as workspaces
-from cp_dtensor.tools.bench.measure import Device
+from cp_dtensor.tools.ranks import Device
 
 
 class SingleRank:

@@ -26,7 +26,7 @@ from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, con
 from cp_dtensor.comm import symm_mem_workspace as workspace
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.tools.bench.measure import Device
+from cp_dtensor.tools.ranks import Device
 
 pytestmark = pytest.mark.gpu(2)
 PROBLEMS = (

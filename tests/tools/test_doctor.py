@@ -17,9 +17,9 @@ from support.forked_programs import launch
 from support.ranks import run_ranks
 
 from cp_dtensor.tools import soak
-from cp_dtensor.tools.bench.measure import Ranks
 from cp_dtensor.tools.doctor import command, exchange, machine
 from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding
+from cp_dtensor.tools.ranks import Ranks
 
 
 def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:

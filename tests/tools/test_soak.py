@@ -27,8 +27,7 @@ import cp_dtensor
 from cp_dtensor.spec import masks
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.tools import soak, soak_cases
-from cp_dtensor.tools.bench import command
-from cp_dtensor.tools.bench.measure import Ranks
+from cp_dtensor.tools.ranks import Ranks, start
 from cp_dtensor.tools.soak_cases import ENTRIES, SURROUNDINGS, Case, draw_case, errors_of
 
 RANKS = 2
@@ -232,7 +231,7 @@ def test_more_ranks_than_gpus_share_these(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.update(device=device))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: joined["device"])
-    command.start("-m cp_dtensor soak", (), True, 120, may_share_gpus=True)
+    start("-m cp_dtensor soak", (), True, 120, may_share_gpus=True)
     assert (joined["device"], joined["backend"]) == (device, backend)
     assert (joined["device_id"] is None) == (gpus == 1)
     assert ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in os.environ) == (gpus == 1)

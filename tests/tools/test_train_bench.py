@@ -24,12 +24,12 @@ from cp_dtensor import HeadTail, context_parallel_attention
 from cp_dtensor.tools.bench import llama, train_command
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.llama import PRESETS, Llama, Size, initialise
-from cp_dtensor.tools.bench.measure import Device, Ranks
 from cp_dtensor.tools.bench.methods import mesh_of_ranks
 from cp_dtensor.tools.bench.torch_methods import torch_context_parallel
 from cp_dtensor.tools.bench.train import OPTIMIZERS, Job, TrainMethod, Turn, take_turn, tokens_of, train_methods
 from cp_dtensor.tools.bench.train_command import main, parse_options
 from cp_dtensor.tools.bench.train_report import TrainResults, TrainRow, train_markdown
+from cp_dtensor.tools.ranks import Device, Ranks
 
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cp_dtensor.tools.bench.cases import PASSES, Case, Heads, Method, Source, grid
-from cp_dtensor.tools.bench.measure import MOST_WARM_CALLS, Device, Effort, Failed, Ranks
+from cp_dtensor.tools.bench.measure import MOST_WARM_CALLS, Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
 from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Results, Row, draw, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
@@ -33,6 +30,7 @@ from cp_dtensor.tools.parsing import (
     positive_number,
     uses_gpu,
 )
+from cp_dtensor.tools.ranks import Device, Failed, Ranks, leave, start
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
@@ -194,45 +192,6 @@ def end(ranks: Ranks, lost: GroupLost | None) -> None:
         # An orderly exit would wait for collectives that never finish.
         os.kill(os.getpid(), signal.SIGKILL)
     leave()
-
-
-def leave() -> None:
-    """Ends the process group when all ranks are here: a CPU rank that ends alone may be aborted by gloo's threads."""
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def start(
-    program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float, *, may_share_gpus: bool = False
-) -> tuple[Ranks, Device, str]:
-    """Joins the ranks that torchrun started; returns them, the device of this rank and the whole command line.
-
-    `program` is a script, or a module such as "-m cp_dtensor bench".
-    `may_share_gpus`: more ranks than GPUs share these and their memory, with gloo, since NCCL wants a GPU each.
-    """
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun: torchrun --nproc-per-node N {program} ...")
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    shares = use_gpu and may_share_gpus and local_ranks > torch.cuda.device_count()
-    if shares:
-        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    if use_gpu:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank % torch.cuda.device_count() if shares else local_rank)
-    device = Device(use_gpu)
-    dist.init_process_group(
-        "nccl" if use_gpu and not shares else "gloo",
-        store=dist.PrefixStore("process_group", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device.torch_device if use_gpu and not shares else None,
-    )
-    nodes = world_size // local_ranks
-    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {world_size // nodes}"
-    line = f"{launch} {program} {shlex.join(arguments)}".strip()
-    return Ranks(dist.PrefixStore("bench", store), rank, world_size), device, line
 
 
 def _measure(

@@ -14,8 +14,9 @@ import torch
 from cp_dtensor import Causal
 from cp_dtensor.tools.bench.cases import AllTokens, Case, Inputs, Method, Select, Shards, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, relative_errors
-from cp_dtensor.tools.bench.measure import Device, Effort, Failed, Ranks, Work, measure, write_trace
+from cp_dtensor.tools.bench.measure import Effort, Work, measure, write_trace
 from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Row
+from cp_dtensor.tools.ranks import Device, Failed, Ranks
 
 Tensors = tuple[torch.Tensor, ...]
 """out, or out, dq, dk and dv."""

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor.tools.bench.cases import Case
 from cp_dtensor.tools.bench.llama import Llama, Size, initialise
-from cp_dtensor.tools.bench.measure import Device, Ranks
 from cp_dtensor.tools.bench.methods import splits_by_name
 from cp_dtensor.tools.bench.report import OURS_PREFIX, TORCH_PREFIX
 from cp_dtensor.tools.bench.torch_methods import (
@@ -25,6 +24,7 @@ from cp_dtensor.tools.bench.torch_methods import (
     ring_settings,
     torch_context_parallel,
 )
+from cp_dtensor.tools.ranks import Device, Ranks
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=3e-4),

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from cp_dtensor.plan.hardware import GPUS
 from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.command import end, mask_argument, refuse_masks_beyond, start
+from cp_dtensor.tools.bench.command import end, mask_argument, refuse_masks_beyond
 from cp_dtensor.tools.bench.llama import PRESETS, Size
-from cp_dtensor.tools.bench.measure import Device, Failed, Ranks
 from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED
 from cp_dtensor.tools.bench.suite import GroupLost, status_of
 from cp_dtensor.tools.bench.train import OPTIMIZERS, Job, TrainMethod, take_turn, train_methods
@@ -21,6 +20,7 @@ from cp_dtensor.tools.bench.train_report import TOLERANCES, TrainResults, TrainR
 from cp_dtensor.tools.doctor.machine import gpu_name
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, positive, positive_number, uses_gpu
+from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
 
 _DESCRIPTION = """\
 Measures whole training steps of a Llama-shaped model with FSDP2: this library's context parallel and torch's, in turns

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dtensor import explain
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.tools.bench.cases import Heads
-from cp_dtensor.tools.bench.command import start
-from cp_dtensor.tools.bench.measure import Failed, Ranks
 from cp_dtensor.tools.doctor import exchange, machine
 from cp_dtensor.tools.doctor.machine import OK, PROBLEM, Finding
 from cp_dtensor.tools.parsing import argument, command_parser, positive, refuse_other_ranks
+from cp_dtensor.tools.ranks import Failed, Ranks, start
 
 _DESCRIPTION = """\
 Checks versions, GPUs, links and kernels, exchanges data between ranks, and compares every method and KV transport with
