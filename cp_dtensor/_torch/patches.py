@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,11 +19,23 @@ if hasattr(torch.utils.checkpoint, f"{NON_REENTRANT}_impl"):
 
 
 @contextmanager
-def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """While open, calls of a function `owner.name` become `around(original, *args, **kwargs)`.
+def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute of a class or module; on exit restores it unless other code has replaced it since."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is value:
+            if before is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
-    On exit restores the function unless other code has replaced it since.
-    """
+
+def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContextManager[None]:
+    """While open, calls of a function `owner.name` become `around(original, *args, **kwargs)`."""
     before = vars(owner)[name]
     is_static = isinstance(before, staticmethod)
     original = before.__func__ if is_static else before
@@ -32,13 +44,7 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]
     def call(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    ours = staticmethod(call) if is_static else call
-    setattr(owner, name, ours)
-    try:
-        yield
-    finally:
-        if vars(owner)[name] is ours:
-            setattr(owner, name, before)
+    return attribute_replaced(owner, name, staticmethod(call) if is_static else call)
 
 
 @contextmanager
@@ -97,7 +103,6 @@ def saved_tensors_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator
     Args:
         is_replaced_later: True for tensors whose Python objects will have other contents.
     """
-    owner: Any = torch.autograd.function.FunctionCtx  # it has no __setattr__ of its own
 
     def enter(_original: Callable[..., None], self: Any) -> None:
         _push_hooks(is_replaced_later, self.pack_hook, self.unpack_hook)
@@ -109,13 +114,11 @@ def saved_tensors_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator
             value = _detached(is_replaced_later, value)
         object.__setattr__(self, name, value)
 
-    with wrapped(torch.autograd.graph.saved_tensors_hooks, "__enter__", enter):
-        owner.__setattr__ = set_attribute
-        try:
-            yield
-        finally:
-            if vars(owner).get("__setattr__") is set_attribute:
-                del owner.__setattr__
+    with (
+        wrapped(torch.autograd.graph.saved_tensors_hooks, "__enter__", enter),
+        attribute_replaced(torch.autograd.function.FunctionCtx, "__setattr__", set_attribute),
+    ):
+        yield
 
 
 @contextmanager

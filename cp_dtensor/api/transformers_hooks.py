@@ -95,24 +95,12 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
     return mask
 
 
-@contextmanager
-def _models_checked(utils: ModuleType) -> Iterator[None]:
+def _models_checked(utils: ModuleType) -> AbstractContextManager[None]:
     """While open, models of transformers that are called in contexts are checked first."""
-    owner = utils.PreTrainedModel
-    before = vars(owner).get("__call__")
-    owner.__call__ = ours = called_model(_check_call)
-    try:
-        yield
-    finally:
-        if vars(owner).get("__call__") is ours:
-            if before is None:
-                del owner.__call__
-            else:
-                owner.__call__ = before
+    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", called_model(_check_call))
 
 
-@contextmanager
-def _losses_checked(utils: ModuleType) -> Iterator[None]:
+def _losses_checked(utils: ModuleType) -> AbstractContextManager[None]:
     """While open, losses of models that shift the labels of a shard are refused in contexts.
 
     The table of losses stays as it is: Trainer finds out from it which loss shifts labels.
@@ -124,12 +112,8 @@ def _losses_checked(utils: ModuleType) -> Iterator[None]:
         loss: Callable[..., Any] = before.fget(self)
         return checked if loss is causal else loss
 
-    owner.loss_function = ours = property(loss_function, before.fset, before.fdel, before.__doc__)
-    try:
-        yield
-    finally:
-        if vars(owner)["loss_function"] is ours:
-            owner.loss_function = before
+    checking = property(loss_function, before.fset, before.fdel, before.__doc__)
+    return _torch.attribute_replaced(owner, "loss_function", checking)
 
 
 def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
