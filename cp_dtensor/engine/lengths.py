@@ -45,7 +45,7 @@ def global_lengths(
 
     def compared() -> tuple[list[int], list[int], bool, tuple[int, int]]:
         """The local lengths, True if all facts are equal, and the global lengths, of calls that ranks have compared."""
-        facts = facts_of_call(q, k, v, config, mask, modifiers, scale, lengths, gives_lse, compiled)
+        facts = facts_of_call(q, k, v, config, mask, modifiers, scale, known or lengths, gives_lse, compiled)
         # Readable facts travel only where their hashes differ.
         gathered = ranks.gather_integers([q.size(2), k.size(2), hash_of(facts)], q.device)
         local_q, local_kv, hashes = map(list, zip(*gathered, strict=True))
@@ -56,7 +56,7 @@ def global_lengths(
         found = global_length(local_q, layout, "query"), global_length(local_kv, layout, "key")
         return local_q, local_kv, len({*hashes}) == 1, found
 
-    declared = config.declared_lengths or ()
+    declared, known = config.declared_lengths or (), None
     if not config.debug:
         known = _known_lengths(q.size(2), k.size(2), lengths, declared, layout, ranks.rank, ranks.size)
         if known is not None:

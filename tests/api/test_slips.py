@@ -16,7 +16,16 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cp_dtensor import ContextParallel, Contiguous, HeadTail, SlidingWindow, context_parallel, ring_attention, shift
+from cp_dtensor import (
+    ContextParallel,
+    Contiguous,
+    HeadTail,
+    SlidingWindow,
+    Striped,
+    context_parallel,
+    ring_attention,
+    shift,
+)
 from cp_dtensor._torch import content_hash
 from cp_dtensor.api.extension import local_sdpa
 
@@ -256,9 +265,9 @@ def test_fake_groups_compare_nothing() -> None:
     """Their other ranks would have this rank's number of tokens."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        q = torch.randn(1, 2, HeadTail().local_length(13, 0, 4), 4)
-        assert ring_attention(q, q, q, mesh=group(), seq_len=13).shape == q.shape  # type: ignore[union-attr]
-        assert shift(q, 1, mesh=group(), dim=2, seq_len=13).shape == q.shape
+        q, options = torch.randn(1, 2, 5, 4), {"mesh": group(), "layout": Striped(3), "seq_len": 14}
+        assert ring_attention(q, q, q, **options).shape == q.shape
+        assert shift(q, 1, dim=2, **options).shape == q.shape
     finally:
         dist.destroy_process_group()
 
