@@ -3,6 +3,7 @@
 import doctest
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,15 @@ def test_programs_about_hybrid_models_run_on_four_ranks(capsys: pytest.CaptureFi
     run_ranks(4, lambda _rank: exec(first, {}))
     run_ranks(4, lambda _rank: exec(second, {}))
     assert [capsys.readouterr().out] == blocks(HYBRID, "text")
+
+
+def test_predictions_run_in_one_process_and_print_what_follows_them() -> None:
+    """The tables before the first program, and those after the second."""
+    programs = [block for block in blocks(CHOOSING, "python") if "explain(" in block]
+    tables = [block for block in blocks(CHOOSING, "text") if "chosen by method" in block]
+    command = [sys.executable, "-W", "error", "-c", "".join(programs)]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [line for table in tables for line in table.splitlines() if line]
 
 
 def test_the_program_about_decoding_runs_on_four_ranks() -> None:

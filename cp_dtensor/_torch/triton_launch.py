@@ -35,7 +35,7 @@ def facts(x: torch.Tensor) -> Facts:
     >>> facts(torch.zeros(2, 3))
     Facts(shape=torch.Size([2, 3]), strides=(3, 1), dtype=torch.float32)
     """
-    return Facts(x.shape, x.stride(), x.dtype)
+    return tuple.__new__(Facts, (x.shape, x.stride(), x.dtype))  # in half the time of Facts(...)
 
 
 def cached_launch(make: Callable[..., _Made]) -> Callable[..., _Made]:

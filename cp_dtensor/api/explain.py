@@ -136,8 +136,9 @@ def explain(
 
         explain(mesh, seq_len=131072, q_heads=32, kv_heads=8).chosen
 
-    A ring over two nodes of H100s, planned on a laptop (torchrun with 16 processes):
+    A ring over two nodes of H100s, planned in one process on a laptop:
 
+        torch.distributed.init_process_group("fake", rank=0, world_size=16)
         mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("ring", "ulysses"))
         explain(mesh, seq_len=131072, q_heads=32, hardware={"ring": "H100, Ethernet 400G", "ulysses": "H100"})
 

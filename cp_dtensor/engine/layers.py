@@ -45,9 +45,9 @@ class SequenceLayer(ABC):
         """The global length, checked or found."""
         return call.length(tensors[0], 1, seq_len, edges)
 
-    @abstractmethod
     def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         """Shape and dtype of the final state, None if there is none; the output has those of the first tensor."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,6 @@ class CausalConv1d(SequenceLayer):
             tokens = list(rows.tokens(sequence, call.ranks.rank))
             outs.append(causal_convolution(extended, tokens, weight, bias, self.activation))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
-
-    def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
-        return None
 
 
 @dataclass(frozen=True)

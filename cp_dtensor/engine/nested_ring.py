@@ -29,21 +29,23 @@ class NestedRingPlan(Ring):
     inner: tuple[RingPlan | None, ...]
     """For each hop of the outer plan; None where no query of the inner axis attends to any of the keys."""
 
-    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
-        inner, modifiers = self.inner[step.hop], of.modifiers
+    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
+        inner, modifiers = self.inner[step.hop], shared.modifiers
         if inner is None:
             return []
         without_sinks = modifiers if modifiers.sinks is None else replace(modifiers, sinks=None)
-        partial = inner.forward(of.q, k, v, without_sinks, True, _inner_ranks(of.ranks), of.scale)[:2]
-        return [_whole_part(of.q, partial)]
+        partial = inner.forward(shared.q, k, v, without_sinks, True, _inner_ranks(shared.ranks), shared.scale)[:2]
+        return [_whole_part(shared.q, partial)]
 
-    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
-        inner, (grad_out, out, lse) = self.inner[step.hop], of.rows
+    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
+        inner, (grad_out, out, lse) = self.inner[step.hop], shared.rows
         if inner is None:
             return [], [], []
-        saved = (of.q, k, v, out, lse)
-        grads = inner.backward(grad_out, of.modifiers, saved, of.grad_bias, _inner_ranks(of.ranks), of.scale)
-        return [_whole_part(of.q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
+        saved = (shared.q, k, v, out, lse)
+        grads = inner.backward(
+            grad_out, shared.modifiers, saved, shared.grad_bias, _inner_ranks(shared.ranks), shared.scale
+        )
+        return [_whole_part(shared.q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
 
     def abandon(self, ranks: SequenceRanks) -> None:
         super().abandon(ranks)

@@ -126,11 +126,11 @@ class Ring(AttentionPlan):
         return False
 
     @abstractmethod
-    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
+    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
         """Partial results `(out, lse)` of a step of forward, for some query heads; k and v are those of the step."""
 
     @abstractmethod
-    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
+    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
         """Shares of dq, dk and dv of a step of backward, for some query heads; k and v are those of the step."""
 
     def forward(
@@ -147,11 +147,11 @@ class Ring(AttentionPlan):
         with on_device(q.device):
             result = Accumulator(q, self.state_dtype, self.spec.v_head_dim, floats_of_lse=1 + modifiers.split_lse)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
-            of = Pass(q, modifiers, ranks, scale)
+            shared = Pass(q, modifiers, ranks, scale)
             for step in self.steps(plan.forward, transfers, k, v, modifiers):
                 heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
-                parts = self.results(step, heads, step_k, step_v, of)
+                parts = self.results(step, heads, step_k, step_v, shared)
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
@@ -183,11 +183,11 @@ class Ring(AttentionPlan):
             grad_kv = self.key_value_gradients(k, v, modifiers, grad_transfers)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
             delta = attention_delta(grad_out, out) if self.computes_delta else None
-            of = Pass(q, modifiers, ranks, scale, (grad_out, out, lse), delta, grad_bias)
+            shared = Pass(q, modifiers, ranks, scale, (grad_out, out, lse), delta, grad_bias)
             for step in self.steps(plan.backward, transfers, k, v, modifiers):
                 heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
-                parts_q, parts_k, parts_v = self.gradients(step, heads, step_k, step_v, of)
+                parts_q, parts_k, parts_v = self.gradients(step, heads, step_k, step_v, shared)
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
@@ -241,43 +241,43 @@ class RingPlan(Ring):
     def computes_delta(self) -> bool:
         return self.backend.takes_modifiers
 
-    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> list[Part]:
+    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
         backend, parts = self.backend, []
         for tile in step.tiles:
-            tile_q = cut(of.q, tile.batch, heads, tile.q)
+            tile_q = cut(shared.q, tile.batch, heads, tile.q)
             tile_k, tile_v = cut(k, tile.batch, None, tile.kv), cut(v, tile.batch, None, tile.kv)
             if self.backend.takes_modifiers:
-                backend = _with_modifiers(self.backend, tile, heads, of)
+                backend = _with_modifiers(self.backend, tile, heads, shared)
             with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-                partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, of.scale)
+                partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, shared.scale)
             parts.append(Part(tile.batch, tile.q, partial))
         return parts
 
-    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, of: Pass) -> GradientParts:
-        grad_out, out, lse = of.rows
+    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
+        grad_out, out, lse = shared.rows
         backend = self.own_backward if step.transfer is None else self.backend
         parts_q, parts_k, parts_v = [], [], []
         for tile in step.tiles:
             batch, span = tile.batch, tile.q
             inputs = (
-                cut(grad_out, batch, heads, span), cut(of.q, batch, heads, span),
+                cut(grad_out, batch, heads, span), cut(shared.q, batch, heads, span),
                 cut(k, batch, None, tile.kv), cut(v, batch, None, tile.kv),
-                cut(out, batch, heads, span), cut(lse, batch, heads, span), tile.mask, of.scale,
+                cut(out, batch, heads, span), cut(lse, batch, heads, span), tile.mask, shared.scale,
             )  # fmt: skip
             if self.backend.takes_modifiers:
-                backend = _with_modifiers(self.backend, tile, heads, of)
+                backend = _with_modifiers(self.backend, tile, heads, shared)
             with label("backward of tile {} x {}, heads {}", span, tile.kv, heads):
                 grads = backend.backward(*inputs)
-                if of.grad_bias is not None:
-                    backend.add_bias_gradient(bias_part(of.grad_bias, batch, heads, span), *inputs)
+                if shared.grad_bias is not None:
+                    backend.add_bias_gradient(bias_part(shared.grad_bias, batch, heads, span), *inputs)
             parts_q.append(Part(batch, span, grads[:1]))
             parts_k.append(Part(batch, tile.kv, grads[1:2]))
             parts_v.append(Part(batch, tile.kv, grads[2:]))
         return parts_q, parts_k, parts_v
 
 
-def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, of: Pass) -> AttentionBackend:
+def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, shared: Pass) -> AttentionBackend:
     """The backend, with the modifiers and the delta of one tile."""
-    modifiers = of.modifiers.part(tile.batch, heads, tile.q) if of.modifiers.concern_tiles else of.modifiers
-    delta = None if of.delta is None else cut(of.delta, tile.batch, heads, tile.q)
+    modifiers = shared.modifiers.part(tile.batch, heads, tile.q) if shared.modifiers.concern_tiles else shared.modifiers
+    delta = None if shared.delta is None else cut(shared.delta, tile.batch, heads, tile.q)
     return backend.with_modifiers(modifiers, delta)

@@ -81,7 +81,6 @@ class PerDocument(OneLength):
 
     cu_seqlens: tuple[int, ...]
     seq_len: int
-    __hash__ = CachedHash.__hash__
 
     def __init__(self, cu_seqlens: Any, *, seq_len: int | None = None) -> None:
         edges = ascending(cu_seqlens, "PerDocument", "cu_seqlens")
@@ -182,7 +181,6 @@ class Balanced(_EvenWork):
     mask: Mask
     seq_len: int
     tolerance: float = field(default=0.01, kw_only=True)
-    __hash__ = CachedHash.__hash__
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
@@ -238,7 +236,6 @@ class BalancedBlocks(_EvenWork):
     block: int
     seq_len: int
     tolerance: float = field(default=0.01, kw_only=True)
-    __hash__ = CachedHash.__hash__
 
     def __init__(
         self, work: Any, block: int | None = None, seq_len: int | None = None, *, tolerance: float = 0.01

@@ -1,16 +1,16 @@
 """Pictures of measured times, from the JSON files of `python -m cp_dtensor bench`.
 
-python docs/scripts/speed.py --results docs/benchmarks/8xH200/bench.json --output docs/images/speed.png
-python docs/scripts/speed.py --results docs/benchmarks/8xH200/bench.json --output docs/images/speed_methods.png --all
+python docs/scripts/speed.py
 
-Only eager calls are drawn: a CUDA graph of one side beside eager calls of the other would compare two things at once.
+Draws docs/images/speed.png, of method="auto" beside torch's context parallel on 8 GPUs, and the picture of every folder
+of docs/benchmarks. The first has eager calls only: a CUDA graph of one side beside eager calls of the other would
+compare two things at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,17 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cp_dtensor.tools.bench.report import IDEAL, MEASURED, Results
+from cp_dtensor.tools.bench import picture
+from cp_dtensor.tools.bench.cases import PASSES
+from cp_dtensor.tools.bench.report import IDEAL, MEASURED, Results, significant
 
-PASSES = {"fwd": "forward", "fwdbwd": "forward + backward"}
-COLUMNS = 3
-"""Of the legend."""
+DOCS = Path(__file__).resolve().parents[1]
 TORCH = ("torch-allgather", "torch-alltoall")
-
-
-@dataclass(frozen=True)
-class Method:
-    """Name and colour of a method in every picture."""
-
-    label: str
-    colour: str
-
-
 METHODS = {
-    "torch": Method("torch's context parallel, its faster rotate_method", "#8d96a3"),
-    "torch-allgather": Method('torch\'s context parallel, "allgather"', "#8d96a3"),
-    "torch-alltoall": Method('torch\'s context parallel, "alltoall"', "#c3c9d1"),
-    "ours-auto": Method('method="auto"', "#1f6fb4"),
-    "ours-symm_mem": Method('method="ring", rotate_method="symm_mem"', "#2a9d8f"),
-    "ours-allgather": Method('method="ring", rotate_method="allgather"', "#7cc4a4"),
-    "ours-alltoall": Method('method="ring", rotate_method="alltoall"', "#b5d99c"),
-    "ours-ulysses": Method('method="ulysses"', "#e76f51"),
-    "ours-hybrid-4": Method('method="hybrid", 2 x 4', "#f2b134"),
-    "ours-nested-4": Method("nested ring, 2 x 4", "#9b72b0"),
+    "torch": ("torch's context parallel, its faster rotate_method", picture.METHODS["torch-allgather"][1]),
+    "ours-auto": picture.METHODS["ours-auto"],
 }
+"""Label and colour of what the first picture shows."""
 
 Times = dict[tuple[int, str, str], float]
 """Milliseconds by tokens, pass and method."""
@@ -75,20 +58,15 @@ def eager_times(results: Results) -> Times:
     return times
 
 
-def milliseconds(value: float) -> str:
-    """Three digits: 0.487, 30.5, 466."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
-
-
-def bars(axis: Axes, times: Times, length: int, each: str, names: list[str]) -> None:
+def bars(axis: Axes, times: Times, length: int, each: str) -> None:
     """One bar for each method, with milliseconds and the speedup over torch; a line at one GPU's share."""
-    found = [times[length, each, name] for name in names]
-    axis.barh(range(len(names)), found, height=0.8, color=[METHODS[name].colour for name in names])
-    axis.axvline(times[length, each, IDEAL], color="#22272e", linestyle="--", linewidth=1)
+    found = [times[length, each, name] for name in METHODS]
+    axis.barh(range(len(METHODS)), found, height=0.8, color=[colour for _, colour in METHODS.values()])
+    axis.axvline(times[length, each, IDEAL], **picture.IDEAL_LINE)
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    for place, (name, value) in enumerate(zip(names, found, strict=True)):
-        text = milliseconds(value)
-        if not name.startswith("torch"):
+    for place, (name, value) in enumerate(zip(METHODS, found, strict=True)):
+        text = significant(value)
+        if name != "torch":
             text += f"  {times[length, each, 'torch'] / value:.2f}x"
         axis.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8, bbox=behind)
     axis.set_xlim(0, 1.5 * max(found))
@@ -98,47 +76,38 @@ def bars(axis: Axes, times: Times, length: int, each: str, names: list[str]) -> 
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw(results: Results, output: Path, every_method: bool) -> None:
+def draw(results: Results, output: Path) -> None:
     """Draws a row of panels for each pass, a panel for each length."""
     times = eager_times(results)
     lengths = sorted({length for length, _, _ in times})
-    known = {name for _, _, name in times}
-    several = [name for name in METHODS if name in known and name != "torch"]
-    names = several if every_method else ["torch", "ours-auto"]
-    legend_lines = -(-(len(names) + 1) // COLUMNS)
-    below = 0.45 + 0.22 * legend_lines  # inches
-    height = 0.7 + below + 2 * (0.55 + 0.22 * len(names))
-    figure, axes = plt.subplots(2, len(lengths), figsize=(12, height), squeeze=False)
+    figure, axes = plt.subplots(2, len(lengths), figsize=(12, 3.34), squeeze=False)
     for row, (each, title) in enumerate(PASSES.items()):
         for axis, length in zip(axes[row], lengths, strict=True):
-            bars(axis, times, length, each, names)
+            bars(axis, times, length, each)
             axis.set_title(f"{length:,} tokens" if row == 0 else "", fontsize=10)
-        axes[row][0].set_ylabel(f"{title},\nms" if every_method else f"{title.replace(' + ', ' +' + chr(10))},\nms")
+        axes[row][0].set_ylabel(f"{title.replace(' + ', ' +' + chr(10))},\nms")
     case, ranks = results.rows[0].case, results.world_size
     versions, *_, hardware = results.environment.splitlines()
     hardware = hardware.split(" x ")[-1].removesuffix(" visible")
     heads = f"{case.heads.q} query and {case.heads.kv} kv heads of {case.head_dim}"
-    figure.suptitle(
-        f"Attention on {ranks} x {hardware}: {case.mask}, {heads}, {case.dtype}, batch {case.batch}",
-        y=1 - 0.12 / height, va="top", fontsize=12,
-    )  # fmt: skip
-    handles: list[Any] = [Patch(color=METHODS[name].colour, label=METHODS[name].label) for name in names]
-    handles.append(Line2D([], [], color="#22272e", linestyle="--", linewidth=1, label=f"one GPU's time / {ranks}"))
-    figure.legend(handles=handles, loc="lower center", ncol=COLUMNS, frameon=False, fontsize=9)
+    title = f"Attention on {ranks} x {hardware}: {case.mask}, {heads}, {case.dtype}, batch {case.batch}"
+    figure.suptitle(title, y=0.96, va="top", fontsize=12)
+    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in METHODS.values()]
+    handles.append(Line2D([], [], **picture.IDEAL_LINE, label=f"one GPU's time / {ranks}"))
+    figure.legend(handles=handles, loc="lower center", ncol=3, frameon=False, fontsize=9)
     versions = ", ".join(part for part in versions.split(", ") if "Python" not in part)
     about = f"Eager calls, median of the slowest rank; x: speedup over torch. cuDNN's kernels on both sides. {versions}"
-    figure.text(0.5, (below - 0.3) / height, about.strip(), ha="center", fontsize=8, color="#5b6470")
-    figure.tight_layout(rect=(0, (below - 0.1) / height, 1, 1 - 0.1 / height))
+    figure.text(0.5, 0.11, about.strip(), ha="center", fontsize=8, color="#5b6470")
+    figure.tight_layout(rect=(0, 0.17, 1, 0.97))
     figure.savefig(output, dpi=110, facecolor="white")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--all", action="store_true", help="every method, not only auto and torch")
-    parsed = parser.parse_args()
-    draw(Results.from_json(parsed.results.read_text()), parsed.output, parsed.all)
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for path in sorted((DOCS / "benchmarks").glob("*/bench.json")):
+        picture.draw(Results.from_json(path.read_text()), path.with_suffix(".png"))
+    results = Results.from_json((DOCS / "benchmarks" / "8xH200" / "bench.json").read_text())
+    draw(results, DOCS / "images" / "speed.png")
 
 
 if __name__ == "__main__":

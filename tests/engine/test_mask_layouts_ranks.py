@@ -129,6 +129,7 @@ def test_lengths_are_known_without_an_exchange(layout: Layout, monkeypatch: pyte
         raise AssertionError("the ranks exchange their lengths")
 
     monkeypatch.setattr(engine_lengths, "facts_of_call", exchange)
+    monkeypatch.setattr(engine_lengths, "compare_first_call", lambda *_: None)
     check_against_reference(CAUSAL, 2, layout)
 
 

@@ -20,7 +20,8 @@ from cp_dtensor.tools.bench.cases import Case, Heads, grid
 from cp_dtensor.tools.bench.command import announcement, parse_options, progress
 from cp_dtensor.tools.bench.measure import Effort
 from cp_dtensor.tools.bench.methods import _compiled, methods_by_name
-from cp_dtensor.tools.bench.report import REFUSED, Results, Row, draw, markdown
+from cp_dtensor.tools.bench.picture import METHODS, draw, label_and_colour
+from cp_dtensor.tools.bench.report import REFUSED, Results, Row, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
@@ -234,12 +235,20 @@ def test_the_report_shows_every_row() -> None:
     assert widths == {6, 12}  # without empty columns: "x others", and in the second table all but times
 
 
-@pytest.mark.parametrize("lengths", [(64, 128), (64, 1024, 2048)], ids=["bars", "lines"])
-def test_pictures(lengths: tuple[int, ...], tmp_path: Path) -> None:
-    cases = [dataclasses.replace(CASE, seq_len=length) for length in lengths]
+def test_pictures(tmp_path: Path) -> None:
+    cases = [dataclasses.replace(CASE, seq_len=length) for length in (64, 1024, 2048)]
     rows = [dataclasses.replace(row(name, (4.0,)), case=case) for case in cases for name in ("ideal", "ours-auto")]
     draw(results(*rows), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_have_a_public_name_and_a_colour_for_every_method() -> None:
+    names = [each.name for each in methods_by_name(None, graph=True, compiled=True) if not each.alone]
+    shown = {name: label_and_colour(name, ranks=8) for name in names}
+    assert not [label for label, _ in shown.values() if "ours" in label or "torch-" in label]
+    assert len({label for label, _ in shown.values()}) == len(names)
+    assert shown["ours-hybrid-4 graph"] == ("hybrid 2 x 4, CUDA graph", METHODS["ours-hybrid"][1])
+    assert shown["ours-auto"][1] == shown["ours-auto compiled"][1]
 
 
 def test_slow_calls_are_repeated_less_often() -> None:

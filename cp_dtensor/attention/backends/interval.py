@@ -44,23 +44,20 @@ class IntervalAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        rows, options = self._tile(mask, q.device)
-        k, v = rows.without_hidden(k, v)
+        rows, k, v, options = self._tile(mask, k, v)
         return attention_forward(q, k, v, rows.mask, scale, **options, split_lse=self.modifiers.split_lse)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, options = self._tile(mask, q.device)
-        k, v = rows.without_hidden(k, v)
+        rows, k, v, options = self._tile(mask, k, v)
         return attention_backward(grad_out, q, k, v, out, lse, rows.mask, scale, delta=self.delta, **options)
 
     def add_bias_gradient(
         self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
-        rows, options = self._tile(mask, q.device)
-        k, v = rows.without_hidden(k, v)
+        rows, k, v, options = self._tile(mask, k, v)
         assert self.delta is not None
         share = attention_bias_gradient(
             grad_out, q, k, v, lse, rows.mask, scale, delta=self.delta, grad_dtype=total.dtype, **options
@@ -70,9 +67,10 @@ class IntervalAttention(AttentionBackend):
     def with_modifiers(self, modifiers: Modifiers, delta: Tensor | None) -> IntervalAttention:
         return IntervalAttention(modifiers, delta)
 
-    def _tile(self, mask: TileMask, device: torch.device) -> tuple[TileRows, dict[str, Any]]:
-        """The cached rows of a tile, and its modifiers as arguments of `attention_forward`."""
-        rows = tile_rows(mask, device)
+    def _tile(self, mask: TileMask, k: Tensor, v: Tensor) -> tuple[TileRows, Tensor, Tensor, dict[str, Any]]:
+        """The cached rows of a tile, k and v without hidden rows, and modifiers as arguments of `attention_forward`."""
+        rows = tile_rows(mask, k.device)
+        k, v = rows.without_hidden(k, v)
         modifiers, bias, dropout = self.modifiers, None, None
         if modifiers.bias is not None:
             bias = rows.bias_columns(modifiers.bias)
@@ -80,7 +78,7 @@ class IntervalAttention(AttentionBackend):
             queries, keys, in_runs = rows.positions
             first = modifiers.first_batch, modifiers.first_head
             dropout = Dropout(modifiers.dropout_p, modifiers.seed, queries, keys, *first, in_runs)
-        return rows, {"bias": bias, "dropout": dropout, "softcap": modifiers.softcap}
+        return rows, k, v, {"bias": bias, "dropout": dropout, "softcap": modifiers.softcap}
 
 
 class TileRows:

@@ -41,11 +41,9 @@ _CPU_FLASH = CpuFlashAttention()
 _INTERVALS = IntervalAttention()
 _WIDE_GRADIENTS = WideGradients()
 
-# Orders of preference for full and causal tiles, measured (docs/kernels.md). FLASH_ATTENTION_4, the package, is used in
-# calls that allow FLASH_ATTENTION.
-_FLASH4 = "FLASH_ATTENTION_4"
-_PACKAGE_GPU_ORDER = (_FLASH4, "CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-"""Hopper and datacenter Blackwell."""
+# Orders of preference for full and causal tiles, measured (docs/kernels.md).
+_PACKAGE_GPU_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+"""Hopper and datacenter Blackwell. FlashAttention-4, the package, comes before these if FLASH_ATTENTION is allowed."""
 _LEFT_TO_CUDNN = frozenset({("backward", True)})
 """Causal backward of head dim 256 on Hopper: 361 TFLOP/s by FlashAttention-4, 410 by cuDNN."""
 _DEFAULT_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
@@ -162,29 +160,33 @@ def _chosen(
 ) -> AttentionBackend:
     """The backend of full and causal tiles."""
     is_enabled = dict(zip(_torch.SDPA_BACKENDS, enabled, strict=True))
-    order: tuple[str, ...] = _PACKAGE_GPU_ORDER if has_package_kernels(spec.capability) else _DEFAULT_ORDER
-    if user_order:
-        order = tuple(sorted(order, key=lambda name: user_order.index(_sdpa_name(name))))
-    has_flash4, refusals = False, []
+    has_packages = has_package_kernels(spec.capability)
+    order = [
+        name for name in user_order or (_PACKAGE_GPU_ORDER if has_packages else _DEFAULT_ORDER) if name in _BACKENDS
+    ]
+    chosen: AttentionBackend | None = None
+    refusals = []
     for name in order:
-        if name == _FLASH4:
-            has_flash4 = is_enabled["FLASH_ATTENTION"] and not torch_flash and _flash4(spec).refusal(spec) is None
-            continue
         if not is_enabled[name]:
             refusals.append(f"{name} is disabled by sdpa_kernel or the torch.backends.cuda flags")
             continue
         backend = backend_by_name(name, spec.device_type)
         reason = backend.refusal(spec)
         if reason is None:
-            chosen = _flash4(spec, backend) if has_flash4 else backend
-            _log_choice(spec, chosen, refusals)
-            return chosen
+            chosen = backend
+            break
         refusals.append(f"{name}: {reason}")
-    if has_flash4:
-        return _flash4(spec)
-    raise NotImplementedError(
-        f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
-    )
+    # FlashAttention-4 comes first, unless the user prefers what was chosen to FLASH_ATTENTION.
+    is_preferred = not user_order or chosen is None or order.index("FLASH_ATTENTION") <= order.index(name)
+    if has_packages and is_enabled["FLASH_ATTENTION"] and not torch_flash and is_preferred:
+        faster = _flash4(spec, chosen or _WIDE_GRADIENTS)
+        chosen = faster if faster.refusal(spec) is None else chosen
+    if chosen is None:
+        raise NotImplementedError(
+            f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
+        )
+    _log_choice(spec, chosen, refusals)
+    return chosen
 
 
 _choose = lru_cached(_chosen)
@@ -209,8 +211,3 @@ def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flas
         return Flash4Attention(_WIDE_GRADIENTS, deterministic=True)
     leaves = isinstance(instead, CudnnAttention) and dims == (256, 256) and spec.capability == (9, 0)
     return Flash4Attention(instead, left=_LEFT_TO_CUDNN if leaves else frozenset())
-
-
-def _sdpa_name(name: str) -> str:
-    """The name in `torch.nn.attention.SDPBackend` that allows a backend."""
-    return "FLASH_ATTENTION" if name == _FLASH4 else name

@@ -17,7 +17,8 @@ import torch
 from cp_dtensor.tools.bench.cases import PASSES, Case, Heads, Method, Source, grid
 from cp_dtensor.tools.bench.measure import MOST_WARM_CALLS, Effort
 from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Results, Row, draw, markdown
+from cp_dtensor.tools.bench.picture import draw
+from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Results, Row, markdown
 from cp_dtensor.tools.bench.suite import GroupLost, Suite
 from cp_dtensor.tools.info import environment
 from cp_dtensor.tools.parsing import (

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +15,7 @@ from cp_dtensor.tools.bench.cases import PASSES, Case, Heads
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 IDEAL = "ideal"
 """Prefix of the methods that compute the whole sequence on one GPU."""
@@ -178,7 +175,6 @@ _COLUMNS = (
 )  # fmt: skip
 NOTHING = "-"
 """Cell of a table where there is no number."""
-_MARKERS = "osv^DPX<>*"
 _EXPLANATION = """\
 Times are medians over calls, of the slowest rank, with their 20th and 80th percentiles, after the clocks have settled.
 `ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks, by torch;
@@ -314,92 +310,3 @@ def significant(value: float) -> str:
 def plain_text(text: str) -> str:
     """Text that fits into a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-# Picture
-
-
-def draw(results: Results, path: Path) -> None:
-    """Writes a picture with a panel for each table that has measurements: percent of ideal against length.
-
-    Tables with few lengths become bars. Without matplotlib there is a message on stderr and no picture.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"no {path}: it needs matplotlib, of the extra tools: pip install 'cp_dtensor[tools]'", file=sys.stderr)
-        return
-    from matplotlib.figure import Figure
-
-    shown = [(title, rows) for title, rows in panels(results).items() if any(_percent(results, row) for row in rows)]
-    if not shown:
-        return
-    methods = list(dict.fromkeys(row.method for row in results.rows if _percent(results, row)))
-    columns = min(2, len(shown))
-    lines = -(-len(shown) // columns)
-    figure = Figure(figsize=(8 * columns, 5 * lines + 1))
-    axes = figure.subplots(lines, columns, squeeze=False)
-    for axis, (title, rows) in zip(axes.flat, shown, strict=False):
-        if len({row.case.seq_len for row in rows}) < 3:
-            _bars(axis, results, title, rows)
-        else:
-            _lines(axis, results, title, rows, methods)
-    for axis in axes.flat[len(shown) :]:
-        axis.set_visible(False)
-    handles = {
-        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    if handles:
-        figure.legend(handles.values(), handles, loc="lower center", ncol=5, frameon=False)
-    place = results.environment.splitlines()[-1].removesuffix(" visible")
-    figure.suptitle(f"Context-parallel attention on {results.world_size} ranks ({place})")
-    inch = 1 / (5 * lines + 1)
-    figure.tight_layout(rect=(0, 0.5 * inch if handles else 0, 1, 1 - 0.2 * inch))
-    figure.savefig(path, dpi=100)
-
-
-def _lines(axis: Axes, results: Results, title: str, rows: list[Row], methods: list[str]) -> None:
-    for number, method in enumerate(methods):
-        points = [
-            (row.case.seq_len, percent)
-            for row in rows
-            if row.method == method and (percent := _percent(results, row)) is not None
-        ]
-        if points:
-            lengths, percents = zip(*points, strict=True)
-            marker = _MARKERS[number % len(_MARKERS)]
-            axis.plot(lengths, percents, marker=marker, color=f"C{number % 10}", label=method)
-    axis.axhline(100, color="black", linestyle="--", linewidth=1, label="ideal")
-    axis.set_xscale("log", base=2)
-    ticks = sorted({row.case.seq_len for row in rows})
-    axis.set_xticks(ticks, list(map(_thousands, ticks)))
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("global length (tokens)")
-    axis.set_ylabel("% of ideal (one GPU's time / ranks)")
-    axis.set_title(title, fontsize=10)
-    axis.grid(alpha=0.3)
-
-
-def _bars(axis: Axes, results: Results, title: str, rows: list[Row]) -> None:
-    """Draws a group of bars for each method, the first at the top, with a bar for each length."""
-    percents = {(row.method, row.case.seq_len): _percent(results, row) for row in rows}
-    names = list(dict.fromkeys(name for (name, _), percent in percents.items() if percent))
-    lengths = sorted({length for _, length in percents})
-    height = 0.8 / len(lengths)
-    for index, length in enumerate(lengths):
-        places = [place + (index - (len(lengths) - 1) / 2) * height for place in range(len(names))]
-        widths = [percents.get((name, length)) or 0.0 for name in names]
-        bars = axis.barh(places, widths, height, color=f"C{index}")
-        labels = [f"{_thousands(length)}: {width:.0f}%" if width else "" for width in widths]
-        axis.bar_label(bars, labels, label_type="center", color="white", fontsize=7)
-    axis.axvline(100, color="black", linestyle="--", linewidth=1)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel("% of ideal (one GPU's time / ranks)")
-    axis.set_title(title, fontsize=10)
-
-
-def _thousands(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
-
-
-def _percent(results: Results, row: Row) -> float | None:
-    return None if row.is_ideal or row.status != MEASURED else results.percent_of_ideal(row)

@@ -18,6 +18,7 @@ import torch
 
 from cp_dtensor import GPUS
 from cp_dtensor.attention.backends.packages import has_package_kernels, installed_version
+from cp_dtensor.attention.backends.select import PACKAGES
 from cp_dtensor.tools.info import ALL_GPUS, backends, environment, peer_access
 
 OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
@@ -76,7 +77,7 @@ def versions() -> Iterator[Finding]:
             text = "not installed: masks, dropout and deterministic calls run as torch operations, many times slower"
             yield Finding("Triton", PROBLEM, text, "pip install triton")
         if has_package_kernels(torch.cuda.get_device_capability()):
-            missing = [name for name in ("flash-attn-4", "nvidia-cudnn-frontend") if installed_version(name) is None]
+            missing = [each.distribution for each in PACKAGES if installed_version(each.distribution) is None]
             if missing:
                 text = f"{' and '.join(missing)} not installed: other kernels serve, slower in some calls"
                 yield Finding("packages", NOTE, text, "pip install 'cp_dtensor[kernels]'")
