@@ -90,6 +90,7 @@ def train(cp_size: int, steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
+    assert "RANK" in os.environ, "start it with torchrun: torchrun --nproc-per-node 2 examples/fsdp2.py"
     if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -186,6 +186,10 @@ def checked_sequence_dim(what: str, tensor: torch.Tensor, dim: int) -> int:
     """The sequence dim of a tensor, counted from the front; refusals begin with `what`."""
     if tensor.is_nested:
         raise TypeError(f"{what}: expected a tensor whose sequence is one dim, got a nested tensor")
+    is_quantized = getattr(tensor, "is_quantized", False)  # deprecated in torch 2.13
+    if tensor.layout != torch.strided or is_quantized:
+        kind = tensor.dtype if is_quantized else tensor.layout
+        raise TypeError(f"{what}: expected a dense tensor, got one of {kind}")
     if not is_integer(dim):
         raise TypeError(f"{what}: expected an integer sequence dim, got {dim!r}")
     if not -tensor.dim() <= dim < tensor.dim():

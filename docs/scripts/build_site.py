@@ -42,7 +42,7 @@ def stage(folder: Path) -> None:
     (pages / "examples" / "ways" / "index.md").write_text(f"# Short examples\n\n{listed}\n")
     for page in pages.rglob("*.md"):  # what was outside of docs/ is at its top now
         up = "../" * len(page.relative_to(pages).parts)
-        text = page.read_text().replace(f"]({up}", f"]({up[3:]}")
+        text = page.read_text().replace(f"]({up}README.md", f"]({up[3:]}index.md").replace(f"]({up}", f"]({up[3:]}")
         page.write_text(text.replace("examples/ways)", "examples/ways/index.md)"))
     for name in ("README.md", *PAGES):
         text = (ROOT / name).read_text()

@@ -122,3 +122,19 @@ def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of nested tensors
         run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of sparse and of quantized tensors
+def test_tensors_that_are_not_dense_are_refused() -> None:
+    """Their contents cannot be compared; a view of a quantized one ended the process."""
+    x = torch.ones(8, 2)
+    tensors = {"torch.sparse_coo": x.to_sparse(), "torch.sparse_csr": x.to_sparse_csr()}
+    if hasattr(torch, "quantize_per_tensor"):  # deprecated in torch 2.13
+        tensors["torch.qint8"] = torch.quantize_per_tensor(x, 1.0, 0, torch.qint8)
+
+    def body(rank: int) -> None:
+        for kind, tensor in tensors.items():
+            with pytest.raises(TypeError, match=f"buffer 0: expected a dense tensor, got one of {kind}"):
+                context_parallel(dist.group.WORLD, buffers=[tensor], buffer_seq_dims=[0])
+
+    run_ranks(2, body)
