@@ -64,7 +64,8 @@ def shift(
 ) -> torch.Tensor:  # fmt: skip
     """The tokens, shifted by n positions: token i gets token i - n of its document, or zeros where there is none.
 
-    `shift(labels, -1)` gives every token the next one, for shifted labels and multi-token prediction. Differentiable.
+    `shift(labels, -1)` gives every token the next one, for shifted labels and multi-token prediction. Zeros may be a
+    token: `shift(labels + 100, -1) - 100` has -100 where there is no next one. Differentiable.
 
     Args:
         n: any integer; negative for later tokens.

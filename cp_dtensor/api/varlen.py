@@ -64,7 +64,7 @@ def varlen_attention(
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
             documents, and local lengths that the layout gives to no global length, on every rank alike.
-        NotImplementedError: no enabled SDPA backend can compute it.
+        NotImplementedError: no enabled SDPA backend can compute it; a tensor `cu_seqlens` in compiled code.
 
     Documents of 2 and 3 tokens; rank 0 has three of the tokens and rank 1 two. Queries of zeros weigh all keys alike,
     so with the values 1, 3, 2 and 4, 6 the outputs are 1, 2, 2 and 3, 4:
@@ -74,6 +74,13 @@ def varlen_attention(
     Source: FlashAttention (arXiv 2205.14135), whose `flash_attn_varlen_func` has these documents.
     """
     views = heads_first_of_packed(q, k, v)
+    if torch.compiler.is_dynamo_compiling() and (
+        isinstance(cu_seqlens, torch.Tensor) or isinstance(cu_seqlens_k, torch.Tensor)
+    ):
+        raise NotImplementedError(
+            "varlen_attention, in compiled code, expects cu_seqlens to be integers, which are constants there; got a "
+            "tensor: call torch's varlen_attn inside of context_parallel, which reads it when the code runs"
+        )
     mask = Documents(cu_seqlens, cu_seqlens_k, within=_mask_of_document(is_causal, window_size, within))
     result = context_parallel_attention(
         *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, softcap=softcap, scale=scale,

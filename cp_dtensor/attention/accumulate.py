@@ -184,11 +184,14 @@ class Accumulator:
 
     def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
         """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
-        placed = [((start - first_row, stop - first_row), tensors) for _, (start, stop), tensors in parts]
         if self._floats_of_lse:
-            merge(result[0], result[1], base[0], base[1], [(rows, out, lse) for rows, (out, lse) in placed])
+            results = [((start - first_row, stop - first_row), out, lse) for _, (start, stop), (out, lse) in parts]
+            merge(result[0], result[1], base[0], base[1], results)
         else:
-            stacks = [(rows, x if x.dim() == 5 else x.unsqueeze(0)) for rows, (x,) in placed]
+            stacks = [
+                ((start - first_row, stop - first_row), x if x.dim() == 5 else x.unsqueeze(0))
+                for _, (start, stop), (x,) in parts
+            ]
             add_parts(result[0], base[0], stacks, self._state_dtype)
 
 

@@ -53,25 +53,25 @@ def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
         )
     if mesh.device_type not in ("cpu", "cuda"):
         raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and all(map(_SEQUENCE_AXIS.fullmatch, names)))):
+    ndim, names = mesh.ndim, mesh.mesh_dim_names or ()
+    if ndim > 2 or (ndim == 2 and not (names and all(map(_SEQUENCE_AXIS.fullmatch, names)))):
         sequence = [name for name in names if _SEQUENCE_AXIS.fullmatch(name)][-2:] or list(names[-1:])
         hint = "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
         if sequence:
             hint = f"mesh[{', '.join(map(repr, sequence))}]"
         raise ValueError(
             "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
-            f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {mesh.ndim} dims "
+            f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {ndim} dims "
             f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass those axes of it, such as {hint}"
         )
-    if mesh.ndim == 2 and all(map(is_ulysses_axis, names)):
+    if ndim == 2 and all(map(is_ulysses_axis, names)):
         raise ValueError(
             'expected at most one axis whose name begins with "ulysses", the inner one, beside an outer one such as '
             f"'ring'; got names {mesh.mesh_dim_names}"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
-    if mesh.ndim == 1:
+    if ndim == 1:
         return SequenceRanks(mesh.get_group())
     inner = inner_axis(mesh)
     return SequenceRanks.along(mesh, (1 - inner, inner))

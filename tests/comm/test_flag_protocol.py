@@ -200,8 +200,10 @@ def test_the_others_end_when_a_rank_dies(ranks: int, how: Callable[[Program], Pr
 @pytest.mark.parametrize("stages", [2, 4])
 @all_worlds
 def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[Program], Program]) -> None:
-    others = property(lambda self: [rank for rank in range(len(self.addresses)) if rank != self.rank])
-    with mock.patch.object(Flags, "_ranks", others):
+    def of_others(every: Any) -> property:
+        return property(lambda self: [of[: self.rank] + of[self.rank + 1 :] for of in every.fget(self)])
+
+    with mock.patch.multiple(Flags, **{name: of_others(vars(Flags)[name]) for name in ("_signalled", "_awaited")}):
         check_that_it_goes_wrong(ranks, how(ulysses(stages, True, backward=False)))
         check(ranks, how(ulysses(stages, False, backward=False)))  # a rank with one stream would need none
 

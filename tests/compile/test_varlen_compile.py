@@ -54,6 +54,13 @@ def varlen(rank: int) -> None:
     out.backward(grad_out)
 
 
+def tensors_are_refused(rank: int) -> None:
+    fresh()
+    q = torch.randn(6, 2, 8, dtype=torch.float64)
+    with pytest.raises(Exception, match="in compiled code, expects cu_seqlens to be integers"):
+        compiled(by_documents)(q, q, q, torch.tensor([0, 5, 12]), None)
+
+
 def windows(rank: int) -> None:
     """Of functions without documents, also between queries and keys of different lengths."""
     fresh()
@@ -93,6 +100,6 @@ def cut_documents(rank: int) -> None:
         check(attend, torch.compile(attend, backend="eager"), [q])
 
 
-@pytest.mark.parametrize("body", [varlen, windows, documents_on_all_ranks, cut_documents])
+@pytest.mark.parametrize("body", [varlen, tensors_are_refused, windows, documents_on_all_ranks, cut_documents])
 def test_compiled(two_processes: Processes, body: Callable[[int], None]) -> None:
     two_processes.run(body)
