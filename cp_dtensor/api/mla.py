@@ -44,8 +44,9 @@ def context_parallel_mla(
             expands latents before it sends K/V where that is predicted to be faster: on one rank, and on GPUs where
             expanding the rows of all ranks takes longer than the link saves (few heads or short sequences over fast
             links; see `explain`).
-        mesh, is_causal, mask, attn_mask, dropout_p, sinks, softcap, layout, rotate_method, deterministic, return_lse,
-            seq_len, debug: as for `context_parallel_attention`; also what a context around the call gives.
+        mesh, is_causal, mask, attn_mask, dropout_p, sinks, softcap: as for `context_parallel_attention`; also what a
+            context around the call gives.
+        layout, rotate_method, deterministic, return_lse, seq_len, debug: likewise.
         scale: factor of the logits; None is 1 / sqrt(Dn + Dr).
 
     Returns:

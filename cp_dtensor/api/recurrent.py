@@ -100,8 +100,8 @@ def kda(
 
     Args:
         g: (B, T, H, K), logarithms of the decays, <= 0.
-        q, k, v, beta, mesh, layout, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-            seq_len, method: as for `gated_delta_rule`.
+        q, k, v, beta, mesh, layout, scale, initial_state, output_final_state: as for `gated_delta_rule`.
+        use_qk_l2norm_in_kernel, cu_seqlens, seq_len, method: likewise.
 
     Returns:
         as `gated_delta_rule`.

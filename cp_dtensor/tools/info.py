@@ -49,7 +49,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     yield "torch", torch.__version__ + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU only")
     yield "Triton", _triton()
-    yield "cuDNN", str(torch.backends.cudnn.version() or _NONE)
+    yield "cuDNN", _cudnn_version()
     yield "NCCL", _nccl_version() or _NONE
     yield "devices", _devices()
     yield "process groups", ", ".join(name for name in ("gloo", "nccl") if _has_process_group(name)) or _NONE
@@ -118,13 +118,17 @@ def environment() -> str:
     """Hardware and versions as Markdown, for reports of measurements."""
     lines = [f"torch {torch.__version__}, Python {platform.python_version()}"]
     if torch.cuda.is_available():
-        cudnn = torch.backends.cudnn.version()
-        lines[0] += f", triton {_version('triton')}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+        lines[0] += f", triton {_version('triton')}, CUDA {torch.version.cuda}, cuDNN {_cudnn_version()}"
         lines[0] += f", NCCL {nccl}" if (nccl := _nccl_version()) else ""
         lines.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} visible")
     else:
         lines.append(f"CPU only ({platform.machine()})")
     return "  \n".join(lines)
+
+
+def _cudnn_version() -> str:
+    number = torch.backends.cudnn.version()  # 91900 is 9.19.0
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else _NONE
 
 
 def backends(device: str, dtype: torch.dtype, head_dim: int = 64) -> list[str]:

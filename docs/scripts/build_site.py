@@ -84,7 +84,7 @@ def build(output: Path) -> None:
         stage(Path(folder))
         command = [sys.executable, "-m", "zensical", "build", "--strict"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if result.returncode:
+        if result.returncode or "Failed to get" in result.stdout + result.stderr:  # an argument without a description
             sys.exit(result.stdout + result.stderr)
         if output.exists():
             shutil.rmtree(output)
