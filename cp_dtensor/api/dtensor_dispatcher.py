@@ -69,7 +69,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
                 out, lse = op(*qkv, arguments["dropout_p"], is_causal, scale=scale)
             else:
                 with call:
-                    out, lse, _ = call.plan.forward(*qkv, NO_MODIFIERS, True, call.ranks, scale)
+                    out, lse, _ = call.plan.forward(*qkv, call.values(), True)
             return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
         of_queries = (next(iter(arguments.values())), arguments["out"], arguments["logsumexp"])
         grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
@@ -78,8 +78,8 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         else:
             lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
             with call:
-                saved = call.plan.remake_saved(*qkv, out, lse, NO_MODIFIERS, call.ranks)
-                grads = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, scale)
+                saved = call.plan.remake_saved(*qkv, out, lse, call.values())
+                grads = call.plan.backward(grad_out, saved, call.values(), None)
     placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
     shapes = (tuple(x.shape) for x in (q, k, v))
     wrapped = (from_local(*each) for each in zip(grads, [q.device_mesh] * 3, placements, shapes, strict=True))

@@ -113,8 +113,8 @@ def ring_attention_backward(
         leaf = q.detach().requires_grad_()
         scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
     with torch.no_grad(), no_autocast(q), call:
-        saved = call.plan.remake_saved(scaled.detach(), k, v, out, lse, NO_MODIFIERS, call.ranks)
-        grad_q, grad_k, grad_v = call.plan.backward(grad_out, NO_MODIFIERS, saved, None, call.ranks, call.scale)
+        saved = call.plan.remake_saved(scaled.detach(), k, v, out, lse, call.values())
+        grad_q, grad_k, grad_v = call.plan.backward(grad_out, saved, call.values(), None)
     if scaled is not leaf:
         (grad_q,) = torch.autograd.grad(scaled, leaf, grad_q)
     return grad_q, grad_k, grad_v

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,17 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """dq, dk and dv."""
 
 
+class CallValues(NamedTuple):
+    """Values of a call besides the tensors that travel."""
+
+    modifiers: Modifiers
+    """Those of this rank's queries."""
+    ranks: SequenceRanks
+    """The ranks of the plan's partition; not used for a rank alone."""
+    scale: float
+    """Factor of the logits, positive."""
+
+
 class AttentionPlan(ABC):
     """The plan of attention on one rank: steps, transports and backends, without process groups and softmax scale.
 
@@ -33,20 +44,14 @@ class AttentionPlan(ABC):
     """True if `forward` saves tensors that other ranks have sent; otherwise `remake_saved` does not communicate."""
 
     @abstractmethod
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
-        ranks: SequenceRanks, scale: float,
-    ) -> Result:  # fmt: skip
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
         """Attention of this rank's queries to the keys of all ranks.
 
         Args:
             q: (B, H, S, D), this rank's shard.
             k: (B, Hkv, T, D), this rank's shard.
             v: (B, Hkv, T, Dv), this rank's shard.
-            modifiers: bias, dropout and sinks of this rank's queries.
             needs_lse: False if lse may be empty.
-            ranks: the ranks of the plan's partition; not used for a rank alone.
-            scale: factor of the logits, positive.
 
         Returns:
             out: (B, H, S, Dv) in q's dtype.
@@ -57,15 +62,13 @@ class AttentionPlan(ABC):
 
     @abstractmethod
     def backward(
-        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
-        ranks: SequenceRanks, scale: float,
-    ) -> Gradients:  # fmt: skip
+        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+    ) -> Gradients:
         """Gradients of this rank's q, k and v. The gradient of the bias is added to `grad_bias`, unless it is None."""
 
     def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        modifiers: Modifiers, ranks: SequenceRanks,
-    ) -> Tensors:  # fmt: skip
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: CallValues
+    ) -> Tensors:
         """Makes the tensors that `forward` saved again, from this rank's arguments and results. May communicate.
 
         Compiled code saves only tensors whose shapes it can compute, which excludes those of exchanged heads.
@@ -87,6 +90,10 @@ class BoundCall:
     plan: AttentionPlan
     ranks: SequenceRanks
     scale: float
+
+    def values(self, modifiers: Modifiers = NO_MODIFIERS) -> CallValues:
+        """The values of a pass."""
+        return CallValues(modifiers, self.ranks, self.scale)
 
     def __enter__(self) -> None:
         return
@@ -112,7 +119,7 @@ class Attention(torch.autograd.Function):
             modifiers = replace(modifiers, bias=modifiers.bias.resolve_neg())
         # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
         with no_autocast(q), _torch.below_autograd(), call:
-            out, lse, saved = call.plan.forward(q, k, v, modifiers, needs_lse, call.ranks, call.scale)
+            out, lse, saved = call.plan.forward(q, k, v, call.values(modifiers), needs_lse)
         if modifiers.bias is not None:
             lse = rounded_lse(lse)
         for_sinks = (sinks, out, lse) if ctx.needs_input_grad[4] else (None, None, None)
@@ -141,9 +148,7 @@ class Attention(torch.autograd.Function):
         call = ctx.call
         with no_autocast(grad_out), _torch.below_autograd(), call:
             grad_sinks = None if sinks is None else gradient_of_sinks(sinks, grad_out, out, lse)
-            grads = call.plan.backward(
-                grad_out.resolve_neg(), modifiers, tuple(saved), grad_bias, call.ranks, call.scale
-            )
+            grads = call.plan.backward(grad_out.resolve_neg(), tuple(saved), call.values(modifiers), grad_bias)
         of_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         of_up = None if grad_up is None else grad_up.to(up.dtype)
         return *grads, of_bias, grad_sinks, None, None, None, of_up

@@ -21,7 +21,7 @@ from cp_dtensor.attention.latent import contract_gradients, expand_latents
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers
-from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result
+from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
 from cp_dtensor.engine.ring import KeyValueGradients, RingPlan
 from cp_dtensor.plan.plan import Step, Steps, head_spans
 from cp_dtensor.spec.layouts import Span, joined_spans
@@ -181,33 +181,26 @@ class ExpandedPlan(AttentionPlan):
     saves_rows_of_others: bool
     """As that of `inner`."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
-        ranks: SequenceRanks, scale: float,
-    ) -> Result:  # fmt: skip
-        expanded = self._expanded(q, k, v, modifiers)
-        out, lse, saved = self.inner.forward(q, *expanded, _of_expanded(modifiers), needs_lse, ranks, scale)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
+        expanded = self._expanded(q, k, v, call.modifiers)
+        out, lse, saved = self.inner.forward(q, *expanded, _of_expanded(call), needs_lse)
         return out, lse, (k, *saved)
 
     def backward(
-        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
-        ranks: SequenceRanks, scale: float,
-    ) -> Gradients:  # fmt: skip
+        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+    ) -> Gradients:
         latent, *of_inner = saved
-        up = modifiers.up
+        up = call.modifiers.up
         assert up is not None
-        grad_q, grad_k, grad_v = self.inner.backward(
-            grad_out, _of_expanded(modifiers), tuple(of_inner), grad_bias, ranks, scale
-        )
+        grad_q, grad_k, grad_v = self.inner.backward(grad_out, tuple(of_inner), _of_expanded(call), grad_bias)
         with on_device(grad_q.device):
-            of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, modifiers.grad_up)
+            of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, call.modifiers.grad_up)
         return grad_q, of_latent, of_rotary.to(up.dtype)
 
     def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        modifiers: Modifiers, ranks: SequenceRanks,
-    ) -> Tensors:  # fmt: skip
-        return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, modifiers), out, lse, modifiers, ranks)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: CallValues
+    ) -> Tensors:
+        return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, call.modifiers), out, lse, call)
 
     def abandon(self, ranks: SequenceRanks) -> None:
         self.inner.abandon(ranks)
@@ -220,5 +213,5 @@ class ExpandedPlan(AttentionPlan):
             return expand_latents(k, v, modifiers.up, q.size(3))
 
 
-def _of_expanded(modifiers: Modifiers) -> Modifiers:
-    return replace(modifiers, up=None, grad_up=None)
+def _of_expanded(call: CallValues) -> CallValues:
+    return call._replace(modifiers=replace(call.modifiers, up=None, grad_up=None))

@@ -16,6 +16,7 @@ from cp_dtensor._torch.tensors import cut
 from cp_dtensor.attention.accumulate import Part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import KvTransfers
+from cp_dtensor.engine.autograd import CallValues
 from cp_dtensor.engine.ring import GradientParts, Pass, Ring, RingPlan
 from cp_dtensor.plan.plan import Step
 from cp_dtensor.plan.tiling import Masking
@@ -30,11 +31,12 @@ class NestedRingPlan(Ring):
     """For each hop of the outer plan; None where no query of the inner axis attends to any of the keys."""
 
     def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
-        inner, modifiers = self.inner[step.hop], shared.modifiers
+        inner, call = self.inner[step.hop], _within(shared.call)
         if inner is None:
             return []
-        without_sinks = modifiers if modifiers.sinks is None else replace(modifiers, sinks=None)
-        partial = inner.forward(shared.q, k, v, without_sinks, True, _inner_ranks(shared.ranks), shared.scale)[:2]
+        if call.modifiers.sinks is not None:
+            call = call._replace(modifiers=replace(call.modifiers, sinks=None))
+        partial = inner.forward(shared.q, k, v, call, True)[:2]
         return [_whole_part(shared.q, partial)]
 
     def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
@@ -42,9 +44,7 @@ class NestedRingPlan(Ring):
         if inner is None:
             return [], [], []
         saved = (shared.q, k, v, out, lse)
-        grads = inner.backward(
-            grad_out, shared.modifiers, saved, shared.grad_bias, _inner_ranks(shared.ranks), shared.scale
-        )
+        grads = inner.backward(grad_out, saved, _within(shared.call), shared.grad_bias)
         return [_whole_part(shared.q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
 
     def abandon(self, ranks: SequenceRanks) -> None:
@@ -71,6 +71,11 @@ class NestedRingPlan(Ring):
 def _whole_part(rows_of: torch.Tensor, tensors: Tensors) -> Part:
     """A part of all batch rows and rows of (B, H, S, D)."""
     return Part((0, rows_of.size(0)), (0, rows_of.size(2)), tensors)
+
+
+def _within(call: CallValues) -> CallValues:
+    """The values of a ring over the inner axis."""
+    return call._replace(ranks=_inner_ranks(call.ranks))
 
 
 def _inner_ranks(ranks: SequenceRanks) -> SequenceRanks:

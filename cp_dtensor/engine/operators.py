@@ -123,7 +123,7 @@ def _forward(
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
     call = bound_call(q, k, v, spec.config(found.context), lengths, found.mask, modifiers, scale, backends)
     with no_autocast(q), _torch.below_autograd(), call:
-        out, lse, saved = call.plan.forward(q, k, v, modifiers, gives_lse, call.ranks, call.scale)
+        out, lse, saved = call.plan.forward(q, k, v, call.values(modifiers), gives_lse)
         out = joined_rows(_row_after_row(out), found.rows)
         lse = dense_lse(joined_rows(lse, found.rows)) if gives_lse else lse.new_empty(0)
     begun_in = pending_backwards.begin(found, needs_backward)
@@ -178,8 +178,9 @@ def _backward(
     with no_autocast(grad_out), _torch.below_autograd(), call:
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None
         rows = from_forward.rows if saves_rows(call, q) else ()
-        saved = rows or call.plan.remake_saved(q, k, v, out, dense_lse(lse), modifiers, call.ranks)
-        grads = call.plan.backward(grad_out, modifiers, saved, grad_bias, call.ranks, call.scale)
+        values = call.values(modifiers)
+        saved = rows or call.plan.remake_saved(q, k, v, out, dense_lse(lse), values)
+        grads = call.plan.backward(grad_out, saved, values, grad_bias)
         of_qkv = [joined_rows(_row_after_row(grad), found.rows) for grad in grads]
     sums = ((grad_bias, bias), (grad_sinks, sinks), (grad_up, up))
     return *of_qkv, *(q.new_empty(0) if x is None or of is None else x.to(of.dtype) for x, of in sums)

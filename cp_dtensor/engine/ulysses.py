@@ -22,7 +22,7 @@ from cp_dtensor.attention.lse import dense_lse, is_split
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
-from cp_dtensor.engine.autograd import AttentionPlan, Gradients, Result, zeros_for_sums
+from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result, zeros_for_sums
 from cp_dtensor.plan.partition import HeadPartition
 
 
@@ -86,11 +86,8 @@ class UlyssesPlan(AttentionPlan):
 
     saves_rows_of_others = True
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, needs_lse: bool,
-        ranks: SequenceRanks, scale: float,
-    ) -> Result:  # fmt: skip
-        group, ring = _axes(ranks)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
+        (group, ring), modifiers = _axes(call.ranks), call.modifiers
         out = _row_after_row(q, modifiers.value_dim(q, v))
         floats_of_lse = 2 if modifiers.split_lse else 1
         lse = _row_after_row(q, max(self._lse_copies, floats_of_lse), self.state_dtype) if needs_lse else None
@@ -106,9 +103,8 @@ class UlyssesPlan(AttentionPlan):
                     is_last = index == len(self.stages) - 1
                     with _on_stream(streams[index % 2]):
                         (stage_q,), (stage_k, stage_v) = arriving.receive()
-                        stage_out, stage_lse, stage_saved = inner.forward(
-                            stage_q, stage_k, stage_v, stage_modifiers, True, ring, scale
-                        )
+                        of_stage = CallValues(stage_modifiers, ring, call.scale)
+                        stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, of_stage, True)
                         saved += stage_saved  # what the stage allocates lives until both streams have joined
                         if streams[0] is streams[1]:
                             _finish(leaving)
@@ -143,10 +139,9 @@ class UlyssesPlan(AttentionPlan):
             main.wait_stream(side)
 
     def backward(
-        self, grad_out: torch.Tensor, modifiers: Modifiers, saved: Tensors, grad_bias: torch.Tensor | None,
-        ranks: SequenceRanks, scale: float,
-    ) -> Gradients:  # fmt: skip
-        group, ring = _axes(ranks)
+        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+    ) -> Gradients:
+        group, ring = _axes(call.ranks)
         count, rest = divmod(len(saved), len(self.stages))
         assert rest == 0, "every stage saves equally many tensors"
         saved_by_stage = [saved[first : first + count] for first in range(0, len(saved), count)]
@@ -160,11 +155,10 @@ class UlyssesPlan(AttentionPlan):
                 zip(self.stages, self.inner, saved_by_stage, strict=True)
             ):
                 ((stage_grad_out,),) = arriving.receive()
-                stage_modifiers, stage_bias = _of_stage(modifiers, stage[0], grad_out.size(0), group)
+                stage_modifiers, stage_bias = _of_stage(call.modifiers, stage[0], grad_out.size(0), group)
                 stage_grad_bias = None if grad_bias is None or stage_bias is None else zeros_for_sums(stage_bias.bias)
-                stage_grad_q, *stage_grad_kv = inner.backward(
-                    stage_grad_out, stage_modifiers, stage_saved, stage_grad_bias, ring, scale
-                )
+                of_stage = CallValues(stage_modifiers, ring, call.scale)
+                stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_saved, of_stage, stage_grad_bias)
                 if grad_bias is not None and stage_bias is not None and stage_grad_bias is not None:
                     stage_bias.add_gradient(stage_grad_bias, grad_bias)
                 _finish(leaving)
@@ -176,10 +170,9 @@ class UlyssesPlan(AttentionPlan):
             return grad_q, self._summed(grad_k), self._summed(grad_v)
 
     def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        modifiers: Modifiers, ranks: SequenceRanks,
-    ) -> Tensors:  # fmt: skip
-        group, ring = _axes(ranks)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: CallValues
+    ) -> Tensors:
+        group, ring = _axes(call.ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
         with on_device(q.device):
             # One exchange after the other: they share the symmetric buffer.
@@ -187,15 +180,13 @@ class UlyssesPlan(AttentionPlan):
             inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
             arriving = self.exchange.to_heads([[out], [self._as_rows(lse)]], results_stages, group)
             results = [arriving.receive() for _ in self.inner]
-            return tuple(
-                tensor
-                for inner, (stage_q, stage_k, stage_v), ((stage_out,), (stage_lse,)) in zip(
-                    self.inner, inputs, results, strict=True
-                )
-                for tensor in inner.remake_saved(
-                    stage_q, stage_k, stage_v, stage_out, _lse_of(stage_lse, 1 + is_split(lse)), modifiers, ring
-                )
-            )
+            saved: list[torch.Tensor] = []
+            for inner, (stage_q, stage_k, stage_v), ((stage_out,), (rows,)) in zip(
+                self.inner, inputs, results, strict=True
+            ):
+                stage_lse, of_ring = _lse_of(rows, 1 + is_split(lse)), call._replace(ranks=ring)
+                saved += inner.remake_saved(stage_q, stage_k, stage_v, stage_out, stage_lse, of_ring)
+            return tuple(saved)
 
     @property
     def _lse_copies(self) -> int:

@@ -204,9 +204,9 @@ def test_which_axis_does_what(
         mock.patch.object(RingPlan, "forward", autospec=True, side_effect=RingPlan.forward) as as_ring,
     ):
         check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
-    axes = [call.args[6] for call in by_heads.call_args_list]
+    axes = [call.args[4].ranks for call in by_heads.call_args_list]
     assert {(ranks.inner or ranks.outer).size() for ranks in axes} == ulysses
-    groups = [call.args[0].group(call.args[6]) for call in as_ring.call_args_list]
+    groups = [call.args[0].group(call.args[4].ranks) for call in as_ring.call_args_list]
     assert {group.size() for group in groups if group is not None} == rings
 
 

@@ -73,8 +73,8 @@ def test_what_forward_saves_can_be_made_again(method: str) -> None:
         k, v, modifiers = latent.unsqueeze(1), k_rope.unsqueeze(1), Modifiers(up=up.unflatten(0, (4, -1)))
         config = AttentionConfig.of(dist.group.WORLD, "auto", HeadTail(), None, debug=False)
         call = planner.bound_call(q, k, v, config, (13, 13), Causal(), modifiers, 0.5)
-        out, lse, saved = call.plan.forward(q, k, v, modifiers, True, call.ranks, 0.5)
-        again = call.plan.remake_saved(q, k, v, out, lse, modifiers, call.ranks)
+        out, lse, saved = call.plan.forward(q, k, v, call.values(modifiers), True)
+        again = call.plan.remake_saved(q, k, v, out, lse, call.values(modifiers))
         assert len(again) == len(saved)
         assert all(map(torch.equal, again, saved))
 

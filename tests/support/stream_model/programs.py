@@ -11,12 +11,12 @@ import torch
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import gather_kv
-from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.engine.autograd import AttentionPlan, CallValues
 from cp_dtensor.engine.gather_kv import KVGather
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.engine.ring import RingPlan
@@ -44,7 +44,7 @@ class Stage(AttentionPlan):
         self.saved[:] = [q, k, v]
         return torch.empty_like(q), q.new_empty(q.shape[:3]), ()
 
-    def backward(self, grad_out: torch.Tensor, _: Modifiers, saved: Tensors, *_others: Any) -> tuple[Any, Any, Any]:
+    def backward(self, grad_out: torch.Tensor, saved: Tensors, *_: Any) -> tuple[Any, Any, Any]:
         self.rank.use(grad_out, *saved)
         q, k, v = map(torch.empty_like, saved)
         return q, k, v
@@ -103,12 +103,13 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         group: Any = rank
         one_axis = SequenceRanks(group, members=tuple(range(rank.size())))
         q, k, v = tensors(rank, 3)
-        out, lse, _ = plan.forward(q, k, v, NO_MODIFIERS, backward, one_axis, 1.0)
+        call = CallValues(NO_MODIFIERS, one_axis, 1.0)
+        out, lse, _ = plan.forward(q, k, v, call, backward)
         rank.use(out)
         if backward:
-            plan.remake_saved(q, k, v, out, lse, NO_MODIFIERS, one_axis)  # as compiled code does in graphs
+            plan.remake_saved(q, k, v, out, lse, call)  # as compiled code does in graphs
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
-            rank.use(*plan.backward(*tensors(rank, 1), NO_MODIFIERS, saved, None, one_axis, 1.0))
+            rank.use(*plan.backward(*tensors(rank, 1), saved, call, None))
 
     return program
 
@@ -123,9 +124,10 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         group: Any = rank
         one_axis = SequenceRanks(group, members=tuple(range(rank.size())))
         q, k, v, grad_out = tensors(rank, 4)
-        _, _, saved = ring.forward(q, k, v, NO_MODIFIERS, False, one_axis, 1.0)
+        call = CallValues(NO_MODIFIERS, one_axis, 1.0)
+        _, _, saved = ring.forward(q, k, v, call, False)
         if backward:
-            ring.backward(grad_out, NO_MODIFIERS, saved, None, one_axis, 1.0)
+            ring.backward(grad_out, saved, call, None)
 
     return program
 
