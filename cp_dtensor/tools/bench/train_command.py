@@ -124,6 +124,9 @@ def _rows(options: argparse.Namespace, ranks: Ranks, device: Device) -> Iterator
         GroupLost: no more can be measured.
     """
     for job in options.jobs:
+        if ranks.rank == 0:
+            text = f"{title(job)}: {len(options.methods)} methods, {options.rounds} turns each"
+            print(text, file=sys.stderr, flush=True)
         rows = {method.name: TrainRow(job, method.name, MEASURED) for method in options.methods}
         for _, method in product(range(options.rounds), options.methods):
             if rows[method.name].status == MEASURED:
@@ -150,7 +153,7 @@ def _with_a_turn(
 
 def _show(row: TrainRow) -> None:
     outcome = f"{row.median_ms:.4g} ms" if row.status == MEASURED else f"{row.status}: {row.message}"
-    print(f"{title(row.job)}: {row.method}: {outcome}", file=sys.stderr, flush=True)
+    print(f"  {row.method}: {outcome}", file=sys.stderr, flush=True)
 
 
 def _write(results: TrainResults, folder: Path | None) -> None:
