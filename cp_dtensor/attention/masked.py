@@ -140,9 +140,9 @@ def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
 
 
 def _in_whole_rows(x: Tensor) -> Tensor:
-    """x, or a copy at aligned addresses whose rows have zeros up to a multiple of 16 bytes, as descriptors need them.
+    """x, or a copy that tensor descriptors can read: aligned, its rows padded by zeros to a multiple of 16 bytes.
 
-    Read by pointers, bfloat16 of head dims 68 and 5 gave wrong results and illegal addresses on Hopper (Triton 3.7).
+    Kernels that read rows of head dims 68 and 5 by pointers gave wrong results on Hopper (bfloat16, Triton 3.6, 3.7).
     """
     missing = -x.size(3) % (_ROW_BYTES // x.itemsize)
     return aligned(F.pad(x, (0, missing)) if missing else unit_stride(x), _ROW_BYTES)

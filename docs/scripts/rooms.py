@@ -36,7 +36,7 @@ ROOMS = {
     "spec": ("layouts, masks", "#4f93cf"),
     "_torch": ("private torch, driver", "#a98467"),
 }
-"""What each room has, and its colour, from the top floor down."""
+"""Contents and colour of each room, the highest floor first."""
 
 
 def main() -> None:
