@@ -45,7 +45,7 @@ def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         reported = (str(error).splitlines() or [repr(error)])[0]
         reports = reports_of(group, what, REPORT_SECONDS)
         if reports is None:
-            cause = "the store of the group does not answer, so the process that holds it may have ended"
+            cause = "the store of the group does not answer, so its process has ended or the group is destroyed"
         elif missing := [rank for rank in range(group.size()) if rank not in reports]:
             cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
         elif len({*reports.values()}) > 1:
@@ -82,7 +82,11 @@ def all_to_all_single(
 def described(group: dist.ProcessGroup) -> str:
     """Describes a group by its name and its global ranks."""
     name = group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
-    return f"process group {name!r} (global ranks {dist.get_process_group_ranks(group)})"
+    try:
+        ranks = f"global ranks {dist.get_process_group_ranks(group)}"
+    except KeyError:
+        ranks = "destroyed by this process"
+    return f"process group {name!r} ({ranks})"
 
 
 def named(ranks_of_group: Sequence[int], members: Sequence[int]) -> str:

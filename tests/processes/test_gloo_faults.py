@@ -35,7 +35,9 @@ from cp_dtensor.comm.collective import Exchange
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.spec.cache import LRUCache
 
-RANKS, FAULTY, SECONDS = 3, 1, 3.0
+RANKS, FAULTY = 3, 1
+SECONDS, LONG = 3.0, 30.0
+"""Timeouts of groups whose calls fail, and of groups whose calls are right on a busy machine too."""
 PROBLEM = Problem(14, 14, q_heads=3, kv_heads=3, is_causal=True)
 METHODS = ("allgather", "alltoall", "ulysses")
 """The transports of rings, and Ulysses."""
@@ -45,7 +47,7 @@ Case = tuple[Callable[[int, Any, str], None], str]
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Processes]:
-    processes = Processes(RANKS, timeout=60)
+    processes = Processes(RANKS, timeout=120)
     yield processes
     processes.stop()
 
@@ -174,13 +176,21 @@ def _destroys_the_group_in_a_call(rank: int, group: Any, method: str) -> None:
         _check_right(rank, group, method)
 
 
+def _destroys_the_group_in_a_call_that_fails(rank: int, group: Any, method: str) -> None:
+    destroys = rank == FAULTY
+    with steps.acting_at(2, lambda: dist.destroy_process_group(group) if destroys else time.sleep(2 * SECONDS)):
+        _attend(rank, group, method)
+
+
 NAMED: list[Case] = [
     *((_skips, method) for method in METHODS), (_skips_a_shift, "alltoall"),
     (_skips_an_exchange_of_lengths, "allgather"), (_has_another_length, "alltoall"),
     (_Raises(3, torch.OutOfMemoryError), "alltoall"), (_destroys_the_group, "allgather"),
 ]  # fmt: skip
 """The others raise, and name the faulty rank."""
-UNNAMED: list[Case] = [(_is_too_late, "alltoall"), (_debugs_alone, "alltoall")]
+UNNAMED: list[Case] = [
+    (_is_too_late, "alltoall"), (_destroys_the_group_in_a_call_that_fails, "alltoall"), (_debugs_alone, "alltoall"),
+]  # fmt: skip
 """All ranks raise, or the faulty rank may do so in time to be no suspect."""
 RIGHT: list[Case] = [(_is_late_by_half, method) for method in METHODS]
 RIGHT += [(_has_another_length_that_is_exchanged, "alltoall"), (_destroys_the_group_in_a_call, "alltoall")]
@@ -196,7 +206,8 @@ class Outcome:
 
 def _outcomes(rank: int, cases: list[Case]) -> list[Outcome]:
     """Runs all cases at the same time."""
-    groups = [dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp") for _ in cases]
+    patience = [LONG if case in RIGHT else SECONDS for case in cases]
+    groups = [dist.new_group(timeout=timedelta(seconds=seconds), group_desc="cp") for seconds in patience]
     outcomes: list[Any] = [None] * len(cases)
     dist.barrier()
 
@@ -286,7 +297,7 @@ def _run_faults(rank: int) -> list[tuple[str, Outcome]]:
         dist.destroy_process_group(group)
         del group
         for now, then in zip(_state(), before, strict=True):
-            assert now == then
+            assert now == then, (now, then)
     _check_right(rank, dist.new_group(group_desc="cp"), "alltoall")
     names = [f"{getattr(fault, '__name__', fault)}, {method}" for fault, method in cases]
     return [*zip(names, outcomes, strict=True), ("the body", Outcome(error, 0.0))]
@@ -302,10 +313,11 @@ def test_the_others_raise_and_name_the_rank(three: Processes) -> None:
             if error is None and may_be_right:  # of injected errors: the last steps of a rank concern it alone
                 continue
             assert isinstance(error, PeerError), (name, error)
-            assert outcome.seconds < SECONDS + 10
+            assert outcome.seconds < SECONDS + LONG
             text = str(error)
             assert f"failed on rank {rank} of process group 'cp' (global ranks [0, 1, 2])" in text
-            if not len(NAMED) <= index < len(NAMED) + len(UNNAMED):
+            busy = isinstance(by_rank[FAULTY][index][1].error, PeerError)  # so it was late
+            if not busy and not len(NAMED) <= index < len(NAMED) + len(UNNAMED):
                 assert f"rank {FAULTY} (global rank {FAULTY})" in text, (name, text)
         injected = [outcome.error for _, outcome in by_rank[rank][known:-1]]
         assert sum(error is None for error in injected) < 8
