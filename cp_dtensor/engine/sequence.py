@@ -51,7 +51,7 @@ class SequenceCall:
             seq_len = known_length(local, self.declared_lengths or (), self.layout, ranks.rank, ranks.size)
         is_known = seq_len is not None
         if seq_len is None:
-            seq_len = global_length(self._compared(x, dim, edges), self.layout, "local")
+            seq_len = global_length(self._compared(x, dim, None, edges), self.layout, "local")
         refuse_other_lengths(self.layout, seq_len, self.owner)
         expected = self.layout.local_length(seq_len, ranks.rank, ranks.size)
         if local != expected:
@@ -62,24 +62,22 @@ class SequenceCall:
         self.check_edges(edges, seq_len)
         if is_known:
             kind = self.owner, type(self.layout), x.dtype, *x.shape[1:dim], *x.shape[max(dim + 1, 1) :]
-            compare_first_call(
-                ranks, kind, x, lambda: global_length(self._compared(x, dim, edges), self.layout, "local")
-            )
+            compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, seq_len, edges))
         return seq_len
 
-    def _compared(self, x: Tensor, dim: int, edges: Edges) -> list[int]:
+    def _compared(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges) -> list[int]:
         """The local lengths of all ranks, whose calls are equal but for these. A collective."""
         ranks = self.ranks
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
         # axes, ranks have different groups.
-        digest = hash_of((replace(self, groups=()), shape, x.dtype, edges))
+        digest = hash_of((replace(self, groups=()), shape, x.dtype, seq_len, edges))
         lengths, digests = map(list, zip(*ranks.gather_integers([x.size(dim), digest], x.device), strict=True))
         if odd := odd_ones(digests):
             raise ValueError(
                 f"{self.owner}: expected equal calls on all ranks, but for the number of local tokens; the call of "
                 f"rank {odd} differs from the others (here: {self.operation}, {self.layout}, {x.dtype}, shape "
-                f"{tuple(x.shape)}, documents {edges[:8] or None})"
+                f"{tuple(x.shape)}, seq_len {seq_len}, documents {edges[:8] or None})"
             )
         return lengths
 

@@ -238,6 +238,19 @@ def test_sequence_operations_with_declared_lengths_that_differ_between_ranks(odd
     assert all("the call of rank 1 differs" in str(each) for each in errors_by_rank(RANKS, body))
 
 
+@pytest.mark.parametrize("seq_lens", [(11, 12), (11, None)])
+def test_lengths_of_sequence_operations_that_fit_each_rank_and_differ(seq_lens: tuple[int | None, ...]) -> None:
+    """The ranks' shards are those of 11 tokens; the first rank has as many of 12."""
+
+    def body(rank: int) -> None:
+        x = torch.ones(6 - rank, 1)
+        shift(x, 1, mesh=group(), dim=0, layout=Contiguous(), seq_len=seq_lens[1 - rank])
+
+    for rank, error in enumerate(errors_by_rank(2, body)):
+        assert "expected equal calls on all ranks" in str(error)
+        assert f"seq_len {seq_lens[1 - rank]}" in str(error)
+
+
 def test_ranks_compare_the_first_call_of_each_kind_and_again_if_it_was_refused() -> None:
     """Declared lengths and values of masks are of the data: no other kind."""
 

@@ -264,7 +264,7 @@ def _state() -> tuple[Any, ...]:
 
 def _check_arguments_keep_their_error(rank: int) -> None:
     """All ranks report them at once, and no connection is lost. Errors that come later name the rank."""
-    group = dist.new_group(timeout=timedelta(seconds=1), group_desc="cp")
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp")
     with pytest.raises(RuntimeError, match=r"(?i)split sizes") as raised:
         faults.all_to_all_single(torch.zeros(4), torch.zeros(4), group, "an exchange", ([1] * RANKS, [2] * RANKS))
     assert not isinstance(raised.value, PeerError)
