@@ -6,12 +6,12 @@ Over all ranks, tiles cover every allowed (query, key) pair exactly once and no 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, Tile, TileMask, joined, runs_of
 from cp_dtensor.spec.cache import lru_cached
@@ -321,24 +321,16 @@ class IntervalTiling(Tiling):
         return IntervalMask(sets, queries, q, run, kv)
 
     @cached_property
-    def _seen(self) -> list[list[list[Span]]]:
-        """`_seen[index][rank]`: the ranges of key positions that a rank's queries see in a batch group, joined."""
+    def _seen(self) -> list[list[list[int]]]:
+        """`_seen[index][rank]`: the edges of ranges of key positions that a rank's queries see in a batch group."""
 
-        def whole_runs(keys: Span) -> Span:
-            return keys[0] // self._run * self._run, -(-keys[1] // self._run) * self._run
+        def edges(batch: Span, queries: Sequence[Segment]) -> list[int]:
+            sets = (bands for sets in self._sets for bands in _of_batch(sets, batch))
+            keys = (band.key_range for bands in sets for _, _, band in _bands_by_segment(queries, bands))
+            run = self._run
+            return list(chain(*joined_spans((start // run * run, -(-stop // run) * run) for start, stop in keys)))
 
-        return [
-            [
-                joined_spans(
-                    whole_runs(band.key_range)
-                    for sets in self._sets
-                    for bands in _of_batch(sets, group.batch)
-                    for _, _, band in _bands_by_segment(segments, bands)
-                )
-                for segments in group.q_by_rank
-            ]
-            for group in self.groups
-        ]
+        return [[edges(group.batch, queries) for queries in group.q_by_rank] for group in self.groups]
 
     @cached_property
     def _cuts(self) -> list[list[int]]:
@@ -358,9 +350,9 @@ class IntervalTiling(Tiling):
                 row + edge - segment.start
                 for segments, seen in zip(shards, self._seen, strict=True)
                 for row, segment in _with_first_rows(segments)
-                for reader in range(self.world_size)
+                for reader, edges in enumerate(seen)
                 if reader != owner
-                for edge in _edges_inside(seen[reader], segment)
+                for edge in edges[bisect_right(edges, segment.start) : bisect_right(edges, segment.last)]
             }
         return sorted(cuts) if len(cuts) <= _MOST_PARTS else whole
 
@@ -375,7 +367,7 @@ class IntervalTiling(Tiling):
 
         def reads(reader: int, owner: int, part: int) -> bool:
             return reader != owner and any(
-                _meets(seen[reader], (piece.start, piece.last + 1))
+                _meets(seen[reader], piece.start, piece.last + 1)
                 for seen, pieces in zip(self._seen, self._pieces, strict=True)
                 for piece in pieces[owner][part]
             )
@@ -421,18 +413,10 @@ def _bands_by_segment(
             yield row, segment, band
 
 
-def _edges_inside(spans: Sequence[Span], segment: Segment) -> Iterator[int]:
-    """Yields the edges of spans that are inside of a segment's range of positions."""
-    index = bisect_left(spans, segment.start, key=lambda span: span[1])
-    while index < len(spans) and spans[index][0] <= segment.last:
-        yield from (edge for edge in spans[index] if segment.start < edge <= segment.last)
-        index += 1
-
-
-def _meets(spans: Sequence[Span], range_of_keys: Span) -> bool:
-    """True if any of some ascending spans overlaps a range."""
-    index = bisect_right(spans, range_of_keys[0], key=lambda span: span[1])
-    return index < len(spans) and spans[index][0] < range_of_keys[1]
+def _meets(edges: Sequence[int], start: int, stop: int) -> bool:
+    """True if any of some separate ranges, whose edges ascend, overlaps another range."""
+    index = bisect_right(edges, start)
+    return index % 2 == 1 or (index < len(edges) and edges[index] < stop)
 
 
 @lru_cached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -16,7 +16,7 @@ from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.documents import ascending
 from cp_dtensor.spec.intervals import Workload
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk, joined_spans
-from cp_dtensor.spec.masks import Mask, check_rank_count, excess, is_integer, workload_of
+from cp_dtensor.spec.masks import Mask, check_rank_count, excess, interval_sets_of, is_integer, workload_of
 
 
 class OneLength(CachedHash, Layout):
@@ -186,10 +186,11 @@ class Balanced(_EvenWork):
         if not isinstance(self.mask, Mask):
             raise TypeError(f"Balanced expects a mask such as Causal(), got {self.mask!r}")
         _checked_length("Balanced", self.seq_len, self.tolerance)
-        workload_of(self.mask, self.seq_len)
+        interval_sets_of(self.mask, self.seq_len, self.seq_len, self.mask.batch_size or 1)  # refuses other lengths
 
     def _partition(self, world_size: int) -> BalancedPartition:
-        return BalancedPartition(workload_of(self.mask, self.seq_len), self.seq_len, world_size, self.tolerance)
+        workload = workload_of(self.mask, self.seq_len, self.seq_len)
+        return BalancedPartition(workload, self.seq_len, world_size, self.tolerance)
 
     def blocks(self, world_size: int) -> list[list[Span]]:
         return self._partition(world_size).blocks()
@@ -374,29 +375,26 @@ class BalancedPartition:
         if least > most:  # too much work here for both to stay within the tolerance
             least = most = even
 
-        def cuts(start: int) -> list[int]:
-            return [end for end in (start, (start + length) % circle.length) if not circle.is_edge(end)]
-
-        def uneven(start: int) -> tuple[float, int]:
-            workload = circle.window_workload(start, length)
-            return max(least - workload, workload - most, 0), len(cuts(start))
-
-        def price(start: int) -> tuple[int, int]:
-            across = sum(self.workload.reach_across(circle.position(end)) for end in cuts(start))
-            return across, start if start + length > circle.length else -start
-
         ranks = first + second
         probes = -(-_PROBES // ranks) * ranks  # among them windows that cover the circle evenly
-        starts = {start: uneven(start) for start in circle.window_starts(length, even, probes)}
-        best = min(starts.values())
-        return min((start for start in starts if starts[start] == best), key=price)
+        windows = {
+            start: (max(least - workload, workload - most, 0), len(circle.cuts(start, length)))
+            for start, workload in circle.windows(length, even, probes).items()
+        }
+        best = min(windows.values())
+
+        def price(start: int) -> tuple[int, int]:
+            across = sum(self.workload.reach_across(circle.position(cut)) for cut in circle.cuts(start, length))
+            return across, start if start + length > circle.length else -start
+
+        return min((start for start, found in windows.items() if found == best), key=price)
 
 
 class Circle:
     """Blocks of a sequence one after the other, with the end joined to the beginning. Places count along it.
 
     >>> from cp_dtensor import Causal
-    >>> circle = Circle([(0, 2), (6, 8)], workload_of(Causal(), 8))
+    >>> circle = Circle([(0, 2), (6, 8)], workload_of(Causal(), 8, 8))
     >>> [circle.window_workload(start, 2) for start in range(4)]  # queries 0 1 6 7 see 1 2 7 8 keys
     [3, 9, 15, 9]
     >>> circle.cut(1, 2)
@@ -407,19 +405,19 @@ class Circle:
         self._blocks = [block for block in blocks if block[0] < block[1]]
         self._workload = workload
         self._edges = list(accumulate((stop - start for start, stop in self._blocks), initial=0))
-        self._before_blocks = list(accumulate(map(workload.of, self._blocks), initial=0))
-        self._offsets = [workload.before(start) for start, _ in self._blocks]
-        self.length = self._edges[-1]
-        self.workload = self._before_blocks[-1]
+        before = list(accumulate(map(workload.of, self._blocks), initial=0))
+        self.length, self.workload = self._edges.pop(), before.pop()
+        self._shifts = [block[0] - edge for block, edge in zip(self._blocks, self._edges, strict=True)]
+        self._offsets = [work - workload.before(block[0]) for block, work in zip(self._blocks, before, strict=True)]
 
-    def is_edge(self, place: int) -> bool:
-        """True if two blocks meet at `place`."""
-        return self._edges[bisect_right(self._edges, place) - 1] == place
+    def cuts(self, start: int, length: int) -> list[int]:
+        """The ends of a window that are no ends of blocks."""
+        ends = start, (start + length) % self.length
+        return [end for end in ends if self._edges[bisect_right(self._edges, end) - 1] != end]
 
     def position(self, place: int) -> int:
         """The position in the sequence of a place."""
-        index = bisect_right(self._edges, place) - 1
-        return self._blocks[index][0] + place - self._edges[index]
+        return place + self._shifts[bisect_right(self._edges, place) - 1]
 
     def window_workload(self, start: int, length: int) -> int:
         """The work of a window, which may run over the end to the beginning."""
@@ -428,13 +426,26 @@ class Circle:
             return self._before(stop) - self._before(start)
         return self.workload - self._before(start) + self._before(stop - self.length)
 
-    def window_starts(self, length: int, workload: float, probes: int) -> Sequence[int]:
-        """Candidates: windows at edges of blocks, evenly spread ones, and those nearest to `workload`."""
-        if self.length <= _FEW:
-            return range(self.length)
-        aligned = {place % self.length for edge in self._edges for place in (edge, edge - length)}
-        starts = sorted(aligned | {self.length * probe // probes for probe in range(probes)})
-        return sorted({*starts, *self._crossings([*starts, starts[0] + self.length], length, workload)})
+    def windows(self, length: int, workload: float, probes: int) -> dict[int, int]:
+        """Candidates and their work: windows at edges of blocks, evenly spread ones, those nearest to `workload`."""
+        starts = {(edge - back) % self.length for edge in self._edges for back in (0, length)}
+        starts |= {self.length * probe // probes for probe in range(probes)}
+        few = range(self.length) if self.length <= _FEW else sorted(starts)
+        found = {start: self.window_workload(start, length) for start in few}
+        for (low, of_low), (high, of_high) in pairwise([*found.items(), (self.length, found[0])]):
+            is_above = of_low > workload
+            if is_above == (of_high > workload):
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                of_middle = self.window_workload(middle, length)
+                if (of_middle > workload) == is_above:
+                    low, of_low = middle, of_middle
+                else:
+                    high, of_high = middle, of_middle
+            is_high = abs(of_high - workload) < abs(of_low - workload)
+            found[high % self.length if is_high else low] = of_high if is_high else of_low
+        return found
 
     def cut(self, start: int, length: int) -> tuple[Blocks, Blocks]:
         """The blocks around a window and the blocks in it."""
@@ -444,28 +455,13 @@ class Circle:
         return self._between((stop - self.length, start)), self._between((0, stop - self.length), (start, self.length))
 
     def _before(self, place: int) -> int:
-        index = bisect_right(self._edges, place, hi=len(self._edges) - 1) - 1
-        workload = self._workload.before(self._blocks[index][0] + place - self._edges[index])
-        return self._before_blocks[index] + workload - self._offsets[index]
-
-    def _crossings(self, starts: Sequence[int], length: int, workload: float) -> Iterator[int]:
-        """Yields the window nearest to `workload` between any two starts on different sides of it."""
-
-        def excess(start: int) -> float:
-            return self.window_workload(start % self.length, length) - workload
-
-        for (low, below), (high, above) in pairwise((start, excess(start) > 0) for start in starts):
-            if below == above:
-                continue
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if (excess(middle) > 0) == below else (low, middle)
-            yield min(low, high, key=lambda start: abs(excess(start))) % self.length
+        index = bisect_right(self._edges, place) - 1
+        return self._offsets[index] + self._workload.before(place + self._shifts[index])
 
     def _between(self, *places: Span) -> Blocks:
         """The blocks of some ranges of places, with neighbours joined."""
         return joined_spans(
             (max(start, start + first - edge), min(stop, start + last - edge))
             for first, last in places
-            for (start, stop), edge in zip(self._blocks, self._edges, strict=False)
+            for (start, stop), edge in zip(self._blocks, self._edges, strict=True)
         )

@@ -14,7 +14,7 @@ from typing import Literal, TypeGuard
 
 from cp_dtensor.spec import intervals
 from cp_dtensor.spec.cache import lru_cached
-from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, Workload, clipped_bands, count_pairs
+from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets, Workload, clipped_bands
 from cp_dtensor.spec.layouts import Layout, Segment, Span
 
 _TOO_LONG = 1 << 31
@@ -51,8 +51,7 @@ class Mask(ABC):
 
     def pairs(self, q_len: int, kv_len: int) -> int:
         """The number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
-        rows = _interval_sets_by_row(self, q_len, kv_len)
-        return sum(count_pairs(sets, (0, q_len), (0, kv_len)) for sets in rows) // len(rows)
+        return workload_of(self, q_len, kv_len).before(q_len) // (self.batch_size or 1)
 
 
 @dataclass(frozen=True)
@@ -209,10 +208,10 @@ def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tu
 
 
 @lru_cached
-def workload_of(mask: Mask, seq_len: int, rows: Span | None = None) -> Workload:
-    """The workload of a mask over `seq_len` queries and keys, of all batch rows together or of some."""
-    by_row = interval_sets_of(mask, seq_len, seq_len, mask.batch_size or 1)
-    return Workload(by_row if rows is None or mask.batch_size is None else by_row[slice(*rows)])
+def workload_of(mask: Mask, q_len: int, kv_len: int, rows: Span | None = None) -> Workload:
+    """The workload of the queries of a mask, of all batch rows together, or of some of a mask that is made by row."""
+    by_row = _interval_sets_by_row(mask, q_len, kv_len)
+    return Workload(by_row if rows is None else by_row[slice(*rows)])
 
 
 def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]], mask: Mask, seq_len: int) -> list[int]:
@@ -224,7 +223,7 @@ def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]],
     """
     by_group = []
     for batch, by_rank in groups:
-        workload = workload_of(mask, seq_len, batch)
+        workload = workload_of(mask, seq_len, seq_len, batch if mask.batch_size else None)
         rows = 1 if mask.batch_size else batch[1] - batch[0]
         spans = [[span for segment in segments for span in segment.spans()] for segments in by_rank]
         by_group.append([rows * sum(map(workload.of, each)) for each in spans])

@@ -331,7 +331,7 @@ def test_flex_keeps_the_latest_plans_within_its_bytes(flex: Patch) -> None:
     q, k, v, _ = tensors()
     geometry = Geometry.of(q, k, v)
     assert cudnn_flex.planned_tile(interval_mask(), geometry) is not None
-    flex.setattr(cudnn_flex, "_planned", LRUCache(5 * cudnn_flex._planned.nbytes // 2, least=1))
+    flex.setattr(cudnn_flex, "_planned", LRUCache(3 * cudnn_flex._planned.nbytes // 2, least=1))  # and the newest
     for mask in (one, other, one, third):
         assert cudnn_flex.planned_tile(mask, geometry) is not None
     assert len(module.plans) == 1 + 3

@@ -140,7 +140,7 @@ def test_the_busiest_rank_is_among_those_that_are_asked() -> None:
         partition=LayoutPartition(MirroredBatch(), 64, 64, 2, 8),
         mask=Batched((Documents([0, 8, 64], within=Causal()), Documents([0, 56, 64], within=Causal()))),
     )
-    pairs = [workload_of(of_batch_rows.mask, 64, (row, row + 1)) for row in (0, 1)]
+    pairs = [workload_of(of_batch_rows.mask, 64, 64, (row, row + 1)) for row in (0, 1)]
     seen = [pairs[0].of((8 * rank, 8 * rank + 8)) + pairs[1].of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)]
     assert of_batch_rows.busiest_rank == seen.index(max(seen))
 
@@ -151,7 +151,7 @@ def test_every_batch_row_counts_for_the_busiest_rank() -> None:
     window = dataclasses.replace(
         shape(64, 8), batch_size=3, partition=partition, mask=SlidingWindow(63, 0), masking=Masking.INTERVALS
     )
-    workloads = workload_of(SlidingWindow(63, 0), 64)
+    workloads = workload_of(SlidingWindow(63, 0), 64, 64)
     seen = [
         2 * workloads.of((8 * rank, 8 * rank + 8)) + workloads.of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)
     ]

@@ -17,7 +17,7 @@ from cp_dtensor.spec.masks import workload_of
 
 @given(any_mask, st.integers(LONGEST, 2 * LONGEST))
 def test_workloads_are_sums_of_the_keys_that_queries_see(mask: Mask, seq_len: int) -> None:
-    workloads = workload_of(mask, seq_len)
+    workloads = workload_of(mask, seq_len, seq_len)
     expected = [0, *accumulate(keys_seen(mask, seq_len).tolist())]
     assert [workloads.before(position) for position in range(seq_len + 1)] == expected
 
@@ -32,7 +32,7 @@ def test_what_reaches_across_a_cut(mask: Mask, cut: int) -> None:
     shown = {query: [span for span in spans if span[0] < span[1]] for query, spans in seen.items()}
     first = min([FAR if not shown[cut] else min(shown[cut])[0], cut])
     last = max([stop for _, stop in shown[cut - 1]] + [cut])
-    assert workload_of(mask, LONGEST).reach_across(cut) == last - first
+    assert workload_of(mask, LONGEST, LONGEST).reach_across(cut) == last - first
 
 
 def test_imbalance_by_hand() -> None:

@@ -168,29 +168,31 @@ class TileRows:
 
 def _intervals(bands: IntervalSet, queries: Tensor, keys: KeyRun, columns: Span) -> Tensor:
     """(2, S): the first column of each row and the end of its columns, which are some rows of `keys`."""
-    if not bands:
-        return queries.new_zeros(2, len(queries))
-    first, last, lo, hi, left, right = torch.tensor(bands, dtype=torch.int64, device="cpu").unbind(1)
-    index = torch.searchsorted(first.contiguous(), queries, right=True) - 1
-    is_in_band = index >= 0
-    index.clamp_(min=0)
+    # Before the first band there is an empty one, before the first segment of keys below likewise.
+    table = torch.tensor([(0, 0, 0, 0, 0, 0), *bands], dtype=torch.int64, device="cpu")
+    first, last, lo, hi, left, right = table.t().contiguous()
+    index = torch.searchsorted(first[1:], queries, right=True)
     start = torch.maximum(_at(lo, index), queries - _at(left, index))
-    stop = torch.minimum(_at(hi, index), queries + _at(right, index) + 1)
-    seen = _rows_before(keys, torch.stack([start, stop])).clamp(*columns) - columns[0]
-    return torch.where(is_in_band & (queries < _at(last, index)) & (seen[0] < seen[1]), seen, 0)
+    stop = torch.minimum(_at(hi, index), queries + _at(right + 1, index))
+    seen = _rows_before(keys, torch.stack([start, stop])).clamp_(*columns).sub_(columns[0])
+    return torch.where((queries < _at(last, index)) & (seen[0] < seen[1]), seen, 0)
 
 
 def _rows_before(keys: KeyRun, positions: Tensor) -> Tensor:
-    """`keys.rows_before` of each position. A search among segments is several times as fast as one among all keys."""
-    facts = [(each.start, each.length, each.block, each.period) for each in keys.segments]
-    start, length, block, period = torch.tensor(facts, dtype=torch.int64, device="cpu").unbind(1)
-    index = (torch.searchsorted(start.contiguous(), positions, right=True) - 1).clamp(min=0)
-    rows = (positions - _at(start, index)).clamp(min=0)
-    if not all(each.is_contiguous for each in keys.segments):
-        of_block, of_period = _at(block, index), _at(period, index)
-        blocks = rows // of_period
-        rows = blocks * of_block + torch.minimum(rows - blocks * of_period, of_block)
-    return torch.minimum(rows, _at(length, index)) + _at(torch.tensor(keys.starts, device="cpu"), index)
+    """`keys.rows_before` of each position, or a negative number for 0.
+
+    A search among segments is several times as fast as one among all keys.
+    """
+    facts = [(row, *segment) for row, segment in zip(keys.starts, keys.segments, strict=False)]
+    table = torch.tensor([(0, 0, 0, 1, 1), *facts], dtype=torch.int64, device="cpu")
+    row, first, length, block, period = table.t().contiguous()
+    index = torch.searchsorted(first[1:], positions, right=True)
+    if all(each.is_contiguous for each in keys.segments):
+        return torch.minimum(positions + _at(row - first, index), _at(row + length, index))
+    rows, of_block, of_period = positions - _at(first, index), _at(block, index), _at(period, index)
+    blocks = rows // of_period
+    rows = blocks * of_block + torch.minimum(rows - blocks * of_period, of_block)
+    return torch.minimum(rows, _at(length, index)) + _at(row, index)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
