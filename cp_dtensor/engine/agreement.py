@@ -1,7 +1,7 @@
 """Comparison of what must be equal on all ranks: the facts of a context or a call, by their hash.
 
-One small all-gather compares hashes; readable facts travel only where these differ. The first entry of each kind of
-context and the first call of each kind that exchanges lengths are compared always, later ones with `debug=True`.
+One small all-gather compares hashes; readable facts travel only where these differ. Compared are the first entry of
+each kind of context, the first call of each kind, calls that exchange lengths, and with `debug=True` all of them.
 """
 
 from __future__ import annotations
