@@ -115,7 +115,8 @@ class context_parallel(ContextDecorator):
             `context_parallel_attention`).
         debug: True: on every entry the ranks compare configuration and buffers, and at every attention call what must
             agree; a disagreement names the rank. False: at the first entry of each kind of context over a group (its
-            configuration, and the dtypes and sequence dims of its buffers), and at calls that exchange lengths.
+            configuration, and the dtypes and sequence dims of its buffers), at the first attention call of each kind,
+            and at calls that exchange lengths.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for

@@ -285,6 +285,9 @@ def _axes_of(
         )
         return axes, names, assumption
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
+    if isinstance(hardware, Mapping) and not {*names} <= {*hardware} <= {*axis_names(mesh)}:
+        expected, received = ", ".join(axis_names(mesh)), ", ".join(map(str, hardware)) or "none"
+        raise ValueError(f"expected hardware of each mesh axis, {expected}; got that of {received}")
     axes, assumption = _assumed(hardware, names, [group.size() for group in groups], itemsize)
     return axes, names, assumption
 
@@ -295,11 +298,9 @@ def _assumed(
     """The axes of assumed hardware, and a line about it.
 
     Raises:
-        TypeError, ValueError: hardware that is none, of an unknown name, or not of each axis.
+        TypeError, ValueError: hardware that is none, or of an unknown name.
     """
     by_axis = hardware if isinstance(hardware, Mapping) else dict.fromkeys(names, hardware or "H200")
-    if set(names) != set(by_axis):
-        raise ValueError(f"expected hardware of each mesh axis, {', '.join(names)}; got that of {', '.join(by_axis)}")
     axes, lines = [], []
     for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
         assumed = by_axis[name]

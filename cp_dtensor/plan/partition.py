@@ -204,7 +204,7 @@ class MergedPartition(AxisPartition):
             segments = [[block[i][part] for block in blocks] for i, part in rows_in_order(blocks[0]).places]
             merged.append(_joined(segments) if unbroken else segments)
         most = max(map(len, merged))  # as many on every rank
-        nothing = [replace(by_rank[0][0], length=0) for by_rank in of_groups]
+        nothing = [by_rank[0][0]._replace(length=0) for by_rank in of_groups]
         padded = [segments + [nothing] * (most - len(segments)) for segments in merged]
         return [
             tuple(tuple(of_group[index] for of_group in segments) for segments in padded)

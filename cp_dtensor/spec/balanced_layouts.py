@@ -374,16 +374,22 @@ class BalancedPartition:
         if least > most:  # too much work here for both to stay within the tolerance
             least = most = even
 
-        def rank_window(start: int) -> tuple[float, int, int, int]:
+        def cuts(start: int) -> list[int]:
+            return [end for end in (start, (start + length) % circle.length) if not circle.is_edge(end)]
+
+        def uneven(start: int) -> tuple[float, int]:
             workload = circle.window_workload(start, length)
-            ends = [end for end in (start, (start + length) % circle.length) if not circle.is_edge(end)]
-            across = sum(self.workload.reach_across(circle.position(end)) for end in ends)
-            wraps = start + length > circle.length
-            return max(least - workload, workload - most, 0), len(ends), across, start if wraps else -start
+            return max(least - workload, workload - most, 0), len(cuts(start))
+
+        def price(start: int) -> tuple[int, int]:
+            across = sum(self.workload.reach_across(circle.position(end)) for end in cuts(start))
+            return across, start if start + length > circle.length else -start
 
         ranks = first + second
         probes = -(-_PROBES // ranks) * ranks  # among them windows that cover the circle evenly
-        return min(circle.window_starts(length, even, probes), key=rank_window)
+        starts = {start: uneven(start) for start in circle.window_starts(length, even, probes)}
+        best = min(starts.values())
+        return min((start for start in starts if starts[start] == best), key=price)
 
 
 class Circle:
@@ -448,13 +454,12 @@ class Circle:
         def excess(start: int) -> float:
             return self.window_workload(start % self.length, length) - workload
 
-        for low, high in pairwise(starts):
-            side = excess(low) > 0
-            if side == (excess(high) > 0):
+        for (low, below), (high, above) in pairwise((start, excess(start) > 0) for start in starts):
+            if below == above:
                 continue
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if (excess(middle) > 0) == side else (low, middle)
+                low, high = (middle, high) if (excess(middle) > 0) == below else (low, middle)
             yield min(low, high, key=lambda start: abs(excess(start))) % self.length
 
     def _between(self, *places: Span) -> Blocks:

@@ -6,6 +6,7 @@ takes megabytes for thousands of documents. Caches that count entries would keep
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import OrderedDict
@@ -23,8 +24,9 @@ MOST_BYTES = 16 << 20
 class LRUCache(Generic[V]):
     """LRU cache that drops the least recently used entries while all take more than `most_bytes`.
 
-    The size of an entry is that of key and value by `estimated_bytes`, when it is added and again when the next one is,
-    since values may compute parts of themselves at first use. Objects that entries share count in each of them.
+    The size of an entry is that of key and value by `estimated_bytes` when the next one is added, since values may
+    compute parts of themselves at first use. The newest stays however large it is. Objects that entries share count in
+    each of them.
 
     Args:
         most_bytes: bytes of all entries together.
@@ -51,7 +53,8 @@ class LRUCache(Generic[V]):
     @property
     def nbytes(self) -> int:
         """Estimated bytes of all entries."""
-        return self._total
+        with self._lock:
+            return self._total + self._newest_bytes()
 
     def get(self, key: Hashable) -> V | None:
         """The value of a key, None if there is none (any more)."""
@@ -66,13 +69,14 @@ class LRUCache(Generic[V]):
     def add(self, key: Hashable, value: V) -> V:
         """Adds a value unless another thread has added one for the key; returns the value in the cache."""
         with self._lock:
+            if key not in self._entries:
+                newest, size = self._newest, self._newest_bytes()
+                if newest in self._entries:
+                    self._total += size - self._bytes.get(newest, 0)
+                    self._bytes[newest] = size
+                self._newest = key
             value = self._entries.setdefault(key, value)
             self._entries.move_to_end(key)
-            for each in {self._newest, key} & self._entries.keys():
-                size = estimated_bytes(each, self._entries[each])
-                self._total += size - self._bytes.get(each, 0)
-                self._bytes[each] = size
-            self._newest = key
             while self._total > self._most_bytes and len(self._entries) > self._least:
                 oldest, _ = self._entries.popitem(last=False)
                 self._total -= self._bytes.pop(oldest)
@@ -86,6 +90,9 @@ class LRUCache(Generic[V]):
             self._entries.clear()
             self._bytes.clear()
             self._total, self._newest = 0, None
+
+    def _newest_bytes(self) -> int:
+        return estimated_bytes(self._newest, self._entries.get(self._newest))
 
 
 def lru_cached(function: Callable[P, V]) -> Callable[P, V]:
@@ -110,12 +117,13 @@ def lru_cached(function: Callable[P, V]) -> Callable[P, V]:
 
 # Sizes
 
-_SAMPLE = 16
-"""Entries of a long sequence that are looked at, half of them at its end: these stand for the rest."""
+_ENDS = 8
+"""Entries of a long sequence that are looked at, at its beginning and at its end; the latter stand for the rest."""
+_INTEGER_BYTES = sys.getsizeof(1 << 20)
 
 
 def estimated_bytes(*values: object) -> int:
-    """Estimates the bytes of some values and all that they refer to, each object once.
+    """Estimates the bytes of some values and all that they refer to, each object once, but for integers.
 
     Tensors count with their elements, objects of this package with their attributes, objects of other packages with
     none. The time does not grow with the lengths of sequences.
@@ -123,25 +131,28 @@ def estimated_bytes(*values: object) -> int:
     >>> estimated_bytes(tuple(range(1000, 9000))) // 8000  # a reference and an integer each
     36
     """
-    seen = set[int]()
-    return sum(_bytes_of(each, seen) for each in values)
+    size, seen = 0.0, set[int]()
+    found = [(1.0, values)]
+    for times, entries in found:  # each entry counts so often; grows by what entries refer to
+        for value in entries:
+            if type(value) is int:
+                size += times * _INTEGER_BYTES
+            elif not (value is None or isinstance(value, (bool, type)) or id(value) in seen):
+                seen.add(id(value))
+                size += times * sys.getsizeof(value, 64)
+                if isinstance(value, dict):
+                    found += _weighted(times, tuple(value)) + _weighted(times, tuple(value.values()))
+                elif isinstance(value, (tuple, list, set, frozenset)):
+                    found += _weighted(times, tuple(value))
+                elif isinstance(elements := getattr(value, "nbytes", None), int):
+                    size += times * elements
+                elif type(value).__module__.startswith("cp_dtensor."):
+                    found.append((times, tuple(gc.get_referents(value))))
+    return int(size)
 
 
-def _bytes_of(value: Any, seen: set[int]) -> int:
-    if value is None or isinstance(value, (bool, type)) or id(value) in seen:
-        return 0
-    seen.add(id(value))
-    size = sys.getsizeof(value, 64)
-    if isinstance(value, (int, float, str, bytes)):
-        return size
-    if isinstance(value, (tuple, list, set, frozenset, dict)):
-        entries = list(value.items()) if isinstance(value, dict) else value if isinstance(value, tuple) else list(value)
-        ends = entries if len(entries) <= _SAMPLE else (*entries[: _SAMPLE // 2], *entries[-_SAMPLE // 2 :])
-        sizes = [_bytes_of(each, seen) for each in ends]
-        return size + sum(sizes) + (len(entries) - len(sizes)) * sum(sizes[_SAMPLE // 2 :]) // (_SAMPLE // 2)
-    elements = getattr(value, "nbytes", None)
-    if isinstance(elements, int):
-        return size + elements
-    if type(value).__module__.startswith("cp_dtensor."):
-        size += sum(_bytes_of(each, seen) for each in list(getattr(value, "__dict__", {}).values()))
-    return size
+def _weighted(times: float, entries: tuple[Any, ...]) -> list[tuple[float, tuple[Any, ...]]]:
+    """Entries that count `times` times; of many the first, and the last for all others."""
+    if len(entries) <= 2 * _ENDS:
+        return [(times, entries)]
+    return [(times, entries[:_ENDS]), (times * (len(entries) / _ENDS - 1), entries[-_ENDS:])]

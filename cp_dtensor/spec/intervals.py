@@ -175,20 +175,19 @@ class Workload:
                 change[0] += sign * line.constant
                 change[1] += sign * line.slope
         self._edges = sorted(changes)
-        self._lines: list[tuple[int, int, int]] = []  # from each edge on: workload before it, constant, slope
-        workload = constant = slope = reached = 0
+        self._sums: list[tuple[int, int, int]] = []  # from each edge on: offset, constant, slope of the workload before
+        offset = constant = slope = 0
         for edge in self._edges:
-            workload += Line(reached, edge, constant, slope).total
-            constant += changes[edge][0]
-            slope += changes[edge][1]
-            reached = edge
-            self._lines.append((workload, constant, slope))
+            more, steeper = changes[edge]
+            offset -= more * edge + steeper * (edge * (edge - 1) // 2)
+            constant += more
+            slope += steeper
+            self._sums.append((offset, constant, slope))
 
     def before(self, position: int) -> int:
         """The number of pairs of the queries before `position`."""
-        index = bisect_right(self._edges, position) - 1
-        workload, constant, slope = self._lines[index]
-        return workload + Line(self._edges[index], position, constant, slope).total
+        offset, constant, slope = self._sums[bisect_right(self._edges, position) - 1]
+        return offset + constant * position + slope * (position * (position - 1) // 2)
 
     def of(self, queries: Span) -> int:
         """The number of pairs of some queries."""

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from cp_dtensor.spec.cache import lru_cached
 
@@ -32,8 +32,7 @@ class CachedHash:
         return {name: value for name, value in vars(self).items() if name != "_hash"}  # hashes differ by process
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive local tokens and the arithmetic of their global positions.
 
     Local token `i` of the segment is at global position `start + (i // block) * period + i % block`: blocks of `block`
@@ -65,6 +64,8 @@ class Segment:
 
     def position(self, index: int) -> int:
         """The position of a local token (of a tensor of local tokens: their positions)."""
+        if self.is_contiguous:
+            return self.start + index
         return self.start + index // self.block * self.period + index % self.block
 
     def rows_before(self, position: int) -> int:

@@ -205,6 +205,17 @@ def test_explain_refuses_unknown_hardware(hardware: object, error: type[Exceptio
         run_ranks(4, body)
 
 
+def test_hardware_of_an_axis_of_one_rank_is_ignored() -> None:
+    def body(rank: int) -> list[Explanation]:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+        named: list[dict[str, str]] = [{"ring": "H100, Ethernet 100G", "ulysses": "H100"}, {"ulysses": "H100"}]
+        return [explain(mesh, seq_len=8, q_heads=4, hardware=each, quiet=True) for each in named]
+
+    both, one = run_ranks(2, body)[0]
+    assert both == one
+    assert both.assumption == "assumed: ulysses: H100, NVLink 4, 330 GB/s"
+
+
 def test_explain_of_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
     """What is hidden takes no time; a mask is causal too if asked for; a causal mask is what is_causal says."""
     documents = Documents([*range(0, 65536, 500), 65536])

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property
 
+import pytest
 import torch
 
 from cp_dtensor.spec.cache import LRUCache, estimated_bytes, lru_cached
@@ -36,17 +37,40 @@ def test_entries_are_dropped_by_bytes() -> None:
     cache = LRUCache[object](most_bytes=1 << 20, least=1)
     for index in range(50):  # 36 KiB each
         cache.add(index, numbers(1000, index << 20))
-        assert cache.nbytes <= 1 << 20
-    assert 25 < len(cache) < 30
+        assert cache.nbytes <= (1 << 20) + 40_000, "all but the newest"
+    assert 25 < len(cache) < 31
     assert cache.get(49) is not None
     assert cache.get(0) is None
     cache.add("large", numbers(1 << 16))
+    assert cache.get("large") is not None, "the newest"
+    assert cache.nbytes > 36 << 16
+    cache.add("next", numbers(1))
     assert len(cache) == 1, "an entry that is too large by itself"
-    assert cache.get("large") is not None
+    assert cache.get("large") is None
     cache.clear()
     assert (len(cache), cache.nbytes) == (0, 0)
     cache.add(1, numbers(10))
     assert 0 < cache.nbytes < 1000
+
+
+def test_an_entry_is_measured_once_when_the_next_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[object] = []
+
+    def estimated(key: object, value: object) -> int:
+        measured.extend([key] if key else [])
+        return 100
+
+    monkeypatch.setattr("cp_dtensor.spec.cache.estimated_bytes", estimated)
+    cache = LRUCache[str](most_bytes=250, least=1)
+    for key in (1, 1, 2, 1, 2, 3, 3):
+        cache.add(key, "value")
+        assert cache.get(1) == "value"
+    assert measured == [1, 2]
+    assert (cache.nbytes, len(cache)) == (300, 3)
+    cache.add(4, "value")
+    assert measured == [1, 2, 3, 3], "for nbytes, too"
+    assert len(cache) == 3
+    assert cache.get(2) is None, "the least recently used"
 
 
 def test_many_small_entries_stay() -> None:

@@ -31,11 +31,9 @@ FORBIDDEN_TORCH = {
 }
 
 # Modules (prefixes) that tools may import besides themselves and the public names of the package: plans and masks as
-# data, the cost model, the choice of kernels, and for benchmarks of internals the kernels of one device and the size of
-# symmetric memory.
-TOOLS_IMPORT = (
-    "plan", "spec", "engine.cost_model", "attention.backends", "attention.masked", "comm.symm_mem_workspace",
-)  # fmt: skip
+# data, the choice of kernels, and for benchmarks of internals the kernels of one device and the size of symmetric
+# memory.
+TOOLS_IMPORT = ("plan", "spec", "attention.backends", "attention.masked", "comm.symm_mem_workspace")
 
 # Modules (prefixes) that may import triton.
 TRITON = ("_torch", "attention.triton", "comm.triton_kernels")

@@ -135,6 +135,11 @@ def test_progress_has_no_lines_of_refused_rows(capsys: pytest.CaptureFixture[str
         (["--seq-lens", "64", "--mask", "documents:0,96"], "the documents of a mask end at 96"),
         (["--timeout", "0"], "expected a positive number, got 0"),
         (["--row-seconds", "nan"], "expected a positive number, got nan"),
+        (
+            ["--mask", "full", "--methods", "ideal", "torch-flex HeadTail"],
+            "--methods: torch-flex HeadTail cannot compute",
+        ),
+        (["--dropout", "0.1", "--methods", "torch-allgather"], "--methods: torch-allgather cannot compute any"),
         (["--dropout", "0", "1"], "expected a probability from 0 to less than 1, got 1"),
     ],
 )

@@ -80,6 +80,9 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         refuse_masks_beyond(cases)
     except ValueError as error:
         parser.error(str(error))
+    without_rows = [method.name for method in methods if not any(map(method.has_row, cases))]
+    if parsed.methods and without_rows:
+        parser.error(f"--methods: {', '.join(without_rows)} cannot compute any of these masks and dropouts")
     sharing = {method.name: method for method in methods if not method.alone}
     if not parsed.trace and (parsed.trace_method or parsed.trace_seq_len):
         parser.error("--trace-method and --trace-seq-len need --trace")

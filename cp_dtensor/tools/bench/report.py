@@ -1,4 +1,4 @@
-"""Rows of a benchmark run, the numbers that follow from them, and their reports: JSON, Markdown and a picture."""
+"""Rows of a benchmark run, the numbers that follow from them, and their reports: JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cp_dtensor.tools.bench.cases import PASSES, Case, Heads
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
-
-if TYPE_CHECKING:
-    pass
 
 IDEAL = "ideal"
 """Prefix of the methods that compute the whole sequence on one GPU."""
