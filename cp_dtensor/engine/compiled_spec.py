@@ -57,7 +57,8 @@ def made_of(parts: Any) -> Any:
         return parts
     if not isinstance(parts[0], type):
         return tuple(map(made_of, parts))
-    kind, values = parts[0], map(made_of, parts[1])
+    kind: Any = parts[0]
+    values = map(made_of, parts[1])
     if issubclass(kind, tuple):
         return kind(*values)
     made: Any = object.__new__(kind)
