@@ -33,7 +33,7 @@ def origin_of(config: Config, text_fingerprint: int) -> Origin:
 
 
 def step_to_load(config: Config) -> int:
-    """Returns the step of the checkpoint to resume from, 0 to start from scratch."""
+    """The step of the checkpoint to resume from, 0 to start from scratch."""
     folder, wanted = _folder(config), config.checkpoint.load_step
     # The metadata is written last, so a checkpoint without it was interrupted.
     steps = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("step-*/.metadata")]

@@ -176,7 +176,7 @@ def _config_of(values: dict[str, Any]) -> Config:
 
 
 def _types() -> dict[str, type]:
-    """Returns every valid key, `section.field`, and its type."""
+    """Every valid key, `section.field`, and its type."""
     return {
         f"{section}.{name}": kind
         for section, cls in get_type_hints(Config).items()

@@ -110,7 +110,7 @@ class FeedForward(nn.Module):
 
 
 def rope_table(head_dim: int, seq_len: int, theta: float) -> torch.Tensor:
-    """Returns (seq_len, head_dim / 2) complex: row i rotates pair j of a head by angle i * theta^(-2j / head_dim)."""
+    """(seq_len, head_dim / 2) complex: row i rotates pair j of a head by angle i * theta^(-2j / head_dim)."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2) / head_dim)
     angles = torch.outer(torch.arange(seq_len), frequencies)
     return torch.polar(torch.ones_like(angles), angles)

@@ -80,7 +80,7 @@ class Reporter:
             print(f"step {step}/{self._last_step}: {numbers}", flush=True)
 
     def _speed(self, step: int) -> float:
-        """Returns the tokens per second of all ranks since the last report."""
+        """The tokens per second of all ranks since the last report."""
         (then, step_then), now = self._since, time.perf_counter()
         self._since = (now, step)
         return (step - step_then) * self._tokens_per_step / (now - then)

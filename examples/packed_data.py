@@ -18,7 +18,7 @@ from text_data import IGNORE, SEPARATOR, Batch, Data, TextData, as_tokens
 
 
 def data_of(config: Config, text: bytes) -> Data:
-    """Returns the samples of a configuration."""
+    """The samples of a configuration."""
     training, packing = config.training, config.packing
     if packing.documents == "files":
         return PackedFiles(text, training.seq_len, training.seed)
@@ -33,10 +33,10 @@ class PackedData(Data):
 
     @abstractmethod
     def documents(self, sample: int) -> list[bytes]:
-        """Returns the documents of a sample, `seq_len` bytes in all, none empty."""
+        """The documents of a sample, `seq_len` bytes in all, none empty."""
 
     def samples(self, first: int, count: int) -> Batch:
-        """Returns samples; the label of a token is the next token, or IGNORE at the end of its document."""
+        """Samples; the label of a token is the next token, or IGNORE at the end of its document."""
         rows = [self.documents(sample) for sample in range(first, first + count)]
         edges = [tuple(accumulate(map(len, documents), initial=0)) for documents in rows]
         tokens = torch.stack([as_tokens(b"".join(documents)) for documents in rows])
@@ -53,7 +53,7 @@ class PackedFiles(PackedData):
     """The windows of `TextData`; a document is the part of a file in a window."""
 
     def documents(self, sample: int) -> list[bytes]:
-        """Returns the documents of a window; each ends with SEPARATOR, except possibly the last."""
+        """The documents of a window; each ends with SEPARATOR, except possibly the last."""
         ended = TextData(self.text, self.seq_len, self.seed).window(sample, self.seq_len).split(bytes([SEPARATOR]))
         *files, rest = ended
         return [file + bytes([SEPARATOR]) for file in files] + [rest] * bool(rest)
@@ -67,7 +67,7 @@ class PackedPieces(PackedData):
     sigma: float
 
     def documents(self, sample: int) -> list[bytes]:
-        """Returns the documents of a sample; they depend on sample, seed and text only."""
+        """The documents of a sample; they depend on sample, seed and text only."""
         drawn = random.Random(f"{self.seed} {sample}")
         documents, missing = [], self.seq_len
         while missing:

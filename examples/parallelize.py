@@ -51,7 +51,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def shard_sequence(self, batch: Batch) -> AbstractContextManager[torch.Tensor | None]:
-        """Returns a context in which a batch is sharded and attention still covers whole sequences or documents.
+        """A context in which a batch is sharded and attention still covers whole sequences or documents.
 
         The context returns the `attn_mask` to pass to the model, or None.
 
@@ -129,7 +129,7 @@ class MeshRanks(Ranks):
 
 
 def mask_of(batch: Batch) -> Mask | None:
-    """Returns the mask of packed samples, or None."""
+    """The mask of packed samples, or None."""
     by_row = [Documents(edges, within=Causal()) for edges in batch.documents]
     if len(by_row) > 1:
         return Batched(by_row)
@@ -137,7 +137,7 @@ def mask_of(batch: Batch) -> Mask | None:
 
 
 def layout_of(load_balancer: str, batch: Batch, mask: Mask | None) -> Layout:
-    """Returns the layout of a load balancer's name."""
+    """The layout of a load balancer's name."""
     if load_balancer == "balanced":
         return Balanced(mask or Causal(), batch.tokens.size(1))
     if load_balancer == "per_document":
@@ -146,7 +146,7 @@ def layout_of(load_balancer: str, batch: Batch, mask: Mask | None) -> Layout:
 
 
 def dense_mask(batch: Batch) -> torch.Tensor:
-    """Returns the `attn_mask` (B, 1, S, S) for one device: causal within each document."""
+    """The `attn_mask` (B, 1, S, S) for one device: causal within each document."""
     device = batch.tokens.device
     position = torch.arange(batch.tokens.size(1), device=device)
     edges = [torch.tensor(of_row, device=device) for of_row in batch.documents]

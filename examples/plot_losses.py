@@ -85,12 +85,12 @@ def train(way: Way, precision: str, config: Path) -> list[float]:
 
 
 def differences(losses: Losses, way: Way) -> list[float]:
-    """Returns the absolute difference from the loss of one rank, for each step."""
+    """The absolute difference from the loss of one rank, for each step."""
     return [abs(ours - theirs) for ours, theirs in zip(losses[way.name], losses[ONE_RANK.name], strict=True)]
 
 
 def largest_difference(losses: Losses) -> float:
-    """Returns the largest difference over all runs and steps."""
+    """The largest difference over all runs and steps."""
     return max(max(differences(losses, way)) for way in PARALLEL)
 
 
@@ -128,7 +128,7 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
 
 
 def page(losses: dict[str, Losses], config_path: Path) -> str:
-    """Returns docs/loss_curves.md: the picture and its numbers."""
+    """docs/loss_curves.md: the picture and its numbers."""
     config = load_config(config_path)
     training = config.training
     transport = config.parallelism.context_parallel_rotate_method
@@ -160,7 +160,7 @@ The text is the standard library of this Python, so other versions give other lo
 
 
 def table(losses: dict[str, Losses]) -> str:
-    """Returns one row of Markdown per run."""
+    """One row of Markdown per run."""
     rows = []
     for way in (ONE_RANK, *PARALLEL):
         cells = [way.name, str(way.ranks)]

@@ -37,12 +37,12 @@ class Batch:
     """Cumulative document lengths of each sample, such as (0, 3, 8); empty if samples are not packed."""
 
     def to(self, device: torch.device) -> Batch:
-        """Returns a copy on a device."""
+        """A copy on a device."""
         return Batch(self.tokens.to(device), self.labels.to(device), self.positions.to(device), self.documents)
 
 
 def standard_library_text() -> bytes:
-    """Returns the top-level modules in alphabetical order, each followed by SEPARATOR."""
+    """The top-level modules in alphabetical order, each followed by SEPARATOR."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(folder.glob("*.py")) if not path.stem.startswith(MACHINE_SPECIFIC)]
     if not files:
@@ -64,7 +64,7 @@ class Data(ABC):
 
     @abstractmethod
     def samples(self, first: int, count: int) -> Batch:
-        """Returns samples `first, ..., first + count - 1`."""
+        """Samples `first, ..., first + count - 1`."""
 
     @cached_property
     def fingerprint(self) -> int:
@@ -72,7 +72,7 @@ class Data(ABC):
         return zlib.crc32(self.text)
 
     def batches(self, step: int, global_batch_size: int, local_batch_size: int, rank: int, ranks: int) -> list[Batch]:
-        """Returns the batches of data-parallel rank `rank` of `ranks` in step `step` (from 1), one per forward pass.
+        """The batches of data-parallel rank `rank` of `ranks` in step `step` (from 1), one per forward pass.
 
         Context- and tensor-parallel ranks with the same data-parallel rank get the same samples.
         """
@@ -90,14 +90,14 @@ class TextData(Data):
         return (len(self.text) - 1) // self.seq_len
 
     def samples(self, first: int, count: int) -> Batch:
-        """Returns samples; the label of a token is the next token, or IGNORE at the end of a file."""
+        """Samples; the label of a token is the next token, or IGNORE at the end of a file."""
         text = torch.stack([as_tokens(self.window(n, self.seq_len + 1)) for n in range(first, first + count)])
         tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         positions = torch.arange(self.seq_len).repeat(count, 1)
         return Batch(tokens, labels.masked_fill(tokens == SEPARATOR, IGNORE), positions)
 
     def window(self, sample: int, length: int) -> bytes:
-        """Returns `length` bytes from the start of a sample."""
+        """`length` bytes from the start of a sample."""
         epoch, index = divmod(sample, self._windows)
         generator = torch.Generator().manual_seed(self.seed + epoch)
         start = int(torch.randperm(self._windows, generator=generator)[index]) * self.seq_len
@@ -105,5 +105,5 @@ class TextData(Data):
 
 
 def as_tokens(text: bytes) -> torch.Tensor:
-    """Returns one int64 token per byte, (len(text),)."""
+    """One int64 token per byte, (len(text),)."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

@@ -193,7 +193,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Returns the learning rate: linear warmup, then decay to `min_lr_factor` of the peak at the last step."""
+    """The learning rate: linear warmup, then decay to `min_lr_factor` of the peak at the last step."""
     schedule, peak = config.lr_scheduler, config.optimizer.lr
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps

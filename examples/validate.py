@@ -39,7 +39,7 @@ POSITIVE = (
 
 
 def resolved(config: Config, world_size: int) -> Config:
-    """Returns `config` with every -1 replaced by its number on `world_size` ranks.
+    """`config` with every -1 replaced by its number on `world_size` ranks.
 
     Raises:
         ConfigError: the configuration cannot run on these ranks.

@@ -6,7 +6,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from cp_dtensor._torch.compiler import when_loaded
 from cp_dtensor._torch.dtensor import bound_arguments
 from cp_dtensor._torch.patches import wrapped
 
@@ -103,6 +104,20 @@ def _suppress_override_warning() -> None:
 def original_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Computes SDPA as torch does without the override, for every kind of tensor."""
     return _SDPA.decompose(*args, **kwargs)
+
+
+def jagged_sdpa_checked(check: Callable[[], None]) -> AbstractContextManager[None]:
+    """While open, calls `check`, which may raise, before SDPA of jagged tensors, which the dispatcher never sees."""
+    name = "jagged_scaled_dot_product_attention"
+
+    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        check()
+        return original(*args, **kwargs)
+
+    def change(module: types.ModuleType) -> AbstractContextManager[None]:
+        return wrapped(module, name, checked) if hasattr(module, name) else nullcontext()
+
+    return when_loaded("torch.nested._internal.ops", change)
 
 
 # `varlen_attn`, torch's attention of packed documents

@@ -115,7 +115,8 @@ class context_parallel(ContextDecorator):
             `context_parallel_attention`).
         debug: True: on every entry the ranks compare configuration and buffers, and at every attention call what must
             agree; a disagreement names the rank. False: at the first entry of each kind of context over a group (its
-            configuration, and the dtypes and sequence dims of its buffers), and at calls that exchange lengths.
+            configuration, and the dtypes and sequence dims of its buffers), at the first attention call of each kind,
+            and at calls that exchange lengths.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
@@ -286,6 +287,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     """The patches, in the order of their installation."""
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
+    yield _torch.jagged_sdpa_checked(_refuse_nested)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.saved_tensors_detached(is_shard_now)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, check_compiled_call)
@@ -355,7 +357,7 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
             "leading dims itself: call it on the whole batch"
         )
     if call.q.is_nested:
-        raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
+        _refuse_nested()
     if isinstance(call.q, DTensor) or isinstance(call.k, DTensor) or isinstance(call.v, DTensor):
         # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
         # DTensors over the ranks of the context have their own placements.
@@ -375,6 +377,13 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
             )
         return result
     return sdpa_of_shards(context, call)
+
+
+def _refuse_nested() -> None:
+    """Refuses SDPA of nested tensors, unless there is no context."""
+    context = current_context()
+    if context is not None and open_local_sdpa(context) is None:
+        raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
 
 
 def sdpa_of_shards(

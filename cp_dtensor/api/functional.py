@@ -80,7 +80,8 @@ def context_parallel_attention(
         return_lse: True also returns the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
             their local lengths in one small collective (on the host where the groups have a CPU backend).
-        debug: True: the ranks exchange and compare everything that must agree; a disagreement names the rank.
+        debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
+            rank. False: in the first call of each kind, and in those that exchange lengths (docs/limits.md).
 
     Returns:
         out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator

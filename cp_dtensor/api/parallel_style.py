@@ -71,7 +71,8 @@ class ContextParallel(ParallelStyle):
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
             code: call `context_parallel_attention(sinks=...)` there.
         deterministic: True: equal inputs give equal bits on GPUs too (see `context_parallel_attention`).
-        debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank.
+        debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank. False:
+            as for `context_parallel_attention`.
 
     Raises:
         TypeError, ValueError: arguments that do not fit. From parallelize_module: a mesh that is neither one axis nor

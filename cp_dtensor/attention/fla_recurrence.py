@@ -45,9 +45,9 @@ class FlaRecurrence:
 
     The map of a piece is the state at its end from a state of zero, and its transition, with the delta rule, the state
     at its end from the identity and values of zero: both are columns of one run, which does the work within chunks
-    once. Without the delta rule the transition is the product of the decays. Outputs are
-    linear in the entering state S: those of a state of zero, plus `queries` S. The outputs from the identity are these
-    queries (without the delta rule: decayed q), so that pieces whose maps are known do not go through a kernel again.
+    once. Without the delta rule the transition is the product of the decays. Outputs are linear in the entering state
+    S: those of a state of zero, plus `queries` S. The outputs from the identity are these queries (without the delta
+    rule: decayed q), so that pieces whose maps are known do not go through a kernel again.
 
     Maps have gradients for what `engine.scan` makes of them, the state M S + B that leaves a piece: see `_FromZero`.
     """

@@ -57,7 +57,8 @@ def attention_forward(
             where a row does not attend (boolean).
         dropout: of the softmax weights, by global positions; the lse is without dropout.
         softcap: 0.0, or c > 0: scaled logits x become cap(x) = c tanh(x / c), before the bias is added.
-        split_lse: True for an lse of two floats, for biases with large finite numbers (`attention.lse`).
+        split_lse: True for an lse of two floats, for biases with large finite numbers (`attention.lse`); the bias is
+            floating then.
 
     Returns:
         out: (B, H, S, Dv), in q's dtype; 0 for rows that attend to nothing.

@@ -1,7 +1,8 @@
 """Comparison of what must be equal on all ranks: the facts of a context or a call, by their hash.
 
 One small all-gather compares hashes; readable facts travel only where these differ. The first entry of each kind of
-context and the first call of each kind that exchanges lengths are compared always, later ones with `debug=True`.
+context and the first call of each kind are compared always, and all calls that exchange lengths; later ones with
+`debug=True`.
 """
 
 from __future__ import annotations

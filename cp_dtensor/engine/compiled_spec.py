@@ -44,7 +44,8 @@ def parts_of(value: Any) -> Any:
             raise TypeError(f"expected layouts and masks to be frozen dataclasses, got {type(value).__name__}")
         return type(value), tuple([parts_of(getattr(value, field.name)) for field in fields(value)])  # type: ignore[arg-type]
     if isinstance(value, tuple):
-        return tuple([parts_of(each) for each in value])
+        parts = tuple([parts_of(each) for each in value])
+        return parts if type(value) is tuple else (type(value), parts)  # a named tuple, such as a segment
     if isinstance(value, int) and not isinstance(value, bool):
         return index(value)  # a number again, where Dynamo has made a symbol of a number that changes from call to call
     return value
@@ -56,10 +57,14 @@ def made_of(parts: Any) -> Any:
         return parts
     if not isinstance(parts[0], type):
         return tuple(map(made_of, parts))
-    value: Any = object.__new__(parts[0])
-    for field, part in zip(fields(parts[0]), parts[1], strict=True):
-        object.__setattr__(value, field.name, made_of(part))
-    return value
+    kind: Any = parts[0]
+    values = map(made_of, parts[1])
+    if issubclass(kind, tuple):
+        return kind(*values)
+    made: Any = object.__new__(kind)
+    for field, value in zip(fields(kind), values, strict=True):
+        object.__setattr__(made, field.name, value)
+    return made
 
 
 # Keys of constants

@@ -91,8 +91,8 @@ class _Kind(PackedForms):
                 a query sees, -1 for no limit. With `causal`, right is 0.
             dropout_p, softmax_scale, alibi_slopes, deterministic, return_attn_probs, group, softcap: as for
                 `ring_flash_attn_func`.
-            debug: True to compare lengths, documents and all other arguments between ranks. Otherwise ranks exchange no
-                metadata, as in ring-flash-attention.
+            debug: True to compare lengths, documents and all other arguments between ranks in every call. Otherwise
+                they do so in the first call of each kind only.
 
         Returns:
             out: (T, H, Dv), contiguous. With `return_attn_probs`, (out, lse, None), where lse: (H, T) is the natural

@@ -1,4 +1,4 @@
-"""Picture of the way of a recurrent layer's state through the runs of all ranks, by layout.
+"""Picture of the path of a recurrent layer's state through the runs of all ranks, by layout.
 
 python docs/scripts/states.py --output docs/images/states.png
 """
@@ -40,7 +40,7 @@ def ways(layout: Layout, edges: tuple[int, ...]) -> list[list[Run]]:
 
 
 def draw(axis: Axes, layout: Layout, edges: tuple[int, ...]) -> None:
-    """Draws runs as bars and the way of each state as arrows."""
+    """Draws runs as bars and the path of each state as arrows."""
     sequence = SequenceLayout(layout, SEQ_LEN, RANKS, edges=edges)
     for rank in range(RANKS):
         for start, stop in sequence.pieces(rank):

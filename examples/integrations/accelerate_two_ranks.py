@@ -55,7 +55,7 @@ class Model(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, seen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the mean loss of (B, S) tokens at (B, S) positions."""
+        """The mean loss of (B, S) tokens at (B, S) positions."""
         hidden = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             hidden = block(hidden, seen)
@@ -63,19 +63,19 @@ class Model(nn.Module):
 
 
 def fresh_model() -> Model:
-    """Returns a model with equal weights each time, in float64, so that results differ by rounding only."""
+    """A model with equal weights each time, in float64, so that results differ by rounding only."""
     torch.manual_seed(0)
     return Model().double()
 
 
 def data() -> DataLoader:
-    """Returns batches of (B, S) tokens and the tokens that follow them."""
+    """Batches of (B, S) tokens and the tokens that follow them."""
     text = torch.randint(VOCABULARY, (BATCH * STEPS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=BATCH)
 
 
 def one_rank(seen: torch.Tensor | None) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Returns loss and gradients of each step, on whole sequences."""
+    """Loss and gradients of each step, on whole sequences."""
     model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     history = []

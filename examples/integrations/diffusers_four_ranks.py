@@ -29,7 +29,7 @@ LARGEST_ERROR = 1e-4  # of float32, relative to the largest value
 
 
 def flux(text: int, image: int) -> tuple[Any, dict[str, Any]]:
-    """Returns a model with joint attention of `text` and `image` tokens, and its inputs."""
+    """A model with joint attention of `text` and `image` tokens, and its inputs."""
     model = FluxTransformer2DModel(
         in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4,
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
@@ -46,7 +46,7 @@ def flux(text: int, image: int) -> tuple[Any, dict[str, Any]]:
 
 
 def wan(text: int, width: int) -> tuple[Any, dict[str, Any]]:
-    """Returns a model with self-attention of 3 * 2 * `width` tokens and cross-attention to text, and its inputs."""
+    """A model with self-attention of 3 * 2 * `width` tokens and cross-attention to text, and its inputs."""
     model = WanTransformer3DModel(
         num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
         ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
@@ -60,7 +60,7 @@ def wan(text: int, width: int) -> tuple[Any, dict[str, Any]]:
 
 
 def out_and_gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the output, and the gradients of all weights for a fixed random gradient of the output."""
+    """The output, and the gradients of all weights for a fixed random gradient of the output."""
     out = model(**inputs, return_dict=False)[0]
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.device)
     grads = torch.autograd.grad(out, list(model.parameters()), grad_out, allow_unused=True)

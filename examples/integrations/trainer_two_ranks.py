@@ -20,7 +20,7 @@ VOCABULARY, LENGTH, BATCH, STEPS, LEARNING_RATE = 61, 45, 2, 3, 0.5
 
 
 def fresh_model() -> LlamaForCausalLM:
-    """Returns a model with equal random weights each time."""
+    """A model with equal random weights each time."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -30,7 +30,7 @@ def fresh_model() -> LlamaForCausalLM:
 
 
 def samples(kind: str) -> list[dict[str, torch.Tensor]]:
-    """Returns sequences of tokens: each two packed documents, or one with padding to the left."""
+    """Sequences of tokens: each two packed documents, or one with padding to the left."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for index in range(BATCH * STEPS):
@@ -49,7 +49,7 @@ def samples(kind: str) -> list[dict[str, torch.Tensor]]:
 
 
 def one_rank(kind: str) -> tuple[list[float], LlamaForCausalLM]:
-    """Returns the loss of each step, on whole sequences, and the trained model."""
+    """The loss of each step, on whole sequences, and the trained model."""
     model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     data = samples(kind)

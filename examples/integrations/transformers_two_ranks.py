@@ -23,7 +23,7 @@ VOCABULARY, LENGTH, BATCH, STEPS = 61, 48, 2, 3
 
 
 def fresh_model(attn_implementation: str) -> MistralForCausalLM:
-    """Returns a model with equal weights each time, in float64, so that results differ by rounding only."""
+    """A model with equal weights each time, in float64, so that results differ by rounding only."""
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -35,7 +35,7 @@ def fresh_model(attn_implementation: str) -> MistralForCausalLM:
 
 
 def batch(step: int) -> dict[str, Any]:
-    """Returns (B, S) tokens, labels, and position ids that begin again in each document."""
+    """(B, S) tokens, labels, and position ids that begin again in each document."""
     text = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
     edge = 11 + step
     positions = torch.cat([torch.arange(edge), torch.arange(LENGTH - edge)]).expand(BATCH, -1)

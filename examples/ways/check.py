@@ -17,7 +17,7 @@ LARGEST_ERROR = 1e-10  # in float64
 
 
 def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Returns a mesh of 4 ranks: GPUs if this machine has 4, otherwise CPUs over gloo."""
+    """A mesh of 4 ranks: GPUs if this machine has 4, otherwise CPUs over gloo."""
     world_size = int(os.environ.get("WORLD_SIZE", RANKS))
     if world_size != RANKS:
         raise SystemExit(f"expected {RANKS} ranks, got {world_size}: torchrun --nproc-per-node {RANKS} ...")
@@ -26,21 +26,21 @@ def make_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 def problem(device: str) -> list[torch.Tensor]:
-    """Returns q, k, v and the gradient of out, equal on every rank: 50 tokens, 8 query heads and 4 key heads."""
+    """q, k, v and the gradient of out, equal on every rank: 50 tokens, 8 query heads and 4 key heads."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 50, 16) for heads in (8, 4, 4, 8)]  # (batch, heads, tokens, head dim)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
 
 
 def one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> list[torch.Tensor]:
-    """Returns out, dq, dk and dv of causal attention on one device."""
+    """Out, dq, dk and dv of causal attention on one device."""
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
 
 
 def error(got: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> float:
-    """Returns the largest absolute difference; infinite for NaN and for missing gradients."""
+    """The largest absolute difference; infinite for NaN and for missing gradients."""
     largest = 0.0
     for tensor, wanted in zip(got, expected, strict=True):
         difference = math.inf if tensor is None else (tensor - wanted).abs().max().item()

@@ -19,7 +19,7 @@ from cp_dtensor.integrations.unified import UnifiedAttnMode
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
     *whole, grad_out = (tensor.transpose(1, 2) for tensor in problem(mesh.device_type))  # (batch, tokens, heads, dim)
     expected = [x.transpose(1, 2) for x in one_device(*problem(mesh.device_type))]

@@ -13,7 +13,7 @@ from cp_dtensor import enable_context_parallel_dispatcher
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
     # Equal shards, since DTensor of torch 2.11 gathers the gradients of uneven shards.
     whole = [tensor[:, :, :48] for tensor in problem(mesh.device_type)]

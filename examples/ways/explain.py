@@ -12,7 +12,7 @@ from cp_dtensor import context_parallel_attention, context_parallel_shard, expla
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
     # The table is for a call that is not made here. On CPUs the hardware is assumed, on GPUs it is measured.
     predicted = explain(mesh, seq_len=131072, q_heads=32, kv_heads=8)

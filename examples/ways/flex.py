@@ -32,7 +32,7 @@ def by_distance(
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     mesh = make_mesh((4,), ("cp",))
     device = mesh.device_type

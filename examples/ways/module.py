@@ -25,13 +25,13 @@ class Attention(nn.Module):
         self.qkv, self.proj = (nn.Linear(64, width, dtype=torch.float64) for width in (3 * 64, 64))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns attention of the hidden states, in the same shape."""
+        """Attention of the hidden states, in the same shape."""
         q, k, v = (x.transpose(1, 2) for x in self.qkv(hidden).unflatten(2, (3, 8, 8)).unbind(2))
         return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((4,), ("cp",))
     torch.manual_seed(0)
     alone = Attention().to(mesh.device_type)

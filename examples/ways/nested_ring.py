@@ -12,7 +12,7 @@ from cp_dtensor import context_parallel_attention, context_parallel_shard
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("cp_node", "cp_gpu"))  # names that begin with "cp": both axes share the sequence
     whole = problem(mesh.device_type)
     q, k, v, grad_out = context_parallel_shard(mesh, whole, [2] * 4)

@@ -12,7 +12,7 @@ from cp_dtensor import context_parallel_shard, ring_attention
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((4,), ("cp",))
     whole = problem(mesh.device_type)
     q, k, v, grad_out = context_parallel_shard(mesh, whole, [2] * 4)  # this rank's tokens, in HeadTail()

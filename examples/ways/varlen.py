@@ -20,21 +20,21 @@ from cp_dtensor.integrations.ring_flash_attn import (
 
 
 def documents() -> list[int]:
-    """Returns the cumulative lengths of 20 documents; lengths are lognormal: many short, a few long."""
+    """The cumulative lengths of 20 documents; lengths are lognormal: many short, a few long."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randn(20, generator=generator).mul(1.2).add(2.0).exp().int() + 1
     return list(accumulate(lengths.tolist(), initial=0))
 
 
 def problem(tokens: int, device: str) -> list[torch.Tensor]:
-    """Returns q, k, v and the gradient of out, equal on every rank: 8 query heads and 2 key heads."""
+    """q, k, v and the gradient of out, equal on every rank: 8 query heads and 2 key heads."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(tokens, heads, 16) for heads in (8, 2, 2, 8)]  # (tokens, heads, head dim), as in flash-attn
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
 
 
 def one_device(whole: list[torch.Tensor], cu_seqlens: list[int]) -> list[torch.Tensor]:
-    """Returns out, dq, dk and dv of one document after the other."""
+    """Out, dq, dk and dv of one document after the other."""
     *leaves, grad_out = (tensor.detach().clone() for tensor in whole)
     parts = []
     for start, stop in pairwise(cu_seqlens):
@@ -45,7 +45,7 @@ def one_device(whole: list[torch.Tensor], cu_seqlens: list[int]) -> list[torch.T
 
 
 def main() -> tuple[float, str]:
-    """Returns the largest error of this rank, and the type of its device."""
+    """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((4,), ("cp",))
     cu_seqlens = documents()
     tokens = cu_seqlens[-1]

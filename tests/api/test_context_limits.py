@@ -24,6 +24,7 @@ from cp_dtensor import (
     context_parallel_shard,
     context_parallel_unshard,
 )
+from cp_dtensor.api.extension import local_sdpa
 
 
 def group() -> dist.ProcessGroup:
@@ -88,6 +89,23 @@ def test_nested_tensors_are_refused() -> None:
         nested = torch.nested.nested_tensor(parts, layout=torch.strided)
         with context_parallel(group()), pytest.raises(NotImplementedError, match="nested"):
             F.scaled_dot_product_attention(nested, nested, nested)
+
+    run_ranks(2, body)
+
+
+def test_jagged_tensors_are_refused_but_by_each_rank_alone() -> None:
+    def body(rank: int) -> None:
+        parts = [torch.randn(2, length, 8) for length in (3, 4)]
+        rows = [part.transpose(0, 1) for part in parts]
+        jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+        with context_parallel(group()):
+            with pytest.raises(NotImplementedError, match="nested"):
+                F.scaled_dot_product_attention(jagged, jagged, jagged)
+            with local_sdpa(queries_are_shards=False):
+                inside = F.scaled_dot_product_attention(jagged, jagged, jagged)
+        for out in (inside, F.scaled_dot_product_attention(jagged, jagged, jagged)):
+            for got, part in zip(out.unbind(), parts, strict=True):
+                torch.testing.assert_close(got, F.scaled_dot_product_attention(part, part, part))
 
     run_ranks(2, body)
 

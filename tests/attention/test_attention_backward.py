@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from support.attention_kernels import (
     NARROW,
+    SCALE,
     SMALL,
     BlockConfig,
     biases_of,
@@ -20,11 +23,13 @@ from support.attention_kernels import (
     interpreted,
     masks_of,
     through_kernels,
+    through_reference,
     to,
 )
 from support.cases import examples
 from support.row_masks import window
 
+from cp_dtensor.attention import masked
 from cp_dtensor.attention.masked import RowMask
 
 ROWS, COLUMNS, HEADS = 37, 53, 2
@@ -75,6 +80,31 @@ def test_default_configs(device: str, dim: int) -> None:
 def test_strides_are_free_but_for_the_last_dim(device: str, tma: bool) -> None:
     tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw(device, 19, 23, batch=2)]
     check(tuple(tensors), RowMask(causal_offset=4), config=replace(SMALL, tma=tma))
+
+
+@interpreted
+@pytest.mark.parametrize("offset", [0, 1], ids=["whole", "slices"])
+@pytest.mark.parametrize("dims", [(5, 3), (8, 4)], ids=str)
+def test_tensor_descriptors_can_read_what_kernels_get(
+    device: str, dims: tuple[int, int], offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors with any head dims, which those of the results are, and at any addresses."""
+    read: list[bool] = []
+
+    def recorded(launch: Any, *arguments: Any, **options: Any) -> None:
+        read.append(configs.can_use_tma(*(x for x in arguments if isinstance(x, torch.Tensor) and x.dim() == 4)))
+        launch(*arguments, **options)
+
+    for name in ("launch_attention_forward", "launch_attention_backward"):
+        monkeypatch.setattr(masked, name, partial(recorded, getattr(masked, name)))
+    monkeypatch.setattr(masked, "uses_triton", lambda q, v: True)
+    q, k, v = (x[..., offset:] for x in draw(device, 18, 21, dims=(dims[0] + offset, dims[1] + offset), batch=2))
+    mask, grad_out = RowMask(causal_offset=3), torch.randn(2, 2, 18, dims[1] + offset)[..., offset:]
+    out, lse = masked.attention_forward(q, k, v, mask, SCALE)
+    got = out, lse, *masked.attention_backward(grad_out, q, k, v, out, lse, mask, SCALE)
+    for mine, wanted in zip(got, through_reference((q, k, v), grad_out, mask, None), strict=True):
+        torch.testing.assert_close(mine.double(), wanted, rtol=0, atol=1e-4)
+    assert read == [True, True]
 
 
 @interpreted

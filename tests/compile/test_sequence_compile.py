@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.compile_checks import compiled, fresh, no_compilation
 from support.processes import Processes
-from support.sequences import Sequence
+from support.sequences import GivenSegments, Sequence
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -48,14 +48,14 @@ def _compare(function: Any, make: Any, *, again: Any = None, **options: Any) -> 
 
 
 def _local(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh, own = init_device_mesh("cpu", (2,)), GivenSegments.of(HeadTail(), 11, 2)
 
     def every(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"mesh": mesh, "layout": Striped(2), "cu_seqlens": cu_seqlens}
         x = shift(x * 2.0, -1, dim=1, **options)
         x = x + causal_conv1d(x, weight, activation="silu", **options)
-        x = relayout(x, Striped(2), HeadTail(), mesh=mesh, dim=1, seq_len=11)
-        before = halo(x, 2, mesh=mesh, dim=1, layout=HeadTail(), seq_len=11)
+        x = relayout(x, Striped(2), own, mesh=mesh, dim=1, seq_len=11)
+        before = halo(x, 2, mesh=mesh, dim=1, layout=own, seq_len=11)
         return x * before.sum() + 1.0
 
     def inputs(seed: int = 0, documents: tuple[int, ...] = (0, 4, 11)) -> Tensors:

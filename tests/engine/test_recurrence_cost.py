@@ -55,7 +55,7 @@ def test_choices() -> None:
 
 
 def test_times_of_kernels_are_those_measured() -> None:
-    """Within 13%, on one H200, in two sessions. Of scans of KDA, backward was another when it was measured."""
+    """Within 13%, on one H200, in two runs. Of scans of KDA, backward was another when it was measured."""
     compared = 0
     for row in json.loads(MEASURED.read_text())["rows"]:
         part, _, ranks = row["part"].partition(" of ")

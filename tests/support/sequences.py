@@ -11,9 +11,25 @@ from hypothesis import strategies as st
 
 from cp_dtensor import Causal, Contiguous, Documents, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.spec.balanced_layouts import Balanced
+from cp_dtensor.spec.layouts import Segment
 from support.problems import shard
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(3))
+
+
+@dataclass(frozen=True)
+class GivenSegments(Layout):
+    """A layout of one length, as users write it: the segments of each rank."""
+
+    by_rank: tuple[tuple[Segment, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, length: int, ranks: int) -> GivenSegments:
+        """The segments of a layout."""
+        return cls(tuple(layout.segments(length, rank, ranks) for rank in range(ranks)))
+
+    def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
+        return self.by_rank[rank]
 
 
 @dataclass(frozen=True)
