@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,13 +37,21 @@ MOST_TENSORS = 6
 class SequenceLayer(ABC):
     """A layer whose first tensor is (B, this rank's tokens, ...). Its `repr` names it in compiled code."""
 
+    of_tokens: ClassVar[int] = 1
+    """The number of tensors, the first ones, that have these dims."""
+
     @abstractmethod
     def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
         """The output of this rank's tokens and, if asked for, the final state; differentiable."""
 
     def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
         """The global length, checked or found."""
-        return call.length(tensors[0], 1, seq_len, edges)
+        others = [
+            (index, str(x.dtype), *x.shape[2 if index < self.of_tokens else 1 :])
+            for index, x in enumerate(tensors)
+            if index and x is not None
+        ]
+        return call.length(tensors[0], 1, seq_len, edges, tuple(others))
 
     def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         """Shape and dtype of the final state, None if there is none; the output has those of the first tensor."""
@@ -74,6 +82,7 @@ class LinearRecurrence(SequenceLayer):
     documents (documents, H, K, V), in float32 or float64.
     """
 
+    of_tokens = 5  # all but the initial state
     owner: str
     scale: float | None
     """None for 1 / sqrt(K), which is a symbol where compiled code has dynamic shapes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,10 +38,11 @@ class SequenceCall:
         """The ranks, in this process's groups."""
         return SequenceRanks(*map(_torch.group_of_name, self.groups))
 
-    def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges) -> int:
+    def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges, others: Hashable = ()) -> int:
         """The global length; ranks exchange their local lengths if nothing else determines it.
 
-        At the first call of each kind, ranks compare their calls in any case.
+        At the first call of each kind, ranks compare their calls in any case. `others` describes other tensors, whose
+        dtypes and dims the code determines.
 
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
@@ -51,7 +52,7 @@ class SequenceCall:
             seq_len = known_length(local, self.declared_lengths or (), self.layout, ranks.rank, ranks.size)
         is_known = seq_len is not None
         if seq_len is None:
-            seq_len = global_length(self._compared(x, dim, None, edges), self.layout, "local")
+            seq_len = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
         refuse_other_lengths(self.layout, seq_len, self.owner)
         expected = self.layout.local_length(seq_len, ranks.rank, ranks.size)
         if local != expected:
@@ -61,23 +62,23 @@ class SequenceCall:
             )
         self.check_edges(edges, seq_len)
         if is_known:
-            kind = self.owner, type(self.layout), x.dtype, *x.shape[1:dim], *x.shape[max(dim + 1, 1) :]
-            compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, seq_len, edges))
+            kind = self.owner, type(self.layout), x.dtype, *x.shape[1:dim], *x.shape[max(dim + 1, 1) :], others
+            compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, seq_len, edges, others))
         return seq_len
 
-    def _compared(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges) -> list[int]:
+    def _compared(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges, others: Hashable) -> list[int]:
         """The local lengths of all ranks, whose calls are equal but for these. A collective."""
         ranks = self.ranks
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
         # axes, ranks have different groups.
-        digest = hash_of((replace(self, groups=()), shape, x.dtype, seq_len, edges))
+        digest = hash_of((replace(self, groups=()), shape, x.dtype, others, seq_len, edges))
         lengths, digests = map(list, zip(*ranks.gather_integers([x.size(dim), digest], x.device), strict=True))
         if odd := odd_ones(digests):
             raise ValueError(
                 f"{self.owner}: expected equal calls on all ranks, but for the number of local tokens; the call of "
                 f"rank {odd} differs from the others (here: {self.operation}, {self.layout}, {x.dtype}, shape "
-                f"{tuple(x.shape)}, seq_len {seq_len}, documents {edges[:8] or None})"
+                f"{tuple(x.shape)}, other tensors {others or None}, seq_len {seq_len}, documents {edges[:8] or None})"
             )
         return lengths
 

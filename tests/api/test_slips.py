@@ -22,7 +22,9 @@ from cp_dtensor import (
     HeadTail,
     SlidingWindow,
     Striped,
+    causal_conv1d,
     context_parallel,
+    linear_attention,
     ring_attention,
     shift,
 )
@@ -236,6 +238,30 @@ def test_sequence_operations_with_declared_lengths_that_differ_between_ranks(odd
         shift(torch.ones(2, LENGTH // RANKS, size), n, mesh=group(), dim=1, seq_len=LENGTH)
 
     assert all("the call of rank 1 differs" in str(each) for each in errors_by_rank(RANKS, body))
+
+
+@pytest.mark.parametrize("seq_len", [LENGTH, None])
+@pytest.mark.parametrize("odd", [{"dim": 3}, {"heads": 1}, {"g": (2, 2)}, {"g": None}, {"has_state": True}], ids=str)
+def test_other_tensors_of_layers_that_differ_between_ranks(odd: dict[str, Any], seq_len: int | None) -> None:
+    def body(rank: int) -> None:
+        case = {"heads": 2, "dim": 2, "g": (2,), "has_state": False} | (odd if rank == 1 else {})
+        of_head = 1, LENGTH // RANKS, case["heads"], case["dim"]
+        q, k, v = torch.ones(of_head), torch.ones(of_head), torch.ones(1, LENGTH // RANKS, 2, 5)
+        g = None if case["g"] is None else -torch.ones(1, LENGTH // RANKS, *case["g"])
+        state = torch.ones(1, 2, case["dim"], 5) if case["has_state"] else None
+        linear_attention(q, k, v, g, initial_state=state, mesh=group(), seq_len=seq_len)
+
+    assert all("the call of rank 1 differs" in str(each) for each in errors_by_rank(RANKS, body))
+
+
+def test_widths_of_convolutions_that_differ_between_ranks() -> None:
+    def body(rank: int) -> None:
+        x, weight = torch.ones(1, LENGTH // RANKS, 3), torch.ones(3, 4 + (rank == 1))
+        causal_conv1d(x, weight, mesh=group(), seq_len=LENGTH)
+
+    errors = errors_by_rank(RANKS, body)
+    assert all("the call of rank 1 differs" in str(each) for each in errors)
+    assert "other tensors ((1, 'torch.float32', 5),)" in str(errors[1])
 
 
 @pytest.mark.parametrize("seq_lens", [(11, 12), (11, None)])
