@@ -1,7 +1,7 @@
 """Timeline of a ring call and a Ulysses call, forward and backward: what each rank computes and transfers, and when.
 
-torchrun --nproc-per-node 2 docs/scripts/timeline.py --record docs/benchmarks/timeline.json
-python docs/scripts/timeline.py --trace docs/benchmarks/timeline.json --output docs/images/timeline.png
+torchrun --nproc-per-node 2 docs/scripts/timeline.py --record docs/benchmarks/timeline-cpu.json
+python docs/scripts/timeline.py --trace docs/benchmarks/timeline-cpu.json --output docs/images/timeline.png
 
 On GPUs the parts are kernels and copies, in the rows of their streams; ranks may share one GPU, where they take turns.
 On CPUs they are blocks of the host's code: the waits there are for gloo.
