@@ -91,11 +91,10 @@ def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager
     """While open, `change(module)` is entered: from now on if the module is loaded, else from when it is loaded."""
 
     def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the module as the other finders do, with a loader that changes it at the end."""
-        if fullname != name:
+        """Finds the module as the finders behind this one do, with a loader that changes it at the end."""
+        if fullname != name or finder not in finders:
             return None
-        finders.remove(finder)
-        specs = (each.find_spec(fullname, path, target) for each in list(finders))
+        specs = (each.find_spec(fullname, path, target) for each in finders[finders.index(finder) + 1 :])
         spec = next((each for each in specs if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
@@ -103,7 +102,9 @@ def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager
 
         def load_and_change(module: ModuleType) -> None:
             load(module)
-            stack.enter_context(change(module))
+            if finder in finders:  # False if this was left since the module was found
+                finders.remove(finder)
+                stack.enter_context(change(module))
 
         spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
         return spec
@@ -118,7 +119,7 @@ def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager
         try:
             yield
         finally:
-            if finder in finders:  # False if the interpreter ends while this is open
+            if finder in finders:  # False once the module is loaded, or if the interpreter ends while this is open
                 finders.remove(finder)
 
 

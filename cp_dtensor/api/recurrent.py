@@ -270,7 +270,7 @@ def _check_parameters(owner: str, x: torch.Tensor, shapes: list[tuple[int, ...]]
 
 
 def _divided_as(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """q or k (B, T, H', K), with H heads where those of v (B, T, H, V) are sharded and each shard needs parts of H'."""
+    """q or k, its heads repeated to those of v where v's heads are sharded over ranks that do not divide those of q."""
     if not isinstance(x, DTensor) or not isinstance(v, DTensor):
         return x
     over = [axis for axis, each in enumerate(v.placements) if isinstance(each, Shard) and each.dim == 2]

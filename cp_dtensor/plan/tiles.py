@@ -41,12 +41,12 @@ class KeyRun:
 
     def rows_before(self, position: int) -> int:
         """The number of rows whose position is smaller."""
-        index = bisect_right(self.segments, position, key=attrgetter("start")) - 1
+        index = bisect_right(self.segments, (position + 1,)) - 1
         return 0 if index < 0 else self.starts[index] + self.segments[index].rows_before(position)
 
     def meeting(self, positions: Span) -> Iterator[Segment]:
         """Yields the segments that overlap a range of positions."""
-        index = max(bisect_right(self.segments, positions[0], key=attrgetter("start")) - 1, 0)
+        index = max(bisect_right(self.segments, (positions[0] + 1,)) - 1, 0)
         while index < len(self.segments) and self.segments[index].start < positions[1]:
             if self.segments[index].last >= positions[0]:
                 yield self.segments[index]

@@ -65,7 +65,8 @@ class GatheredRows:
     @cached_property
     def total(self) -> int:
         """Rows of the buffer."""
-        return sum(self.lengths[rank][part] for rank, part in self.places)
+        starts = chain(*self.starts)
+        return sum(length for length, start in zip(chain(*self.lengths), starts, strict=True) if start >= 0)
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
@@ -365,15 +366,18 @@ class IntervalTiling(Tiling):
     def _recv_parts(self) -> list[list[tuple[int, ...]]]:
         """`_recv_parts[reader][owner]`: as `recv_parts`."""
 
-        def reads(reader: int, owner: int, part: int) -> bool:
-            return reader != owner and any(
-                _meets(seen[reader], piece.start, piece.last + 1)
-                for seen, pieces in zip(self._seen, self._pieces, strict=True)
-                for piece in pieces[owner][part]
-            )
+        def ranges_of(parts: list[list[Segment]]) -> list[tuple[int, int, int]]:
+            return [(part, each.start, each.last + 1) for part, pieces in enumerate(parts) for each in pieces]
 
-        ranks, parts = range(self.world_size), range(len(self._cuts[0]) - 1)
-        return [[tuple(part for part in parts if reads(reader, owner, part)) for owner in ranks] for reader in ranks]
+        ranges = [list(map(ranges_of, by_owner)) for by_owner in self._pieces]
+
+        def received(reader: int, owner: int) -> tuple[int, ...]:
+            groups = zip(self._seen, ranges, strict=True) if reader != owner else ()
+            parts = {part for seen, of in groups for part, *keys in of[owner] if _meets(seen[reader], *keys)}
+            return tuple(sorted(parts))
+
+        ranks = range(self.world_size)
+        return [[received(reader, owner) for owner in ranks] for reader in ranks]
 
     @cached_property
     def _rows(self) -> list[GatheredRows]:

@@ -137,7 +137,7 @@ def estimated_bytes(*values: object) -> int:
         for value in entries:
             if type(value) is int:
                 size += times * _INTEGER_BYTES
-            elif not (value is None or isinstance(value, (bool, type)) or id(value) in seen):
+            elif not (value is None or id(value) in seen or isinstance(value, type)):
                 seen.add(id(value))
                 size += times * sys.getsizeof(value, 64)
                 if isinstance(value, dict):

@@ -95,7 +95,7 @@ def clipped_bands(
     bands: Sequence[IntervalBand], queries: Span = (-FAR, FAR), keys: Span = (-FAR, FAR)
 ) -> Iterator[IntervalBand]:
     """Yields the bands of an interval set within some queries and keys, without empty ones."""
-    index = max(bisect_right(bands, queries[0], key=lambda band: band.first) - 1, 0)
+    index = max(bisect_right(bands, (queries[0] + 1,)) - 1, 0)
     while index < len(bands) and bands[index].first < queries[1]:
         band = bands[index].clipped(queries, keys)
         if band is not None:

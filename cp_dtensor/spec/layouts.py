@@ -50,7 +50,7 @@ class Segment(NamedTuple):
     @classmethod
     def contiguous(cls, start: int, stop: int) -> Segment:
         """The segment of positions `start, ..., stop - 1`."""
-        return cls(start=start, length=stop - start, block=max(stop - start, 1), period=max(stop - start, 1))
+        return cls(start, stop - start, max(stop - start, 1), max(stop - start, 1))
 
     @property
     def is_contiguous(self) -> bool:
@@ -60,7 +60,7 @@ class Segment(NamedTuple):
     @property
     def last(self) -> int:
         """The last position; `start - 1` of an empty segment."""
-        return self.position(self.length - 1) if self.length else self.start - 1
+        return self.position(self.length - 1)
 
     def position(self, index: int) -> int:
         """The position of a local token (of a tensor of local tokens: their positions)."""
