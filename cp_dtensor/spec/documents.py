@@ -106,7 +106,7 @@ class Documents(CachedHash, Mask):
             raise ValueError(f"Documents expects ids to be a list or a tensor, (S,) or (B, S), got {ids!r}")
         if ids and isinstance(ids[0], list):
             return Batched([cls.from_ids(row, within=within) for row in ids])
-        lengths = [sum(1 for _ in run) for _, run in groupby(ids)]
+        lengths = [len(list(run)) for _, run in groupby(ids)]
         return cls.for_length([0, *accumulate(lengths)], len(ids), within=within)
 
     @property

@@ -155,11 +155,11 @@ class TileRows:
         queries, (start, stop) = self._queries(), tile.kv
         lo, hi = torch.stack([_intervals(bands, queries, tile.keys, tile.kv) for bands in tile.interval_sets], 1)
         # Rows that see a column: those that begin before its end, less those that end before.
-        edges = lo.new_zeros(len(lo), stop - start + 1)
-        edges.scatter_add_(1, lo, torch.ones_like(lo)).scatter_add_(1, hi, -torch.ones_like(hi))
-        hidden = (edges.cumsum(1)[:, :-1] == 0)[:, None, :, None]
+        edges, one = lo.new_zeros(len(lo), stop - start + 1), torch.ones_like(lo)
+        edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
+        seen = edges.cumsum(1)[:, None, :-1, None]
         mask = RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
-        return mask, hidden.to(self._device) if hidden.any() else None
+        return mask, None if seen.all() else (seen == 0).to(self._device)
 
     def _on_device(self, *of_batch: Tensor) -> Tensor:
         together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)
