@@ -29,7 +29,7 @@ class LRUCache(Generic[V]):
     each of them.
 
     Args:
-        most_bytes: bytes of all entries together.
+        most_bytes: bytes of all entries together, but for the newest.
         least: entries that stay however large they are: the masks of a model's layers take turns.
         pins: entries that are used while it returns True stay for ever.
 
