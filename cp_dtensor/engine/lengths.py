@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable
+from contextlib import suppress
 from itertools import pairwise
 
 from torch import Tensor
@@ -39,13 +40,14 @@ def global_lengths(
     the first call of each kind and in debug mode.
 
     Refuses `lengths` of the caller that do not fit the local shards; and, on every rank alike, calls that differ
-    between ranks. `gives_lse`: the call returns the log-sum-exp; `compiled`: in compiled code.
+    between ranks or are refused on some. `gives_lse`: the call returns the log-sum-exp; `compiled`: in compiled code.
     """
     ranks, layout = config.ranks, config.layout
 
-    def compared() -> tuple[list[int], list[int], bool, tuple[int, int]]:
+    def compared(verdict: str = "accepted") -> tuple[list[int], list[int], bool, tuple[int, int]]:
         """The local lengths, True if all facts are equal, and the global lengths, of calls that ranks have compared."""
         facts = facts_of_call(q, k, v, config, mask, modifiers, scale, known or lengths, gives_lse, compiled)
+        facts["local lengths"] = verdict
         # Readable facts travel only where their hashes differ.
         gathered = ranks.gather_integers([q.size(2), k.size(2), hash_of(facts)], q.device)
         local_q, local_kv, hashes = map(list, zip(*gathered, strict=True))
@@ -58,9 +60,15 @@ def global_lengths(
 
     declared, known = config.declared_lengths or (), None
     if not config.debug:
-        known = _known_lengths(q.size(2), k.size(2), lengths, declared, layout, ranks.rank, ranks.size)
+        kind = _kind_of_call(q, k, v, config, mask)
+        try:
+            known = _known_lengths(q.size(2), k.size(2), lengths, declared, layout, ranks.rank, ranks.size)
+        except ValueError:
+            with suppress(ValueError):  # what this rank refuses says more
+                compare_first_call(ranks, kind, q, lambda: compared(f"refused: {q.size(2)} and {k.size(2)}"))
+            raise
         if known is not None:
-            compare_first_call(ranks, _kind_of_call(q, k, v, config, mask), q, compared)
+            compare_first_call(ranks, kind, q, compared)
             return known
     local_q, local_kv, have_equal_facts, found = compared()
     if lengths is not None and lengths != found:

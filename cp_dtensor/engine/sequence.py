@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,12 +48,30 @@ class SequenceCall:
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
         """
+        ranks = self.ranks
+        kind = self.owner, type(self.layout), x.dtype, *x.shape[1:dim], *x.shape[max(dim + 1, 1) :], others
+        try:
+            known = self._known_length(x, dim, seq_len)
+            if known is not None:
+                self.check_edges(edges, known)
+        except ValueError:
+            with suppress(ValueError):  # what this rank refuses says more
+                compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, "refused", edges, others))
+            raise
+        if known is not None:
+            compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, known, edges, others))
+            return known
+        found = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
+        self.check_edges(edges, found)
+        return found
+
+    def _known_length(self, x: Tensor, dim: int, seq_len: int | None) -> int | None:
+        """The length that the caller passed or declared, which fits the local tokens; None if ranks exchange theirs."""
         ranks, local = self.ranks, x.size(dim)
-        if seq_len is None and (self.declared_lengths or self.layout.only_length is not None):
-            seq_len = known_length(local, self.declared_lengths or (), self.layout, ranks.rank, ranks.size)
-        is_known = seq_len is not None
         if seq_len is None:
-            seq_len = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
+            if not self.declared_lengths and self.layout.only_length is None:
+                return None
+            return known_length(local, self.declared_lengths or (), self.layout, ranks.rank, ranks.size)
         refuse_other_lengths(self.layout, seq_len, self.owner)
         expected = self.layout.local_length(seq_len, ranks.rank, ranks.size)
         if local != expected:
@@ -60,14 +79,13 @@ class SequenceCall:
                 f"{self.owner}: got {local} local tokens (dim {dim} of {tuple(x.shape)}) on rank {ranks.rank} of "
                 f"{ranks.size}, expected {expected} of {seq_len} tokens in {self.layout}"
             )
-        self.check_edges(edges, seq_len)
-        if is_known:
-            kind = self.owner, type(self.layout), x.dtype, *x.shape[1:dim], *x.shape[max(dim + 1, 1) :], others
-            compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, seq_len, edges, others))
         return seq_len
 
-    def _compared(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges, others: Hashable) -> list[int]:
-        """The local lengths of all ranks, whose calls are equal but for these. A collective."""
+    def _compared(self, x: Tensor, dim: int, seq_len: int | str | None, edges: Edges, others: Hashable) -> list[int]:
+        """The local lengths of all ranks, whose calls are equal but for these. A collective.
+
+        `seq_len`: the global length; None if it is to be found, "refused" if this rank refuses its call.
+        """
         ranks = self.ranks
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
@@ -77,8 +95,9 @@ class SequenceCall:
         if odd := odd_ones(digests):
             raise ValueError(
                 f"{self.owner}: expected equal calls on all ranks, but for the number of local tokens; the call of "
-                f"rank {odd} differs from the others (here: {self.operation}, {self.layout}, {x.dtype}, shape "
-                f"{tuple(x.shape)}, other tensors {others or None}, seq_len {seq_len}, documents {edges[:8] or None})"
+                f"rank {odd} differs from the others or is refused there (here: {self.operation}, {self.layout}, "
+                f"{x.dtype}, shape {tuple(x.shape)}, other tensors {others or None}, seq_len {seq_len}, documents "
+                f"{edges[:8] or None})"
             )
         return lengths
 

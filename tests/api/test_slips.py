@@ -277,6 +277,31 @@ def test_lengths_of_sequence_operations_that_fit_each_rank_and_differ(seq_lens: 
         assert f"seq_len {seq_lens[1 - rank]}" in str(error)
 
 
+def _declared_shift(q: torch.Tensor, *_: Any, **options: Any) -> None:
+    shift(q, 1, mesh=group(), dim=2, seq_len=LENGTH)
+
+
+@pytest.mark.parametrize("call", [_in_declared_context, _declared_function, _declared_shift])
+def test_shards_of_a_wrong_length_are_refused_on_every_rank(call: Callable[..., None]) -> None:
+    """At the first call of a kind, though lengths are declared. A rank whose shard is wrong says what is expected."""
+
+    def body(rank: int, wrong: tuple[int, ...]) -> None:
+        q = torch.randn(1, 2, LENGTH // RANKS + (rank in wrong), 4)
+        call(q, q)
+
+    for wrong in ((1,), (0, 1, 2)):
+        errors = errors_by_rank(RANKS, lambda rank, wrong=wrong: body(rank, wrong))
+        for rank, error in enumerate(errors):
+            assert isinstance(error, ValueError)
+            named = "rank 1 (says 'refused: 5 and 5', the others 'accepted'|differs)"
+            if rank in wrong:  # 5 tokens on rank 2 may be those of an undeclared length, which it would exchange
+                named = (
+                    f"got 5 local tokens.* on rank {rank} of 3|rank 2 says 'accepted', the others 'refused: 5 and 5'"
+                )
+            assert re.search(named, str(error))
+    run_ranks(RANKS, lambda rank: body(rank, ()))
+
+
 def test_ranks_compare_the_first_call_of_each_kind_and_again_if_it_was_refused() -> None:
     """Declared lengths and values of masks are of the data: no other kind."""
 

@@ -139,28 +139,28 @@ def test_debug_mode_and_given_lengths_agree(layout: Layout) -> None:
     check_against_reference(CAUSAL, 2, layout, seq_len=LENGTH)
 
 
-def attend(rank: int, q_len: int, kv_len: int, layout: Layout, options: dict[str, Any]) -> None:
-    """Attention of shards of such lengths; only the first rank calls it, so that a collective would hang."""
-    if rank == 0:
-        q, k = torch.zeros(1, 1, q_len, 4), torch.zeros(1, 1, kv_len, 4)
-        ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout, **options)
-
-
 @each_layout
 @pytest.mark.parametrize(("q_len", "kv_len"), [(19, 11), (11, 19), (18, 18)])
-def test_shards_of_other_lengths_are_refused_before_any_collective(layout: Layout, q_len: int, kv_len: int) -> None:
-    def body(rank: int) -> None:
-        wrong = min(q_len, kv_len)
-        with pytest.raises(ValueError, match=rf"got {wrong} local tokens on rank 0 of 2, expected 19: .* of 37 tokens"):
-            attend(0, q_len, kv_len, layout, {})
-        with pytest.raises(ValueError, match=rf"length does not fit: got {wrong} local tokens .* expected 19"):
-            attend(0, q_len, kv_len, layout, {"seq_len": LENGTH})
-        with pytest.raises(ValueError, match=r"key length: got 11 tokens, but this \w+ divides .* 37 tokens only"):
-            attend(0, 19, 6, layout, {"seq_len": (LENGTH, 11)})
-        with pytest.raises(ValueError, match=r"got 18 local tokens on rank 0 of 2, expected 19"):
-            context_parallel_unshard(dist.group.WORLD, [torch.zeros(18)], [0], layout)
+def test_shards_of_other_lengths_are_refused_on_every_rank(layout: Layout, q_len: int, kv_len: int) -> None:
+    """Only those of the first rank are wrong; the other has 18 of 37 tokens."""
+    wrong = min(q_len, kv_len)
 
-    run_ranks(2, lambda rank: body(rank) if rank == 0 else None)
+    def body(rank: int) -> None:
+        def refused(message: str, of_others: str, lengths: tuple[int, int], **options: Any) -> None:
+            q, k = (torch.zeros(1, 1, length, 4) for length in (lengths if rank == 0 else (18, 18)))
+            with pytest.raises(ValueError, match=of_others if rank else message):
+                ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout, **options)
+
+        both, others = (q_len, kv_len), "local lengths: rank 1 says 'accepted', the others 'refused"
+        refused(rf"got {wrong} local tokens on rank 0 of 2, expected 19: .* of 37 tokens", others, both)
+        refused(rf"length does not fit: got {wrong} local tokens .* expected 19", others, both, seq_len=LENGTH)
+        same = r"key length: got 11 tokens, but this \w+ divides .* 37 tokens only"
+        refused(same, same, (19, 6), seq_len=(LENGTH, 11))
+        if rank == 0:
+            with pytest.raises(ValueError, match=r"got 18 local tokens on rank 0 of 2, expected 19"):
+                context_parallel_unshard(dist.group.WORLD, [torch.zeros(18)], [0], layout)
+
+    run_ranks(2, body)
 
 
 @each_layout

@@ -147,6 +147,7 @@ class _Raises:
 
 
 def _has_another_length(rank: int, group: Any, method: str) -> None:
+    _check_right(rank, group, method)  # the first call of a kind would be refused on every rank
     if rank != FAULTY:
         _attend(rank, group, method)
         return
