@@ -45,7 +45,7 @@ def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         reported = (str(error).splitlines() or [repr(error)])[0]
         reports = reports_of(group, what, REPORT_SECONDS)
         if reports is None:
-            cause = "the store of the group does not answer, so its process has ended or the group is destroyed"
+            cause = "the store of the group does not answer: its process has ended, or the group is destroyed"
         elif missing := [rank for rank in range(group.size()) if rank not in reports]:
             cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
         elif len({*reports.values()}) > 1:

@@ -36,7 +36,7 @@ from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.spec.cache import LRUCache
 
 RANKS, FAULTY = 3, 1
-SECONDS, LONG = 3.0, 30.0
+SECONDS, LONG = 3.0, 12.0
 """Timeouts of groups whose calls fail, and of groups whose calls are right on a busy machine too."""
 PROBLEM = Problem(14, 14, q_heads=3, kv_heads=3, is_causal=True)
 METHODS = ("allgather", "alltoall", "ulysses")
@@ -119,7 +119,7 @@ def _is_too_late(rank: int, group: Any, method: str) -> None:
 
 def _is_late_by_half(rank: int, group: Any, method: str) -> None:
     if rank == FAULTY:
-        time.sleep(SECONDS / 2)
+        time.sleep(LONG / 2)
     _check_right(rank, group, method)
 
 
@@ -307,6 +307,9 @@ def _run_faults(rank: int) -> list[tuple[str, Outcome]]:
 def test_the_others_raise_and_name_the_rank(three: Processes) -> None:
     by_rank = three.run(_run_faults)
     known = len(NAMED) + len(UNNAMED) + len(RIGHT)
+    # On a busy machine a fault may come after the timeout: then the faulty rank has a PeerError, too.
+    was_late = [isinstance(outcome.error, PeerError) for _, outcome in by_rank[FAULTY]]
+    assert not all(was_late[known:-1])
     for rank in set(range(RANKS)) - {FAULTY}:
         for index, (name, outcome) in enumerate(by_rank[rank]):
             may_be_right = index >= len(NAMED) + len(UNNAMED) and name != "the body"
@@ -317,8 +320,7 @@ def test_the_others_raise_and_name_the_rank(three: Processes) -> None:
             assert outcome.seconds < SECONDS + LONG
             text = str(error)
             assert f"failed on rank {rank} of process group 'cp' (global ranks [0, 1, 2])" in text
-            busy = isinstance(by_rank[FAULTY][index][1].error, PeerError)  # so it was late
-            if not busy and not len(NAMED) <= index < len(NAMED) + len(UNNAMED):
+            if not was_late[index] and not len(NAMED) <= index < len(NAMED) + len(UNNAMED):
                 assert f"rank {FAULTY} (global rank {FAULTY})" in text, (name, text)
         injected = [outcome.error for _, outcome in by_rank[rank][known:-1]]
         assert sum(error is None for error in injected) < 8
