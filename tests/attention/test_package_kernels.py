@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +102,16 @@ def test_flash4_records_no_launch_with_objects_of_one_call(fresh: Patch) -> None
     for _ in range(3):
         Flash4Attention(Unwanted()).forward(q, k, v, FULL_TILE, 0.25)
     assert launched == [True] * 5, "twice for a small tile, then for each call"
+
+    gc.disable()
+    try:
+        out, _ = Flash4Attention(Unwanted()).forward(q, k, v, FULL_TILE, 0.25)
+        memory = weakref.ref(out)
+        with_stream.compile_cache.clear()  # the function in it has a reference
+        del out
+        assert memory() is None, "no cycle of the recorder's keeps tensors until the next garbage collection"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -56,6 +56,13 @@ def install(patch: pytest.MonkeyPatch, flash: Any = None, flex: Any = None) -> N
     patch.setitem(sys.modules, "cudnn.flex_attention.execution", flex)
 
 
+class AuxData(NamedTuple):
+    """An argument of the package's compiled functions that is a tuple, without tensors in the adapter's calls."""
+
+    tensors: tuple[Tensor, ...] | None = None
+    scalars: tuple[float, ...] | None = None
+
+
 class FlashModule(ModuleType):
     """`flash_attn.cute.interface`: wrappers that call functions of a cache, as the package's do.
 
@@ -69,8 +76,9 @@ class FlashModule(ModuleType):
         module = self
 
         def forward_kernel(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool, aux: AuxData
         ) -> None:
+            assert aux == AuxData()
             result, new_lse = MATH.forward(*_heads_first(q, k, v), ShapedMask(is_causal=causal), scale)
             out.copy_(result.transpose(1, 2) * factor)
             lse.copy_(new_lse)
@@ -100,7 +108,9 @@ class FlashModule(ModuleType):
             cache = _flash_attn_fwd.compile_cache  # type: ignore[attr-defined]
             if (q.dtype, causal) not in cache:
                 cache[q.dtype, causal] = forward_kernel
-            cache[q.dtype, causal](q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, causal)
+            cache[q.dtype, causal](
+                q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, causal, AuxData()
+            )
 
         def _bwd_preprocess(*arguments: Any) -> None:
             _bwd_preprocess.compile_cache["only"](*arguments)  # type: ignore[attr-defined]
@@ -118,12 +128,13 @@ class FlashModule(ModuleType):
             _bwd_preprocess(out, dout, delta)
 
             def main(*values: Any) -> None:
-                kernel(values[:5], values[5], values[6:9], *values[9:])
+                assert values[-1] == AuxData()
+                kernel(values[:5], values[5], values[6:9], *values[9:-1])
 
             cache = _flash_attn_bwd.compile_cache  # type: ignore[attr-defined]
             if "only" not in cache:
                 cache["only"] = main
-            cache["only"](q.detach(), k.detach(), v.detach(), dout, lse, delta, *sums, softmax_scale, causal)
+            cache["only"](q.detach(), k.detach(), v.detach(), dout, lse, delta, *sums, softmax_scale, causal, AuxData())
             for total, result in zip(sums, (dq, dk, dv), strict=True):
                 _bwd_postprocess_convert(total, result)
 

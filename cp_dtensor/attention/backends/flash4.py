@@ -157,6 +157,8 @@ class _Launches(NamedTuple):
             function(*filled)
 
 
+_Call = tuple[Any, tuple[Any, ...]]
+"""A compiled function and its arguments."""
 _launches = LRUCache[_Launches](pins=capturing)
 _recording = Lock()
 
@@ -177,44 +179,45 @@ def _launch(kind: tuple[Any, ...], tensors: tuple[Tensor, ...], wrapper: Callabl
     calls = _recorded(wrapper)
     # Arguments are found by address, so not in a call with one tensor twice, such as q for k. Other objects, such as
     # the stream that some versions pass, may belong to this call alone.
-    can_repeat = all(x is None or isinstance(x, (Tensor, bool, int, float)) for _, values in calls for x in values)
+    can_repeat = all(isinstance(x, Tensor) or _is_constant(x) for _, values in calls for x in values)
     if calls and can_repeat and len({(x.data_ptr(), x.shape) for x in tensors}) == len(tensors):
         _launches.add(key, _without_tensors(calls, tensors))
 
 
-def _recorded(wrapper: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...]]]:
+def _is_constant(x: object) -> bool:
+    return x is None or isinstance(x, (bool, int, float)) or (isinstance(x, tuple) and all(map(_is_constant, x)))
+
+
+class _Recording:
+    """A cache of compiled functions that records this thread's calls of them."""
+
+    def __init__(self, cache: Any, calls: list[_Call]) -> None:
+        self.cache, self.calls, self.thread = cache, calls, get_ident()
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.cache
+
+    def __setitem__(self, key: Any, function: Any) -> None:
+        self.cache[key] = function
+
+    def __getitem__(self, key: Any) -> Any:
+        return partial(self._call, self.cache[key])
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        if get_ident() == self.thread:
+            self.calls.append((function, arguments))
+        return function(*arguments)
+
+
+def _recorded(wrapper: Callable[[], None]) -> list[_Call]:
     """Calls the wrapper; returns the compiled functions that this thread has called, with their arguments."""
-    calls: list[tuple[Any, tuple[Any, ...]]] = []
-    thread = get_ident()
-
-    class Recording:
-        """A cache of compiled functions that records calls."""
-
-        def __init__(self, cache: Any) -> None:
-            self.cache = cache
-
-        def __contains__(self, key: Any) -> bool:
-            return key in self.cache
-
-        def __setitem__(self, key: Any, function: Any) -> None:
-            self.cache[key] = function
-
-        def __getitem__(self, key: Any) -> Any:
-            function = self.cache[key]
-
-            def call(*arguments: Any) -> Any:
-                if get_ident() == thread:
-                    calls.append((function, arguments))
-                return function(*arguments)
-
-            return call
-
+    calls: list[_Call] = []
     with _recording:
         owners = _functions().cached
         caches = [owner.compile_cache for owner in owners]
         try:
             for owner, cache in zip(owners, caches, strict=True):
-                owner.compile_cache = Recording(cache)
+                owner.compile_cache = _Recording(cache, calls)
             wrapper()
         finally:
             for owner, cache in zip(owners, caches, strict=True):
@@ -222,7 +225,7 @@ def _recorded(wrapper: Callable[[], None]) -> list[tuple[Any, tuple[Any, ...]]]:
     return calls
 
 
-def _without_tensors(calls: list[tuple[Any, tuple[Any, ...]]], tensors: tuple[Tensor, ...]) -> _Launches:
+def _without_tensors(calls: list[_Call], tensors: tuple[Tensor, ...]) -> _Launches:
     """Recorded calls with numbers in place of tensors: of the call's own, found by address, and of workspaces.
 
     The first function of a backward writes its workspaces. Later ones add to theirs, which begin as zeros.
