@@ -86,10 +86,9 @@ class context_parallel(ContextDecorator):
             dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second.
         buffers: tensors of any dtype, whole and equal on every rank: all that have a sequence dim, also position ids
             and RoPE tables, and the very objects that the code inside uses (a slice or a copy is another tensor). Shift
-            labels before they are sharded.
-            A leaf tensor may require grad: inside it is a leaf of the local shape. On exit its `.grad` has the whole
-            shape, zero outside of this rank's tokens, so that the sum over ranks is the gradient. Other tensors that
-            require grad are refused: `context_parallel_shard` is differentiable.
+            labels before they are sharded. A leaf tensor may require grad: inside it is a leaf of the local shape, and
+            on exit its `.grad` has the whole shape, zero outside of this rank's tokens, so that the sum over ranks is
+            the gradient. Other tensors that require grad are refused: `context_parallel_shard` is differentiable.
             Changes made inside to a buffer, for example by an optimizer, end with the context. Copies made inside
             (`state_dict`, `deepcopy`) hold shards. Hooks of the leaf do not run for its shard, so
             DistributedDataParallel does not reduce its gradient: index a parameter by `local_positions` there.
@@ -109,13 +108,11 @@ class context_parallel(ContextDecorator):
         seq_len: a global length, or a tuple of several, that attention runs over besides those of the buffers.
         sinks: (H,), any floating dtype: a logit of each of this rank's query heads that counts in the softmax
             denominator of all SDPA inside (see `context_parallel_attention`). Its gradient is the share of this rank's
-            queries. Not for DTensors over these ranks, `varlen_attn`, FlexAttention and compiled code: these are
-            refused.
-        deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn` (see
-            `context_parallel_attention`).
+            queries. Refused for DTensors over these ranks, `varlen_attn`, FlexAttention and in compiled code.
+        deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn`.
+        replay: True: passes of SDPA that come again are replayed as CUDA graphs (see `context_parallel_attention`).
         debug: True: on every entry the ranks compare configuration and buffers, and at every attention call what must
-            agree; a disagreement names the rank. False: at the first entry of each kind of context over a group (its
-            configuration, and the dtypes and sequence dims of its buffers), at the first attention call of each kind,
+            agree; a disagreement names the rank. False: at the first entry and the first attention call of each kind,
             and at calls that exchange lengths.
 
     Raises:
@@ -149,12 +146,14 @@ class context_parallel(ContextDecorator):
         buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
         method: str = "auto", mask: Mask | None = None, layout: Layout | None = None, rotate_method: str | None = None,
         seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
-        debug: bool = False,
+        replay: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
-        config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+        config = AttentionConfig.of(
+            mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic, replay=replay
+        )
         self._config = config if mask is None else replace(config, mask=checked_mask(mask, False))
-        layout = self._config.layout
+        layout = config.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
         stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
@@ -369,10 +368,11 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
                 "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
                 "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
             )
-        result = dtensor_sdpa(call, context.config.mask, context.config.deterministic)
-        if result is None and context.config.mask is not None:
+        config = context.config
+        result = dtensor_sdpa(call, config.mask, config.deterministic, config.replay)
+        if result is None and config.mask is not None:
             raise NotImplementedError(
-                f"the mask of this context ({context.config.mask}) applies to plain tensors and to DTensors that are "
+                f"the mask of this context ({config.mask}) applies to plain tensors and to DTensors that are "
                 "sharded along the sequence: got other DTensors over the ranks of the context"
             )
         return result

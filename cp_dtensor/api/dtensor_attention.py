@@ -40,7 +40,9 @@ from cp_dtensor.spec.masks import Batched, Mask
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 
 
-def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False) -> torch.Tensor | None:
+def dtensor_sdpa(
+    call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False, replay: bool = False
+) -> torch.Tensor | None:
     """SDPA of DTensors (B, H, S, D) that are sharded along the sequence, or on a CPU have an attn_mask; else None.
 
     The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
@@ -50,6 +52,7 @@ def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: b
     Args:
         mask: the mask of the open context, besides that of the call.
         deterministic: True if results must be equal in every run.
+        replay: True if passes that come again are replayed as CUDA graphs.
     """
     q, k, v = call.q, call.k, call.v
     sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
@@ -67,6 +70,7 @@ def dtensor_sdpa(call: SdpaArguments, mask: Mask | None = None, deterministic: b
     out, _ = dtensor_attention(
         q, k, v, mask=checked_mask(mask, call.is_causal), attn_mask=call.attn_mask,
         dropout_p=call.dropout_p, scale=call.scale, enable_gqa=call.enable_gqa, deterministic=deterministic,
+        replay=replay,
     )  # fmt: skip
     return out
 
@@ -75,7 +79,7 @@ def dtensor_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
     enable_gqa: bool = False, method: str = "auto", rotate_method: str | None = None, deterministic: bool = False,
-    needs_lse: bool = False,
+    replay: bool = False, needs_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
@@ -86,6 +90,7 @@ def dtensor_attention(
         softcap: as for `context_parallel_attention`.
         method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes.
         rotate_method: None for the process default.
+        deterministic, replay: as for `context_parallel_attention`.
         needs_lse: False if lse may be empty.
 
     Raises:
@@ -93,7 +98,7 @@ def dtensor_attention(
     """
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
-    call = LocalCall.of(q, k, v, method, rotate_method, deterministic)
+    call = LocalCall.of(q, k, v, method, rotate_method, deterministic, replay)
     modifiers = _local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, softcap, call.placed)
     out, lse = attend(
         call.q, call.k, call.v, call.config, mask=_of_local_rows(mask, q, call), scale=scale, modifiers=modifiers,
@@ -114,7 +119,7 @@ class LocalCall(NamedTuple):
     @classmethod
     def of(
         cls, q: DTensor, k: DTensor, v: DTensor, method: str = "auto", rotate_method: str | None = None,
-        deterministic: bool = False,
+        deterministic: bool = False, replay: bool = False,
     ) -> LocalCall:  # fmt: skip
         """Redistributes q, k and v of one mesh as far as necessary; refuses methods that placements do not permit."""
         mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
@@ -134,7 +139,7 @@ class LocalCall(NamedTuple):
         config = AttentionConfig(
             # Without such an axis each rank is alone; its plans are cached for any of its groups.
             SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method, transport_by_name(rotate_method),
-            deterministic,
+            deterministic, replay=replay,
             placed=PlacedPartition(q.size(2), k.size(2), local_q.size(0), placed, shape, _coordinate(mesh)),
         )  # fmt: skip
         return cls(local_q, local_k, local_v, placed, config)

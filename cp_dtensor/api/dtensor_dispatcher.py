@@ -93,7 +93,8 @@ def _refuse_context_options(op: Any) -> None:
         return
     config = context.config
     for name, is_set in (
-        ("mask", config.mask is not None), ("sinks", context.sinks is not None), ("deterministic", config.deterministic)
+        ("mask", config.mask is not None), ("sinks", context.sinks is not None),
+        ("deterministic", config.deterministic), ("replay", config.replay),
     ):  # fmt: skip
         if is_set:
             raise NotImplementedError(

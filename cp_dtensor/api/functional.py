@@ -16,7 +16,7 @@ from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
     check_qkv,
-    checked_deterministic,
+    checked_bool,
     checked_mask,
     checked_method,
     checked_seq_len,
@@ -31,7 +31,7 @@ def context_parallel_attention(
     is_causal: bool = False, mask: Mask | None = None, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
     layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
-    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, replay: bool = False, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Scaled dot product attention of a sequence that is sharded over the ranks of `mesh`.
 
@@ -80,6 +80,10 @@ def context_parallel_attention(
         return_lse: True also returns the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
             their local lengths in one small collective (on the host where the groups have a CPU backend).
+        replay: True: a pass that comes again, with equal shapes and options, is captured as a CUDA graph and replayed
+            after that, with a few launches of the host. For short shards, where launches take longer than the GPU; each
+            kind of pass keeps its memory (docs/cuda_graphs.md). Not for attn_mask, dropout and packed documents;
+            compiled code ignores it (`mode="reduce-overhead"` makes graphs there).
         debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
             rank. False: in the first call of each kind, and in those that exchange lengths (docs/limits.md).
 
@@ -116,13 +120,14 @@ def context_parallel_attention(
         out, lse = dtensor_attention(
             q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
             softcap=softcap, scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
-            deterministic=checked_deterministic(deterministic), needs_lse=return_lse,
+            deterministic=checked_bool("deterministic", deterministic), replay=checked_bool("replay", replay),
+            needs_lse=return_lse,
         )  # fmt: skip
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
         out, lse = attend_shards(
             "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks, softcap=softcap), scale,
-            lengths, return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal,
+            lengths, return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal, replay,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -133,7 +138,7 @@ def ring_attention(
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
     softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
     rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    seq_len: int | tuple[int, int] | None = None, replay: bool = False, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
@@ -145,7 +150,7 @@ def ring_attention(
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ring", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
         sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method,
-        deterministic=deterministic, return_lse=return_lse, seq_len=seq_len, debug=debug,
+        deterministic=deterministic, return_lse=return_lse, seq_len=seq_len, replay=replay, debug=debug,
     )  # fmt: skip
 
 
@@ -155,7 +160,7 @@ def ulysses_attention(
     attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
     softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
     deterministic: bool = False, return_lse: bool = False, seq_len: int | tuple[int, int] | None = None,
-    debug: bool = False,
+    replay: bool = False, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ulysses": ranks exchange rows for heads, attend, and exchange back.
 
@@ -168,7 +173,7 @@ def ulysses_attention(
     return context_parallel_attention(
         q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
         sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, deterministic=deterministic,
-        return_lse=return_lse, seq_len=seq_len, debug=debug,
+        return_lse=return_lse, seq_len=seq_len, replay=replay, debug=debug,
     )  # fmt: skip
 
 
@@ -190,6 +195,7 @@ def attend_shards(
     owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, scale: float | None,
     lengths: tuple[int, int] | None, needs_lse: bool, mesh: Mesh | None, method: str, layout: Layout | None,
     rotate_method: str | None, debug: bool, deterministic: bool, mask: Mask | None, is_causal: bool,
+    replay: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`(out, lse)` of local shards, by the arguments of a public function, `owner`."""
     if torch.compiler.is_dynamo_compiling():
@@ -198,7 +204,9 @@ def attend_shards(
             owner, mesh, method, parts_of(layout), rotate_method, debug, deterministic, parts_of(mask), bool(is_causal)
         )
         return attend_traced(q, k, v, keys, scale=scale, modifiers=modifiers, lengths=lengths, needs_lse=needs_lse)
-    config = AttentionConfig.of(mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic)
+    config = AttentionConfig.of(
+        mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic, replay=replay
+    )
     config = with_inherited(owner, config, layout=layout is None, mask=mask is None)
     return attend(
         q, k, v, config, mask=checked_mask(mask, is_causal), scale=scale, modifiers=modifiers, lengths=lengths,

@@ -34,7 +34,7 @@ from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, 
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
-    checked_deterministic,
+    checked_bool,
     checked_layout,
     checked_lengths_of,
     checked_mask,
@@ -71,6 +71,7 @@ class ContextParallel(ParallelStyle):
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
             code: call `context_parallel_attention(sinks=...)` there.
         deterministic: True: equal inputs give equal bits on GPUs too (see `context_parallel_attention`).
+        replay: True: passes that come again are replayed as CUDA graphs (see `context_parallel_attention`).
         debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank. False:
             as for `context_parallel_attention`.
 
@@ -87,13 +88,13 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
         rotate_method: str | None = None, seq_len: int | tuple[int, ...] | None = None,
-        sinks: torch.Tensor | str | None = None, deterministic: bool = False, debug: bool = False,
+        sinks: torch.Tensor | str | None = None, deterministic: bool = False, replay: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         # Arguments are checked here, although there is no mesh yet.
         self._config_of = functools.partial(
             AttentionConfig.of, method=checked_method(method), layout=layout, rotate_method=rotate_method, debug=debug,
-            deterministic=checked_deterministic(deterministic),
+            deterministic=checked_bool("deterministic", deterministic), replay=checked_bool("replay", replay),
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}
         self._mask = None if mask is None else checked_mask(mask, False)

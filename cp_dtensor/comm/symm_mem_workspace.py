@@ -305,6 +305,18 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
     return held
 
 
+def follow(group: dist.ProcessGroup, stream: torch.cuda.Stream, what: str, like: torch.Tensor) -> Workspace | None:
+    """`Workspace.follow` of the group's current workspace, which is returned; None if there is none.
+
+    Raises:
+        PeerError: an earlier call of the group waited longer than the timeout of the group.
+    """
+    held = memory_of(group).working()
+    if held is not None:
+        held.follow(stream, what, like)
+    return held
+
+
 def abandon(group: dist.ProcessGroup) -> None:
     """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
     memory = memory_of(group)

@@ -24,6 +24,7 @@ from cp_dtensor.engine.lengths import global_lengths
 from cp_dtensor.engine.named_masks import named_mask
 from cp_dtensor.engine.operators import CuSeqlens
 from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.engine.replay import refuse_unreplayable
 from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Mask, mask_intersection
 
@@ -58,6 +59,8 @@ def attend(
     if lengths is None or config.placed is None:
         lengths = global_lengths(q, k, v, config, mask, modifiers, scale, lengths, gives_lse=needs_lse)
         check_bias(q, modifiers.bias, lengths, config.layout, config.ranks)
+    if config.replay:
+        refuse_unreplayable(q, mask, modifiers)
     call = bound_call(q, k, v, config, lengths, mask, modifiers, scale)
     # Nothing can be refused from here on.
     out, lse, _ = Attention.apply(

@@ -253,7 +253,7 @@ class CompiledCallSpec:
         # Process groups end before compiled code does. The partition of DTensors is the same whatever their lengths.
         no_ranks: Any = None
         placed = None if config.placed is None else config.placed.resized(0, 0, 0)
-        fixed = replace(config, ranks=no_ranks, placed=placed, batch_size=None, lengths_vary=False)
+        fixed = replace(config, ranks=no_ranks, placed=placed, batch_size=None, lengths_vary=False, replay=False)
         if not config.lengths_vary:
             return cls(groups, fixed, reads_context=False, alignment=1)
         # A layout of one length is made for a mask, and like it differs from context to context.

@@ -139,11 +139,11 @@ def checked_layout(layout: Layout | None) -> Layout:
     return layout
 
 
-def checked_deterministic(deterministic: object) -> bool:
-    """`deterministic`; refuses anything but a bool."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"expected deterministic to be True or False, got {deterministic!r}")
-    return deterministic
+def checked_bool(name: str, value: object) -> bool:
+    """`value`; refuses anything but a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"expected {name} to be True or False, got {value!r}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,8 @@ class AttentionConfig:
     """True if results must be equal in every run, also without `torch.use_deterministic_algorithms`."""
     debug: bool = False
     """True if the ranks compare at every call what must agree."""
+    replay: bool = False
+    """True if passes that come again are replayed as CUDA graphs."""
     mask: Mask | None = None
     """The mask of all calls, combined with the mask of each call."""
     declared_lengths: tuple[int, ...] | None = None
@@ -175,12 +177,13 @@ class AttentionConfig:
     @classmethod
     def of(
         cls, mesh: Mesh | None, method: str, layout: Layout | None, rotate_method: str | None, *, debug: bool,
-        deterministic: bool = False,
+        deterministic: bool = False, replay: bool = False,
     ) -> AttentionConfig:  # fmt: skip
         """The configuration of public arguments, which are checked."""
         ranks, method = ranks_and_method(mesh, method)
         transport = transport_by_name(rotate_method)
-        return cls(ranks, checked_layout(layout), method, transport, checked_deterministic(deterministic), debug)
+        deterministic, replay = checked_bool("deterministic", deterministic), checked_bool("replay", replay)
+        return cls(ranks, checked_layout(layout), method, transport, deterministic, debug, replay)
 
     def partition(self, lengths: tuple[int, int], batch_size: int) -> SequencePartition:
         """The partition of a call with these global (queries, keys)."""

@@ -34,6 +34,7 @@ from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
+from cp_dtensor.engine.replay import replayed
 from cp_dtensor.engine.ring import Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import (
@@ -82,7 +83,7 @@ def bound_call(
         None if modifiers.up is None else modifiers.value_dim(q, v),
     )  # fmt: skip
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
-    split = config.placed or config.layout, config.method, config.transport, ranks.rank, inner
+    split = config.placed or config.layout, config.method, config.transport, ranks.rank, inner, config.replay
     key = split, lengths, properties, allowed
     plans = _plans.get(ranks.outer)
     if plans is None:
@@ -93,9 +94,10 @@ def bound_call(
         if spec.deterministic:
             spec = masked_by_shape(spec, allowed)
         backend = choose_backend(expanded(spec), allowed)
-        plan = plans.add(key, plan_call(spec, config.method, config.transport, backend, ranks))
+        plan = plan_call(spec, config.method, config.transport, backend, ranks)
         if is_logged("engine"):
             _log_plan(plan, spec, config, lengths, ranks)
+        plan = plans.add(key, replayed(plan) if config.replay else plan)
     return BoundCall(plan, ranks, scale)
 
 

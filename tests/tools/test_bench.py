@@ -152,8 +152,8 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str, caps
 def test_graphs_are_methods_of_their_own() -> None:
     names = [method.name for method in methods_by_name(["ideal", "ours-allgather"], graph=True)]
     assert names == ["ideal", "ours-allgather", "ours-allgather graph"]
-    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
-    assert both == ["ideal", "ours-auto", "ours-auto compiled", "ours-auto graph"]
+    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled=True, replay=True)]
+    assert both == ["ideal", "ours-auto", "ours-auto replay", "ours-auto compiled", "ours-auto graph"]
 
 
 # Numbers

@@ -76,7 +76,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         head_dim=parsed.head_dim, batch=parsed.batch, dtype=parsed.dtype, layout=parsed.layout,
     )  # fmt: skip
     try:
-        methods = methods_by_name(parsed.methods, graph=parsed.graph, compiled=parsed.compile)
+        methods = methods_by_name(parsed.methods, graph=parsed.graph, compiled=parsed.compile, replay=parsed.replay)
         refuse_masks_beyond(cases)
     except ValueError as error:
         parser.error(str(error))
@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--backend", choices=_BACKENDS, nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     what.add_argument("--one-thread", action="store_true", help="run backward on the calling thread")
     what.add_argument("--graph", action="store_true", help="measure ours under CUDA graph replay too")
+    what.add_argument("--replay", action="store_true", help="measure ours with replay=True too")
     what.add_argument("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
     how = parser.add_argument_group("measurement")
     quick = "a small run, the default without GPUs; other options take precedence"

@@ -29,15 +29,18 @@ from cp_dtensor.tools.bench.torch_methods import (
 from cp_dtensor.tools.parsing import LAYOUTS
 
 
-def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False) -> tuple[Method, ...]:
+def methods_by_name(
+    names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False, replay: bool = False
+) -> tuple[Method, ...]:
     """The methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
 
-    With `graph` and `compiled`, this library's methods are added as CUDA graphs and under torch.compile.
+    With `graph`, `compiled` and `replay`, this library's methods are added as CUDA graphs, under torch.compile and with
+    `replay=True`.
 
     Raises:
         ValueError: no method has one of the names.
     """
-    known = {method.name: method for method in _all_methods()}
+    known, splits = {method.name: method for method in _all_methods()}, splits_by_name()
     if unknown := [name for name in names or () if name not in known]:
         listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS_PREFIX)]
         with_layout = f"ours also with a layout, such as '{OURS_PREFIX}auto Balanced'"
@@ -48,6 +51,9 @@ def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compile
         result.append(method)
         if not method.name.startswith(OURS_PREFIX):
             continue
+        name = method.name.removeprefix(OURS_PREFIX)
+        if replay and name in splits:
+            result.append(_ours(f"{name} replay", dataclasses.replace(splits[name], replay=True)))
         if compiled:
             attention = partial(_compiled, method.attention)
             result.append(dataclasses.replace(method, name=f"{method.name} compiled", attention=attention))
@@ -65,13 +71,7 @@ def splits_by_name() -> dict[str, Split]:
 
 
 def _all_methods() -> list[Method]:
-    ours = [
-        Method(
-            OURS_PREFIX + name, split.attention, split.refusal, context=_backend, shards=ByLayout(split.layout),
-            by_default=split.layout is None, has_dropout=True, predicted_ms=split.predicted_ms,
-        )
-        for name, split in splits_by_name().items()
-    ]  # fmt: skip
+    ours = [_ours(name, split) for name, split in splits_by_name().items()]
     one_gpu = [
         Method(
             IDEAL, sdpa, context=allowed_backend, shards=AllTokens(), may_expand_kv=True, has_dropout=True,
@@ -88,6 +88,13 @@ def _all_methods() -> list[Method]:
         ),
     ]  # fmt: skip
     return [*one_gpu, *ours, *flex_methods(), *torch_methods()]
+
+
+def _ours(name: str, split: Split) -> Method:
+    return Method(
+        OURS_PREFIX + name, split.attention, split.refusal, context=_backend, shards=ByLayout(split.layout),
+        by_default=split.layout is None, has_dropout=True, predicted_ms=split.predicted_ms,
+    )  # fmt: skip
 
 
 def _compiled(eager: Callable[[Case, torch.device], Attention], case: Case, device: torch.device) -> Attention:
@@ -162,6 +169,7 @@ class Split:
     """Ranks of the inner mesh axis; None for one axis."""
     layout: str | None = None
     """Name of the layout; None for that of the case."""
+    replay: bool = False
 
     def attention(self, case: Case, device: torch.device) -> Attention:
         mesh = mesh_of_ranks(device.type, self.inner_size)
@@ -170,7 +178,7 @@ class Split:
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out = context_parallel_attention(
                 q, k, v, mesh=mesh, method=self.method, mask=mask, dropout_p=case.dropout, enable_gqa=case.enable_gqa,
-                layout=layout, rotate_method=self.rotate_method, seq_len=case.seq_len,
+                layout=layout, rotate_method=self.rotate_method, seq_len=case.seq_len, replay=self.replay,
             )  # fmt: skip
             assert isinstance(out, torch.Tensor)
             return out
@@ -194,6 +202,8 @@ class Split:
             return f"it needs several times {size} ranks"
         if self.rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
             return "ranks on CPUs share no memory"
+        if self.replay and (case.dropout or "documents" in case.mask):
+            return "replay=True takes no dropout and no packed documents"
         return case.layout_refusal(self.layout)
 
     def predicted_ms(self, case: Case, pass_name: str, device: torch.device) -> float | None:

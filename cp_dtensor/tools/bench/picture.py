@@ -30,7 +30,7 @@ METHODS = {
 """Label and colour of each method in every picture."""
 IDEAL_LINE: dict[str, Any] = {"color": "#22272e", "linestyle": "--", "linewidth": 1}
 _UNKNOWN = "#b0b0b0"
-_SUFFIXES = {"graph": "CUDA graph", "compiled": "compiled"}
+_SUFFIXES = {"graph": "CUDA graph", "compiled": "compiled", "replay": "replay=True"}
 
 
 def label_and_colour(method: str, ranks: int) -> tuple[str, str]:

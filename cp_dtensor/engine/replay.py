@@ -1,0 +1,157 @@
+"""Plans whose passes are captured as CUDA graphs when they come again, and replayed after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor._torch.autograd import Tensors
+from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.cuda_graph import Replay
+from cp_dtensor._torch.tensors import current_stream, on_device
+from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm import symm_mem_workspace as workspaces
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.head_exchange import CollectiveHeads
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.symm_mem_workspace import Workspace
+from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
+from cp_dtensor.engine.ring import Ring
+from cp_dtensor.engine.ulysses import UlyssesPlan
+from cp_dtensor.spec.cache import LRUCache
+from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union
+
+_MOST_PASSES = 16
+"""Kinds of passes of a group that are kept, with the memory of their graphs."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A kind of pass that has run."""
+
+    workspaces: tuple[Workspace | None, ...]
+    """The symmetric buffers that it used. All ranks map others in the same call, and all run eagerly then."""
+    replay: Replay | None = None
+    """None before it has come again."""
+
+
+_passes: WeakKeyDictionary[dist.ProcessGroup, LRUCache[_Pass]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class ReplayedPlan(AttentionPlan):
+    """A plan whose passes run eagerly at first, are captured when they come again, and are replayed after that.
+
+    Graphs compute what the plan computes, with one launch of the host. Ranks need not agree about which of them replay:
+    a replay passes the same flags through the same symmetric buffer as the eager pass.
+    """
+
+    inner: AttentionPlan
+    saves_rows_of_others: bool
+    identity: object = field(default_factory=object)
+    """Stands for the plan in keys, since the hash of a plan takes longer than a replay."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
+        modifiers = call.modifiers
+        sinks = () if modifiers.sinks is None else (modifiers.sinks,)
+
+        def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> Tensors:
+            values = call._replace(modifiers=replace(modifiers, sinks=sinks[0])) if sinks else call
+            out, lse, saved = self.inner.forward(q, k, v, values, needs_lse)
+            return out, lse, *saved
+
+        out, lse, *saved = self._run((needs_lse, modifiers.softcap), compute, (q, k, v, *sinks), call)
+        return out, lse, tuple(saved)
+
+    def backward(
+        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+    ) -> Gradients:
+        assert grad_bias is None
+
+        def compute(grad_out: torch.Tensor, *saved: torch.Tensor) -> Gradients:
+            return self.inner.backward(grad_out, saved, call, None)
+
+        dq, dk, dv = self._run(("backward", call.modifiers.softcap), compute, (grad_out, *saved), call)
+        return dq, dk, dv
+
+    def remake_saved(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: CallValues
+    ) -> Tensors:
+        return self.inner.remake_saved(q, k, v, out, lse, call)
+
+    def abandon(self, ranks: SequenceRanks) -> None:
+        self.inner.abandon(ranks)
+
+    def _run(self, kind: Hashable, function: Callable[..., Tensors], arguments: Tensors, call: CallValues) -> Tensors:
+        """`function(*arguments)`, eagerly or by a graph."""
+        like = arguments[0]
+        if capturing() or 0 in like.shape[:2]:  # a graph of the user's, or nothing to launch
+            return function(*arguments)
+        passes = _passes.get(call.ranks.outer)
+        if passes is None:
+            passes = _passes[call.ranks.outer] = LRUCache(most_bytes=0, least=_MOST_PASSES)
+        key = self.identity, kind, call.scale, *[(x.shape, x.stride(), x.dtype) for x in arguments]
+        with on_device(like.device):
+            known, used = passes.get(key), _follow(call.ranks, like)
+            if known is None or known.workspaces != used:
+                results = function(*arguments)
+                known = passes.add(key, _Pass(used))
+                known.workspaces, known.replay = _follow(call.ranks, like), None
+                return results
+            if known.replay is None:
+                known.replay = Replay(function, arguments)
+            return known.replay(*arguments)
+
+
+def _follow(ranks: SequenceRanks, like: torch.Tensor) -> tuple[Workspace | None, ...]:
+    """The symmetric buffers of the ranks, whose earlier use the current stream waits for."""
+    stream = current_stream(like.device)
+    groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
+    return tuple([workspaces.follow(group, stream, "rows", like) for group in groups])
+
+
+def replayed(plan: AttentionPlan) -> ReplayedPlan:
+    """The plan, replayed.
+
+    Raises:
+        NotImplementedError: the ranks do not exchange all rows through shared memory.
+    """
+    if _uses_collectives(plan):
+        raise NotImplementedError(
+            "replay=True needs ranks that share GPU memory, with rotate_method 'auto' or 'symm_mem': got a call whose "
+            "rows travel by NCCL's collectives, which a rank may wait for without end in a graph"
+        )
+    return ReplayedPlan(plan, plan.saves_rows_of_others)
+
+
+def _uses_collectives(plan: AttentionPlan) -> bool:
+    """True if a plan exchanges rows otherwise than through shared memory."""
+    if isinstance(plan, UlyssesPlan):
+        return isinstance(plan.exchange, CollectiveHeads) or any(map(_uses_collectives, plan.inner))
+    assert isinstance(plan, Ring)
+    return plan.tile_plan.world_size > 1 and not isinstance(plan.transport, SymmetricMemory)
+
+
+def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> None:
+    """Refuses calls that `replay=True` does not take."""
+    if not q.is_cuda:
+        raise ValueError(f"replay=True is for CUDA graphs: expected CUDA tensors, got tensors on {q.device.type}")
+    given = {
+        "attn_mask": modifiers.bias is not None,
+        "dropout_p": modifiers.dropout_p > 0,
+        "latents": modifiers.up is not None,
+        "packed documents, which are new in every batch,": _has_documents(mask),
+    }
+    if unwanted := [name for name, is_given in given.items() if is_given]:
+        raise NotImplementedError(f"replay=True takes no {unwanted[0]} in this call: leave replay out")
+
+
+def _has_documents(mask: Mask) -> bool:
+    if isinstance(mask, (Intersection, Union)):
+        return any(map(_has_documents, mask.masks))
+    return isinstance(mask, (Documents, Batched))
