@@ -176,7 +176,10 @@ def _contexts(rank: int) -> list[tuple[bool, int]]:
 
 def test_contexts_with_checkpoints_modules_and_dtensors(gpus: Processes) -> None:
     for found in gpus.run(_contexts):
-        assert found == [(True, 2)] * 3
+        same, graphs = zip(*found, strict=True)
+        assert all(same)
+        # The first forward is captured once more where its backward needs a larger buffer. Modules replay its graphs.
+        assert graphs in ((2, 0, 2), (3, 0, 2))
 
 
 def _captured_by_the_user(rank: int) -> bool:
