@@ -25,8 +25,9 @@ class Replay:
         with no_modes(), torch.inference_mode(False), torch.no_grad():
             self._arguments = tuple([torch.empty_like(x) for x in arguments])
             self._graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream(arguments[0].device)  # torch's own may be on another device
             # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 results = function(*self._arguments)
         dtypes = dict.fromkeys(x.dtype for x in arguments)  # one kernel copies tensors of one dtype
         self._copied = [[place for place, x in enumerate(arguments) if x.dtype == dtype] for dtype in dtypes]
