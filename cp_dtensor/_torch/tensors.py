@@ -73,19 +73,33 @@ def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """
     if out.stride() == q.stride() and out.shape == q.shape:  # as usual
         return out
-    order = sorted(range(q.dim()), key=lambda dim: (q.stride(dim), q.size(dim)))
     strides = list(q.stride())
-    overlaps = any(stride == 0 < size - 1 for size, stride in zip(q.shape, strides, strict=True)) or any(
-        strides[outer] < strides[inner] * q.size(inner) for inner, outer in pairwise(order) if q.size(outer) > 1
-    )
-    if out.shape != q.shape or overlaps:
+    if out.shape != q.shape or has_shared_elements(q):
         step = 1
-        for dim in order:
+        for dim in _from_inner_to_outer(q):
             strides[dim] = step
             step *= out.size(dim)
     if all(size == 1 or old == new for size, old, new in zip(out.shape, out.stride(), strides, strict=True)):
         return out
     return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device).copy_(out)
+
+
+def has_shared_elements(x: torch.Tensor) -> bool:
+    """True if elements of a tensor share memory, as in expanded dims.
+
+    >>> has_shared_elements(torch.zeros(1, 3).expand(2, 3)), has_shared_elements(torch.zeros(2, 4)[:, :3])
+    (True, False)
+    """
+    return any(x.stride(dim) == 0 < x.size(dim) - 1 for dim in range(x.dim())) or any(
+        x.stride(outer) < x.stride(inner) * x.size(inner)
+        for inner, outer in pairwise(_from_inner_to_outer(x))
+        if x.size(outer) > 1
+    )
+
+
+def _from_inner_to_outer(x: torch.Tensor) -> list[int]:
+    """The dims of a tensor in the order of their strides."""
+    return sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.size(dim)))
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:

@@ -93,8 +93,7 @@ def _refuse_context_options(op: Any) -> None:
         return
     config = context.config
     for name, is_set in (
-        ("mask", config.mask is not None), ("sinks", context.sinks is not None),
-        ("deterministic", config.deterministic), ("replay", config.replay),
+        ("mask", config.mask is not None), ("sinks", context.sinks is not None), ("deterministic", config.deterministic)
     ):  # fmt: skip
         if is_set:
             raise NotImplementedError(

@@ -305,16 +305,13 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
     return held
 
 
-def follow(group: dist.ProcessGroup, stream: torch.cuda.Stream, what: str, like: torch.Tensor) -> Workspace | None:
-    """`Workspace.follow` of the group's current workspace, which is returned; None if there is none.
+def current_workspace(group: dist.ProcessGroup) -> Workspace | None:
+    """The workspace that the group has now, None if it has none.
 
     Raises:
         PeerError: an earlier call of the group waited longer than the timeout of the group.
     """
-    held = memory_of(group).working()
-    if held is not None:
-        held.follow(stream, what, like)
-    return held
+    return memory_of(group).working()
 
 
 def abandon(group: dist.ProcessGroup) -> None:

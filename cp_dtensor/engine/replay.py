@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
-import torch.distributed as dist
 
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor._torch.cuda_graph import Replay
-from cp_dtensor._torch.tensors import current_stream, on_device
+from cp_dtensor._torch.tensors import current_stream, no_modes, on_device
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
-from cp_dtensor.comm.symm_mem_workspace import Workspace
+from cp_dtensor.comm.symm_mem_workspace import Workspace, current_workspace
 from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
 from cp_dtensor.engine.ring import Ring
 from cp_dtensor.engine.ulysses import UlyssesPlan
@@ -31,24 +29,26 @@ _MOST_PASSES = 16
 
 
 @dataclass(eq=False)
-class _Pass:
+class _KnownPass:
     """A kind of pass that has run."""
 
-    workspaces: tuple[Workspace | None, ...]
-    """The symmetric buffers that it used. All ranks map others in the same call, and all run eagerly then."""
+    workspaces: tuple[ref[Workspace] | None, ...] = ()
+    """The symmetric buffers that it used. When the ranks map a larger buffer, all of them do so in the same call, and
+    each runs its next pass of each kind eagerly."""
     replay: Replay | None = None
     """None before it has come again."""
 
 
-_passes: WeakKeyDictionary[dist.ProcessGroup, LRUCache[_Pass]] = WeakKeyDictionary()
+_passes = GroupCache[LRUCache[_KnownPass]]()
 
 
 @dataclass(frozen=True)
 class ReplayedPlan(AttentionPlan):
-    """A plan whose passes run eagerly at first, are captured when they come again, and are replayed after that.
+    """A plan whose passes run eagerly twice, are captured then, and are replayed after that.
 
     Graphs compute what the plan computes, with one launch of the host. Ranks need not agree about which of them replay:
-    a replay passes the same flags through the same symmetric buffer as the eager pass.
+    a replay passes the same flags through the same symmetric buffer as the eager pass. Modes, such as those of
+    selective checkpoints, see neither.
     """
 
     inner: AttentionPlan
@@ -65,7 +65,7 @@ class ReplayedPlan(AttentionPlan):
             out, lse, saved = self.inner.forward(q, k, v, values, needs_lse)
             return out, lse, *saved
 
-        out, lse, *saved = self._run((needs_lse, modifiers.softcap), compute, (q, k, v, *sinks), call)
+        out, lse, *saved = self._run(needs_lse, compute, (q, k, v, *sinks), call)
         return out, lse, tuple(saved)
 
     def backward(
@@ -76,7 +76,7 @@ class ReplayedPlan(AttentionPlan):
         def compute(grad_out: torch.Tensor, *saved: torch.Tensor) -> Gradients:
             return self.inner.backward(grad_out, saved, call, None)
 
-        dq, dk, dv = self._run(("backward", call.modifiers.softcap), compute, (grad_out, *saved), call)
+        dq, dk, dv = self._run("backward", compute, (grad_out, *saved), call)
         return dq, dk, dv
 
     def remake_saved(
@@ -92,27 +92,41 @@ class ReplayedPlan(AttentionPlan):
         like = arguments[0]
         if capturing() or 0 in like.shape[:2]:  # a graph of the user's, or nothing to launch
             return function(*arguments)
-        passes = _passes.get(call.ranks.outer)
-        if passes is None:
-            passes = _passes[call.ranks.outer] = LRUCache(most_bytes=0, least=_MOST_PASSES)
-        key = self.identity, kind, call.scale, *[(x.shape, x.stride(), x.dtype) for x in arguments]
-        with on_device(like.device):
-            known, used = passes.get(key), _follow(call.ranks, like)
-            if known is None or known.workspaces != used:
-                results = function(*arguments)
-                known = passes.add(key, _Pass(used))
-                known.workspaces, known.replay = _follow(call.ranks, like), None
-                return results
-            if known.replay is None:
+        passes = _passes.get(call.ranks.outer, None, lambda: LRUCache(most_bytes=0, least=_MOST_PASSES))
+        facts = [(x.shape, x.stride(), x.dtype) for x in arguments]
+        key = self.identity, kind, call.scale, call.modifiers.softcap, *facts
+        with no_modes(), on_device(like.device):
+            used = _followed_workspaces(call.ranks, like)
+            known = passes.get(key) or passes.add(key, _KnownPass())
+            is_same = known.workspaces == _references(used)
+            if is_same and known.replay is not None:
+                return known.replay(*arguments)
+            results = function(*arguments)
+            if is_same:
                 known.replay = Replay(function, arguments)
-            return known.replay(*arguments)
+                _followed_workspaces(call.ranks, like)  # the latest stream was that of the capture
+            else:
+                known.workspaces, known.replay = _references(_current_workspaces(call.ranks)), None
+            return results
 
 
-def _follow(ranks: SequenceRanks, like: torch.Tensor) -> tuple[Workspace | None, ...]:
-    """The symmetric buffers of the ranks, whose earlier use the current stream waits for."""
-    stream = current_stream(like.device)
+def _current_workspaces(ranks: SequenceRanks) -> tuple[Workspace | None, ...]:
+    """The symmetric buffers of the ranks."""
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
-    return tuple([workspaces.follow(group, stream, "rows", like) for group in groups])
+    return tuple(map(current_workspace, groups))
+
+
+def _followed_workspaces(ranks: SequenceRanks, like: torch.Tensor) -> tuple[Workspace | None, ...]:
+    """The symmetric buffers of the ranks, for whose earlier use the current stream waits."""
+    used = _current_workspaces(ranks)
+    for each in used:
+        if each is not None:
+            each.follow(current_stream(like.device), "rows", like)
+    return used
+
+
+def _references(used: tuple[Workspace | None, ...]) -> tuple[ref[Workspace] | None, ...]:
+    return tuple([None if each is None else ref(each) for each in used])
 
 
 def replayed(plan: AttentionPlan) -> ReplayedPlan:
@@ -140,7 +154,7 @@ def _uses_collectives(plan: AttentionPlan) -> bool:
 def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> None:
     """Refuses calls that `replay=True` does not take."""
     if not q.is_cuda:
-        raise ValueError(f"replay=True is for CUDA graphs: expected CUDA tensors, got tensors on {q.device.type}")
+        raise NotImplementedError(f"replay=True makes CUDA graphs: expected CUDA tensors, got those on {q.device.type}")
     given = {
         "attn_mask": modifiers.bias is not None,
         "dropout_p": modifiers.dropout_p > 0,
@@ -148,7 +162,9 @@ def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> No
         "packed documents, which are new in every batch,": _has_documents(mask),
     }
     if unwanted := [name for name, is_given in given.items() if is_given]:
-        raise NotImplementedError(f"replay=True takes no {unwanted[0]} in this call: leave replay out")
+        raise NotImplementedError(
+            f"replay=True takes no {unwanted[0]} in this call: leave replay out, here or in the context"
+        )
 
 
 def _has_documents(mask: Mask) -> bool:

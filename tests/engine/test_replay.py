@@ -1,24 +1,43 @@
-"""Plans that are replayed, with a function that stands for a CUDA graph: when passes are captured, and what is kept."""
+"""Plans that are replayed, with recorded operations in the place of CUDA graphs: what is captured, kept and refused."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cp_dtensor import Documents, SlidingWindow, context_parallel_attention
+from cp_dtensor import Causal, ContextParallel, Documents, SlidingWindow, context_parallel, context_parallel_attention
+from cp_dtensor._torch import cuda_graph
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.comm import symm_mem_workspace
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.engine import replay
-from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
-from cp_dtensor.engine.replay import ReplayedPlan, refuse_unreplayable
+from cp_dtensor.engine.autograd import Attention, AttentionPlan, BoundCall, CallValues, Gradients, Result
+from cp_dtensor.engine.compiled_spec import CompiledCallSpec
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.engine.replay import ReplayedPlan, refuse_unreplayable, replayed
+from cp_dtensor.engine.ring import RingPlan
 
 Tensors = tuple[torch.Tensor, ...]
+DOUBLE = torch.float64
 
 
 class Group:
@@ -33,62 +52,109 @@ class Ranks:
         self.inner = None
 
 
+class Stream:
+    """Stands for a CUDA stream."""
+
+    waits: list[tuple[str, str]]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        Machine.waits.append((self.name, other.name))
+
+
+class Graph:
+    """Stands for a CUDA graph: repeats recorded operations, which write to the same memory again."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Any] = []
+        Machine.graphs += 1
+
+    def replay(self) -> None:
+        for operation, arguments, options, results in self.recorded:
+            if "empty" in operation.name():
+                continue
+            new = operation(*arguments, **options)
+            for old, again in zip(tree_leaves(results), tree_leaves(new), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != again.data_ptr():
+                    old.copy_(again)
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        results = operation(*arguments, **(options or {}))
+        self.graph.recorded.append((operation, arguments, options or {}, results))
+        return results
+
+
+class Machine:
+    """What calls see of CUDA."""
+
+    graphs = 0
+    waits: list[tuple[str, str]]
+    stream: Stream
+    buffers: list[Any]
+
+    @classmethod
+    def buffer(cls) -> Any:
+        """A symmetric buffer, as far as streams go."""
+        made: Any = object.__new__(Workspace)
+        made._last_stream = made.last_call = None
+        return made
+
+
+@contextmanager
+def capture(graph: Graph, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    before, Machine.stream = Machine.stream, stream
+    assert capture_error_mode == "thread_local"
+    with Recording(graph):
+        yield
+    Machine.stream = before
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine.graphs, Machine.waits, Machine.stream, Machine.buffers = 0, [], Stream("A"), [Machine.buffer()]
+    for name, value in (
+        ("CUDAGraph", Graph), ("graph", capture), ("Stream", lambda _: Stream("capture")),
+        ("stream", lambda _: nullcontext()),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    for module in (cuda_graph, replay):
+        monkeypatch.setattr(module, "current_stream", lambda _: Machine.stream)
+    monkeypatch.setattr(replay, "current_workspace", lambda _: Machine.buffers[0])
+    monkeypatch.setattr(symm_mem_workspace, "_is_capturing", lambda stream: False)
+
+
 class Products(AttentionPlan):
-    """out = q k v sinks scale, and a tensor of its own that backward needs."""
+    """out = q k v sinks scale + softcap, and a tensor of its own that backward needs."""
 
     def __init__(self) -> None:
         self.passes: list[str] = []
 
     def forward(self, q: Any, k: Any, v: Any, call: CallValues, needs_lse: bool) -> Result:
         self.passes.append("forward")
+        Machine.buffers[0].follow(Machine.stream, "K/V", q)
         sinks = 1.0 if call.modifiers.sinks is None else call.modifiers.sinks
-        out, lse = q * k * v * sinks * call.scale, q.sum(-1)
+        out, lse = q * k * v * sinks * call.scale + call.modifiers.softcap, q.sum(-1)
         return out, lse, (q, k, v, out, lse, k * v * sinks)
 
     def backward(self, grad_out: Any, saved: Tensors, call: CallValues, grad_bias: Any) -> Gradients:
         self.passes.append("backward")
         q, k, v, _, _, of_q = saved
-        return grad_out * of_q * call.scale, grad_out * q * v * call.scale, grad_out * q * k * call.scale
+        return of_q * grad_out * call.scale, q * v * grad_out * call.scale, q * k * grad_out * call.scale
 
     def abandon(self, ranks: Any) -> None:
         raise NotImplementedError
 
 
-class Graph:
-    """Stands for `Replay`: calls the function again, with memory of its own that the next call overwrites."""
-
-    made = 0
-
-    def __init__(self, function: Callable[..., Tensors], arguments: Tensors) -> None:
-        Graph.made += 1
-        self.function, self.memory = function, tuple(x.clone() for x in arguments)
-        self.results: Tensors | None = None
-
-    def __call__(self, *arguments: torch.Tensor) -> Tensors:
-        for own, given in zip(self.memory, arguments, strict=True):
-            assert own.shape == given.shape
-            own.copy_(given)
-        results = self.function(*self.memory)
-        if self.results is not None:
-            for old, new in zip(self.results, results, strict=True):
-                old.copy_(new)
-        self.results = self.results or results
-        given_back = {id(x): x.clone() for x in results} | dict(zip(map(id, self.memory), arguments, strict=True))
-        return tuple(given_back[id(x)] for x in results)
-
-
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The symmetric buffers that calls use, to be changed by the test."""
-    buffers: list[object] = [object()]
-    monkeypatch.setattr(replay, "Replay", Graph)
-    monkeypatch.setattr(replay, "_follow", lambda ranks, like: tuple(buffers))
-    monkeypatch.setattr(Graph, "made", 0)
-    return buffers
-
-
-def drawn(rows: int = 5) -> Tensors:
-    return tuple(torch.randn(1, 2, rows, 3, dtype=torch.float64) for _ in "qkvg")
+def drawn(rows: int = 5, dtype: torch.dtype = DOUBLE) -> Tensors:
+    return tuple(torch.randn(1, rows, 2, 3, dtype=dtype).transpose(1, 2) for _ in "qkvg")
 
 
 def both(plan: AttentionPlan, inputs: Tensors, call: CallValues, needs_lse: bool = True) -> tuple[Tensors, Tensors]:
@@ -101,78 +167,149 @@ def values(ranks: Any, scale: float = 0.5, modifiers: Modifiers = NO_MODIFIERS) 
     return CallValues(modifiers, ranks, scale)
 
 
+def check(ours: Tensors, expected: Tensors) -> None:
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        assert a.stride() == b.stride()
+
+
 @pytest.mark.parametrize("sinks", [False, True])
-def test_results_are_those_of_the_plan_and_stay(used: list[object], sinks: bool) -> None:
+def test_results_are_those_of_the_plan_and_stay(sinks: bool) -> None:
     inner, ranks = Products(), Ranks()
     plan, kept = ReplayedPlan(inner, False), []
     for step in range(5):
         inputs = drawn()
-        modifiers = Modifiers(sinks=torch.randn(3, dtype=torch.float64)) if sinks else NO_MODIFIERS
+        modifiers = Modifiers(sinks=torch.randn(3, dtype=DOUBLE)) if sinks else NO_MODIFIERS
         call = values(ranks, modifiers=modifiers)
         results, grads = both(plan, inputs, call)
         want, want_grads = both(Products(), inputs, call)
         assert [x is y for x, y in zip(results[2:5], inputs, strict=False)] == [True] * 3, "saved are the arguments"
         assert results[5] is results[0], "and the results"
-        kept += [*zip(results, want, strict=True), *zip(grads, want_grads, strict=True)]
-        assert Graph.made == (0 if step == 0 else 2)
+        kept += [(results, want), (grads, want_grads)]
+        assert Machine.graphs == (0 if step == 0 else 2)
     for ours, expected in kept:
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+        check(ours, expected)
+    assert len(inner.passes) == 6, "twice eagerly, and once in the capture"
 
 
-def test_other_calls_have_other_graphs(used: list[object]) -> None:
-    ranks = Ranks()
-    plan = ReplayedPlan(Products(), False)
-    inputs = drawn()
-    turned = tuple(x.transpose(2, 3).contiguous().transpose(2, 3) for x in inputs)
-    kinds: list[tuple[Tensors, CallValues, bool]] = [
-        (inputs, values(ranks), True), (drawn(7), values(ranks), True), (turned, values(ranks), True),
-        (inputs, values(ranks, 0.25), True), (inputs, values(ranks), False),
+def test_other_calls_have_other_graphs() -> None:
+    ranks, inputs = Ranks(), drawn()
+    plans = ReplayedPlan(Products(), False), ReplayedPlan(Products(), False)
+    fused = torch.randn(1, 5, 4, 2, 3, dtype=DOUBLE).permute(2, 0, 3, 1, 4)
+    sinks = Modifiers(sinks=torch.randn(3, dtype=DOUBLE))
+    kinds: list[tuple[int, Any, CallValues, bool]] = [
+        (0, inputs, values(ranks), True), (0, drawn(7), values(ranks), True), (0, fused, values(ranks), True),
+        (0, drawn(dtype=torch.float32), values(ranks), True), (0, inputs, values(ranks, 0.25), True),
+        (0, inputs, values(ranks, modifiers=Modifiers(softcap=2.0)), True), (0, inputs, values(ranks), False),
+        (0, inputs, values(ranks, modifiers=sinks), True), (1, inputs, values(ranks), True),
     ]  # fmt: skip
-    for _ in range(3):
-        for given, call, needs_lse in kinds:
-            results, grads = both(plan, given, call, needs_lse)
-            want, want_grads = both(Products(), given, call)
-            for ours, expected in zip((*results, *grads), (*want, *want_grads), strict=True):
-                torch.testing.assert_close(ours, expected, rtol=0, atol=0)
-    assert Graph.made == 5 + 4, "the last two kinds have one backward in common with the first"
+    for _ in range(4):
+        for plan, given, call, needs_lse in kinds:
+            ours, expected = (both(each, tuple(given), call, needs_lse) for each in (plans[plan], Products()))
+            for a, b in zip(ours, expected, strict=True):
+                check(a, b)
+    assert Machine.graphs == 9 + 7, "backward is that of the first kind without lse, and with sinks"
 
 
-def test_after_other_buffers_are_mapped_a_pass_runs_eagerly_once(used: list[object]) -> None:
+def test_shared_elements_become_dense_in_the_graph() -> None:
+    ranks, plan = Ranks(), ReplayedPlan(Products(), False)
+    for _ in range(4):
+        *qkv, grad_out = drawn()
+        inputs = (*qkv, grad_out[:, :, :1].expand(-1, -1, 5, -1))
+        for ours, expected in zip(
+            both(plan, inputs, values(ranks)), both(Products(), inputs, values(ranks)), strict=True
+        ):
+            check(ours, expected)
+    assert Machine.graphs == 2
+
+
+def test_after_another_buffer_is_mapped_a_pass_runs_eagerly() -> None:
     inner, ranks = Products(), Ranks()
     plan, inputs = ReplayedPlan(inner, False), drawn()
-
-    def passes() -> int:
-        inner.passes.clear()
-        both(plan, inputs, values(ranks))
-        return len(inner.passes)
-
     for _ in range(2):
-        made = Graph.made
-        for expected in (0, 2, 2):
-            passes()
-            assert Graph.made - made == expected
-        used[0] = object()
+        made = Machine.graphs
+        for graphs, passes in ((0, 2), (2, 4), (2, 0), (2, 0)):
+            inner.passes.clear()
+            both(plan, inputs, values(ranks))
+            assert (Machine.graphs - made, len(inner.passes)) == (graphs, passes)
+        Machine.buffers[0] = Machine.buffer()
 
 
-def test_the_latest_kinds_are_kept_while_their_group_lives(used: list[object]) -> None:
+def test_calls_on_other_streams_wait_for_replays() -> None:
+    """The buffer and the memory of the graph are in use on the stream of the latest call."""
+    plan, ranks = ReplayedPlan(Products(), False), Ranks()
+    for calls in (2, 3):  # the latest call has captured, or replayed
+        Machine.stream = first = Stream(f"first of {calls}")
+        for _ in range(calls):
+            plan.forward(*drawn()[:3], values(ranks), True)
+        Machine.stream, Machine.waits = Stream("second"), []
+        Machine.buffers[0].follow(Machine.stream, "K/V", drawn()[0])
+        assert ("second", first.name) in Machine.waits, "an eager call of the group"
+        Machine.waits = []
+        plan.forward(*drawn()[:3], values(ranks), True)
+        assert ("second", first.name) in Machine.waits, "a replay"
+
+
+def test_the_latest_kinds_are_kept_while_their_group_lives() -> None:
     ranks, plan = Ranks(), ReplayedPlan(Products(), False)
     for rows in range(1, 30):
         for _ in range(2):
             both(plan, drawn(rows), values(ranks))
-    assert len(replay._passes[ranks.outer]) == replay._MOST_PASSES
-    for known in replay._passes[ranks.outer]._entries.values():
-        known.replay.function = None  # type: ignore[union-attr,assignment]  # a graph has no function
+    assert len(replay._passes.get(ranks.outer, None, list)) == replay._MOST_PASSES  # type: ignore[arg-type]
     group = weakref.ref(ranks.outer)
     del ranks
     gc.collect()
     assert group() is None
 
 
-def test_calls_without_heads_launch_nothing(used: list[object]) -> None:
+def test_a_graph_of_the_user_has_the_pass_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, ranks = Products(), Ranks()
+    plan = ReplayedPlan(inner, False)
+    for _ in range(3):
+        both(plan, drawn(), values(ranks))
+    inner.passes.clear()
+    monkeypatch.setattr(replay, "capturing", lambda: True)
+    both(plan, drawn(), values(ranks))
+    assert inner.passes == ["forward", "backward"]
+
+
+def test_calls_without_heads_launch_nothing() -> None:
     plan, ranks = ReplayedPlan(Products(), False), Ranks()
     for _ in range(3):
         both(plan, tuple(x[:, :0] for x in drawn()), values(ranks))
-    assert Graph.made == 0
+    assert Machine.graphs == 0
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("grows", [False, True], ids=["", "the first backward maps another buffer"])
+def test_checkpoints_recompute_what_is_replayed(layers: int, grows: bool) -> None:
+    """Selective ones compare the operations of a recompute with those of forward."""
+
+    class Growing(Products):
+        def backward(self, *arguments: Any) -> Gradients:
+            if grows and self.passes.count("backward") == 0:
+                Machine.buffers[0] = Machine.buffer()
+            return super().backward(*arguments)
+
+    ranks: Any = Ranks()
+    calls = [BoundCall(ReplayedPlan(Growing(), False), ranks, 0.5), BoundCall(Products(), ranks, 0.5)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def layer(call: BoundCall, q: Any, k: Any, v: Any) -> torch.Tensor:
+        return Attention.apply(q * 1, k * 1, v * 1, None, None, NO_MODIFIERS, call, True)[0]
+
+    for _ in range(4):
+        gradients = []
+        inputs = drawn()[:3]
+        for call in calls:
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            x = leaves[0]
+            for _ in range(layers):
+                x = checkpoint(layer, call, x, *leaves[1:], use_reentrant=False, context_fn=contexts)
+            x.sum().backward()
+            gradients.append(tuple(leaf.grad for leaf in leaves if leaf.grad is not None))
+        check(*gradients)
+    assert Machine.graphs >= 2
 
 
 def test_calls_that_cannot_be_replayed_are_refused() -> None:
@@ -188,13 +325,49 @@ def test_calls_that_cannot_be_replayed_are_refused() -> None:
     refuse_unreplayable(on_gpu, SlidingWindow(2, 0), Modifiers(softcap=5.0))
 
 
+class Sdpa(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
 def _on_cpu(rank: int) -> None:
-    x = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="expected CUDA tensors, got tensors on cpu"):
-        context_parallel_attention(x, x, x, mesh=dist.group.WORLD, seq_len=8, replay=True)
+    x, mesh = torch.randn(1, 2, 4, 8), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    refused = pytest.raises(NotImplementedError, match="expected CUDA tensors, got those on cpu")
+    with refused:
+        context_parallel_attention(x, x, x, mesh=mesh, seq_len=8, replay=True)
+    dtensor = DTensor.from_local(x, mesh, [Shard(2)])
+    with refused:
+        context_parallel_attention(dtensor, dtensor, dtensor, replay=True)
+    for given in (x, dtensor):
+        with context_parallel(mesh, seq_len=8, replay=True), refused:
+            Sdpa()(given)
+    with refused:
+        parallelize_module(Sdpa(), mesh, ContextParallel(seq_len=8, replay=True))(x)
     with pytest.raises(TypeError, match="expected replay to be True or False, got 1"):
-        context_parallel_attention(x, x, x, mesh=dist.group.WORLD, seq_len=8, replay=1)  # type: ignore[arg-type]
+        context_parallel_attention(x, x, x, mesh=mesh, seq_len=8, replay=1)  # type: ignore[arg-type]
 
 
-def test_cpu_tensors_are_refused() -> None:
+def test_every_front_end_refuses_cpu_tensors() -> None:
     run_ranks(2, _on_cpu)
+
+
+def _plans(rank: int) -> None:
+    x = torch.randn(1, 4, 4, 8)
+    for mesh, method in (
+        (dist.group.WORLD, "ring"), (dist.group.WORLD, "ulysses"),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses")), "ring"),
+    ):  # fmt: skip
+        config = AttentionConfig.of(mesh, method, None, None, debug=False)
+        bound = functools.partial(
+            bound_call, x, x, x, lengths=(16, 16), mask=Causal(), modifiers=NO_MODIFIERS, scale=1.0
+        )
+        plan = bound(config=config).plan
+        with pytest.raises(NotImplementedError, match="needs ranks that share GPU memory"):
+            bound(config=replace(config, replay=True))
+        if isinstance(plan, RingPlan):
+            assert replayed(replace(plan, transport=SymmetricMemory())).inner.transport == SymmetricMemory()  # type: ignore[attr-defined]
+        assert CompiledCallSpec.of(replace(config, replay=True)) == CompiledCallSpec.of(config)
+
+
+def test_collectives_are_not_replayed() -> None:
+    run_ranks(4, _plans)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpu_checks import WAYS, attend, shards
+from support.gpu_checks import WAYS as USUAL_WAYS
+from support.gpu_checks import attend, shards
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
@@ -25,7 +26,8 @@ from cp_dtensor import HeadTail, PeerError
 PROBLEM = Problem(128, 128, 1, 4, 2, 64, is_causal=True)
 SECONDS, FAULTY = 6.0, 1
 pytestmark = pytest.mark.gpu
-shared_memory_ways = pytest.mark.parametrize("way", ["symm_mem", "ulysses"])
+WAYS: dict[str, dict[str, Any]] = {**USUAL_WAYS, "replay": {**USUAL_WAYS["symm_mem"], "replay": True}}
+shared_memory_ways = pytest.mark.parametrize("way", ["symm_mem", "ulysses", "replay"])
 
 
 @pytest.fixture
