@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from weakref import ref
@@ -22,6 +23,7 @@ from cp_dtensor.engine.ring import Ring
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.documents import Documents
+from cp_dtensor.spec.logs import log_once
 from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union
 
 _MOST_PASSES = 16
@@ -36,7 +38,8 @@ class _KnownPass:
     """The symmetric buffers that it used. When the ranks map a larger buffer, all of them do so in the same call, and
     each runs its next pass of each kind eagerly."""
     replay: Replay | None = None
-    """None before it has come again."""
+    """None before it has come again, and if it could not be captured."""
+    can_be_captured: bool = True
 
 
 _passes = GroupCache[LRUCache[_KnownPass]]()
@@ -102,12 +105,25 @@ class ReplayedPlan(AttentionPlan):
             if is_same and known.replay is not None:
                 return known.replay(*arguments)
             results = function(*arguments)
-            if is_same:
-                known.replay = Replay(function, arguments)
-                _followed_workspaces(call.ranks, like)  # the latest stream was that of the capture
-            else:
+            if not is_same:
                 known.workspaces, known.replay = _references(_current_workspaces(call.ranks)), None
+            elif known.can_be_captured:
+                torch.cuda.synchronize(like.device)
+                _current_workspaces(call.ranks)  # raises if the pass has waited for a peer in vain
+                known.replay = _captured(function, arguments)
+                known.can_be_captured = known.replay is not None
+                _followed_workspaces(call.ranks, like)  # the latest stream was that of the capture
             return results
+
+
+def _captured(function: Callable[..., Tensors], arguments: Tensors) -> Replay | None:
+    """The graph of a pass; None, with a warning, if it cannot be captured, such as where memory is short."""
+    try:
+        return Replay(function, arguments)
+    except RuntimeError as error:
+        reason = f"{type(error).__name__}: {error}"
+        log_once("engine", logging.WARNING, f"replay=True: a pass could not be captured, and stays eager: {reason}")
+        return None
 
 
 def _current_workspaces(ranks: SequenceRanks) -> tuple[Workspace | None, ...]:
@@ -168,6 +184,6 @@ def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> No
 
 
 def _has_documents(mask: Mask) -> bool:
-    if isinstance(mask, (Intersection, Union)):
+    if isinstance(mask, (Batched, Intersection, Union)):
         return any(map(_has_documents, mask.masks))
-    return isinstance(mask, (Documents, Batched))
+    return isinstance(mask, Documents)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cp_dtensor import Causal, ContextParallel, Documents, SlidingWindow, context_parallel, context_parallel_attention
+from cp_dtensor import (
+    Batched,
+    Causal,
+    ContextParallel,
+    Documents,
+    PeerError,
+    SlidingWindow,
+    context_parallel,
+    context_parallel_attention,
+    ring_attention,
+    ulysses_attention,
+)
 from cp_dtensor._torch import cuda_graph
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm import symm_mem_workspace
@@ -55,8 +68,6 @@ class Ranks:
 class Stream:
     """Stands for a CUDA stream."""
 
-    waits: list[tuple[str, str]]
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -72,6 +83,7 @@ class Graph:
         Machine.graphs += 1
 
     def replay(self) -> None:
+        time.sleep(Machine.seconds)
         for operation, arguments, options, results in self.recorded:
             if "empty" in operation.name():
                 continue
@@ -96,7 +108,10 @@ class Machine:
     """What calls see of CUDA."""
 
     graphs = 0
+    seconds = 0.0
+    """Of a replay."""
     waits: list[tuple[str, str]]
+    """Streams that wait for others, and streams of which the allocator knows that they use arguments of graphs."""
     stream: Stream
     buffers: list[Any]
 
@@ -120,11 +135,14 @@ def capture(graph: Graph, *, stream: Stream, capture_error_mode: str) -> Iterato
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine.graphs, Machine.waits, Machine.stream, Machine.buffers = 0, [], Stream("A"), [Machine.buffer()]
+    Machine.seconds = 0.0
     for name, value in (
         ("CUDAGraph", Graph), ("graph", capture), ("Stream", lambda _: Stream("capture")),
-        ("stream", lambda _: nullcontext()),
+        ("stream", lambda _: nullcontext()), ("synchronize", lambda _: None),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    recorded: Any = lambda _, stream: Machine.waits.append((stream.name, "allocator"))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
     for module in (cuda_graph, replay):
         monkeypatch.setattr(module, "current_stream", lambda _: Machine.stream)
     monkeypatch.setattr(replay, "current_workspace", lambda _: Machine.buffers[0])
@@ -132,7 +150,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Products(AttentionPlan):
-    """out = q k v sinks scale + softcap, and a tensor of its own that backward needs."""
+    """out = q k v sinks scale + softcap, and tensors that backward needs."""
 
     def __init__(self) -> None:
         self.passes: list[str] = []
@@ -141,16 +159,16 @@ class Products(AttentionPlan):
         self.passes.append("forward")
         Machine.buffers[0].follow(Machine.stream, "K/V", q)
         sinks = 1.0 if call.modifiers.sinks is None else call.modifiers.sinks
-        out, lse = q * k * v * sinks * call.scale + call.modifiers.softcap, q.sum(-1)
+        out, lse = q * k * v * sinks * call.scale + call.modifiers.softcap, q.sum(-1).float()
         return out, lse, (q, k, v, out, lse, k * v * sinks)
 
     def backward(self, grad_out: Any, saved: Tensors, call: CallValues, grad_bias: Any) -> Gradients:
         self.passes.append("backward")
-        q, k, v, _, _, of_q = saved
-        return of_q * grad_out * call.scale, q * v * grad_out * call.scale, q * k * grad_out * call.scale
+        q, k, v, _, lse, of_q = saved
+        return of_q * grad_out * call.scale, q * v * grad_out * call.scale, q * k * grad_out * call.scale + lse[..., None]
 
     def abandon(self, ranks: Any) -> None:
-        raise NotImplementedError
+        self.passes.append("abandoned")
 
 
 def drawn(rows: int = 5, dtype: torch.dtype = DOUBLE) -> Tensors:
@@ -192,7 +210,8 @@ def test_results_are_those_of_the_plan_and_stay(sinks: bool) -> None:
     assert len(inner.passes) == 6, "twice eagerly, and once in the capture"
 
 
-def test_other_calls_have_other_graphs() -> None:
+def test_other_calls_have_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MOST_PASSES", 32)
     ranks, inputs = Ranks(), drawn()
     plans = ReplayedPlan(Products(), False), ReplayedPlan(Products(), False)
     fused = torch.randn(1, 5, 4, 2, 3, dtype=DOUBLE).permute(2, 0, 3, 1, 4)
@@ -202,13 +221,14 @@ def test_other_calls_have_other_graphs() -> None:
         (0, drawn(dtype=torch.float32), values(ranks), True), (0, inputs, values(ranks, 0.25), True),
         (0, inputs, values(ranks, modifiers=Modifiers(softcap=2.0)), True), (0, inputs, values(ranks), False),
         (0, inputs, values(ranks, modifiers=sinks), True), (1, inputs, values(ranks), True),
+        (0, [x[:, :, :3] for x in inputs], values(ranks), True),
     ]  # fmt: skip
     for _ in range(4):
         for plan, given, call, needs_lse in kinds:
             ours, expected = (both(each, tuple(given), call, needs_lse) for each in (plans[plan], Products()))
             for a, b in zip(ours, expected, strict=True):
                 check(a, b)
-    assert Machine.graphs == 9 + 7, "backward is that of the first kind without lse, and with sinks"
+    assert Machine.graphs == 10 + 8, "backward is that of the first kind without lse, and with sinks"
 
 
 def test_shared_elements_become_dense_in_the_graph() -> None:
@@ -247,7 +267,78 @@ def test_calls_on_other_streams_wait_for_replays() -> None:
         assert ("second", first.name) in Machine.waits, "an eager call of the group"
         Machine.waits = []
         plan.forward(*drawn()[:3], values(ranks), True)
-        assert ("second", first.name) in Machine.waits, "a replay"
+        assert {("second", first.name), ("second", "allocator")} <= {*Machine.waits}, "a replay"
+
+
+def test_threads_share_a_graph() -> None:
+    plan, ranks, right = ReplayedPlan(Products(), False), Ranks(), []
+    for _ in range(2):
+        plan.forward(*drawn()[:3], values(ranks), True)
+    Machine.seconds = 1e-3
+
+    def replays() -> None:
+        for _ in range(20):
+            q, k, v, _ = drawn()
+            right.append(torch.equal(plan.forward(q, k, v, values(ranks), True)[0], q * k * v * 1.0 * 0.5 + 0.0))
+
+    threads = [threading.Thread(target=replays) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 40
+
+
+def test_training_replays_what_inference_has_captured() -> None:
+    plan, ranks = ReplayedPlan(Products(), False), Ranks()
+    for step in range(4):
+        inputs = drawn()
+        with torch.inference_mode(step < 2):
+            results = plan.forward(*inputs[:3], values(ranks), True)
+        check(results[:2], Products().forward(*inputs[:3], values(ranks), True)[:2])
+    assert Machine.graphs == 1
+
+
+def test_a_pass_that_cannot_be_captured_stays_eager(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner, ranks = Products(), Ranks()
+    plan, tries = ReplayedPlan(inner, False), []
+
+    def full(*_: Any, **__: Any) -> Any:
+        tries.append(1)
+        raise torch.OutOfMemoryError("no memory is left for the test")
+
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    for _ in range(4):
+        inputs = drawn()
+        results = plan.forward(*inputs[:3], values(ranks), True)
+        check(results[:2], Products().forward(*inputs[:3], values(ranks), True)[:2])
+    assert (len(inner.passes), len(tries)) == (4, 1)
+    assert "could not be captured, and stays eager: OutOfMemoryError: no memory is left" in caplog.text
+
+
+def test_nothing_is_captured_after_a_wait_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, ranks, asked = ReplayedPlan(Products(), False), Ranks(), []
+    plan.forward(*drawn()[:3], values(ranks), True)
+
+    def failed(group: Any) -> Any:
+        asked.append(group)
+        if len(asked) > 1:
+            raise PeerError("rank 1 did not come")
+        return Machine.buffers[0]
+
+    monkeypatch.setattr(replay, "current_workspace", failed)
+    with pytest.raises(PeerError, match="rank 1"):
+        plan.forward(*drawn()[:3], values(ranks), True)
+    assert Machine.graphs == 0
+
+
+def test_the_rest_is_that_of_the_plan() -> None:
+    inner, ranks = Products(), Ranks()
+    plan = ReplayedPlan(inner, True)
+    plan.abandon(ranks)  # type: ignore[arg-type]
+    assert (inner.passes, plan.saves_rows_of_others) == (["abandoned"], True)
 
 
 def test_the_latest_kinds_are_kept_while_their_group_lives() -> None:
@@ -319,10 +410,13 @@ def test_calls_that_cannot_be_replayed_are_refused() -> None:
         (Modifiers(dropout_p=0.1), SlidingWindow(2, 0), "dropout_p"),
         (Modifiers(up=torch.zeros(1, 2, 2)), SlidingWindow(2, 0), "latents"),
         (NO_MODIFIERS, Documents((0, 3, 8)) & SlidingWindow(2, 0), "packed documents"),
+        (NO_MODIFIERS, Documents((0, 3, 8)) | SlidingWindow(2, 0), "packed documents"),
+        (NO_MODIFIERS, Batched([Documents((0, 3, 8)), Documents((0, 5, 8))]), "packed documents"),
     ):
         with pytest.raises(NotImplementedError, match=f"replay=True takes no {message}"):
             refuse_unreplayable(on_gpu, mask, modifiers)
     refuse_unreplayable(on_gpu, SlidingWindow(2, 0), Modifiers(softcap=5.0))
+    refuse_unreplayable(on_gpu, Batched([SlidingWindow(2, 0), SlidingWindow(3, 0)]), NO_MODIFIERS)
 
 
 class Sdpa(torch.nn.Module):
@@ -333,8 +427,9 @@ class Sdpa(torch.nn.Module):
 def _on_cpu(rank: int) -> None:
     x, mesh = torch.randn(1, 2, 4, 8), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     refused = pytest.raises(NotImplementedError, match="expected CUDA tensors, got those on cpu")
-    with refused:
-        context_parallel_attention(x, x, x, mesh=mesh, seq_len=8, replay=True)
+    for function in (context_parallel_attention, ring_attention, ulysses_attention):
+        with refused:
+            function(x, x, x, mesh=mesh, seq_len=8, replay=True)
     dtensor = DTensor.from_local(x, mesh, [Shard(2)])
     with refused:
         context_parallel_attention(dtensor, dtensor, dtensor, replay=True)
@@ -365,7 +460,7 @@ def _plans(rank: int) -> None:
         with pytest.raises(NotImplementedError, match="needs ranks that share GPU memory"):
             bound(config=replace(config, replay=True))
         if isinstance(plan, RingPlan):
-            assert replayed(replace(plan, transport=SymmetricMemory())).inner.transport == SymmetricMemory()  # type: ignore[attr-defined]
+            replayed(replace(plan, transport=SymmetricMemory()))
         assert CompiledCallSpec.of(replace(config, replay=True)) == CompiledCallSpec.of(config)
 
 

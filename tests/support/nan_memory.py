@@ -14,7 +14,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Makes `torch.empty`, `torch.empty_like` and `Tensor.new_empty` return NaN in floating and complex tensors.
+    """Makes floating and complex results of `torch.empty`, `torch.empty_like` and `Tensor.new_empty(_strided)` NaN.
 
     This holds in all threads of the process. `torch.utils.deterministic.fill_uninitialized_memory` would need
     deterministic algorithms, which changes or forbids the kernels under test. Tensor subclasses and memory that C++
@@ -25,6 +25,7 @@ def poisoned_empty() -> Iterator[None]:
         mock.patch.object(torch, "empty", _poisoned(torch.empty)),
         mock.patch.object(torch, "empty_like", _poisoned(torch.empty_like)),
         mock.patch.object(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty)),
+        mock.patch.object(torch.Tensor, "new_empty_strided", _poisoned(torch.Tensor.new_empty_strided)),
     ):
         yield
 
