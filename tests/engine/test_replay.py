@@ -165,7 +165,11 @@ class Products(AttentionPlan):
     def backward(self, grad_out: Any, saved: Tensors, call: CallValues, grad_bias: Any) -> Gradients:
         self.passes.append("backward")
         q, k, v, _, lse, of_q = saved
-        return of_q * grad_out * call.scale, q * v * grad_out * call.scale, q * k * grad_out * call.scale + lse[..., None]
+        return (
+            of_q * grad_out * call.scale,
+            q * v * grad_out * call.scale,
+            q * k * grad_out * call.scale + lse[..., None],
+        )
 
     def abandon(self, ranks: Any) -> None:
         self.passes.append("abandoned")
