@@ -83,8 +83,8 @@ def context_parallel_attention(
         replay: True: forward and backward passes run eagerly twice, and are then replayed as CUDA graphs, which keep
             their memory; those with other shapes, strides, dtypes or options have graphs of their own. This is faster
             for shards of up to about 4,096 tokens, where the host's launches take longer than the GPU
-            (docs/cuda_graphs.md). It is refused with attn_mask, dropout and packed documents, and where ranks share no
-            GPU memory; compiled code ignores it.
+            (docs/cuda_graphs.md). It is refused with attn_mask, dropout, packed documents and padding, and where ranks
+            share no GPU memory; compiled code ignores it.
         debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
             rank. False: in the first call of each kind, and in those that exchange lengths (docs/limits.md).
 

@@ -25,6 +25,7 @@ from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.logs import log_once
 from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union
+from cp_dtensor.spec.model_masks import Bands, Keys
 
 _MOST_PASSES = 16
 """Kinds of passes of a group that are kept, with the memory of their graphs."""
@@ -175,7 +176,7 @@ def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> No
         "attn_mask": modifiers.bias is not None,
         "dropout_p": modifiers.dropout_p > 0,
         "latents": modifiers.up is not None,
-        "packed documents, which are new in every batch,": _has_documents(mask),
+        "packed documents and padding, which are new in every batch,": _is_of_a_batch(mask),
     }
     if unwanted := [name for name, is_given in given.items() if is_given]:
         raise NotImplementedError(
@@ -183,7 +184,7 @@ def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> No
         )
 
 
-def _has_documents(mask: Mask) -> bool:
+def _is_of_a_batch(mask: Mask) -> bool:
     if isinstance(mask, (Batched, Intersection, Union)):
-        return any(map(_has_documents, mask.masks))
-    return isinstance(mask, Documents)
+        return any(map(_is_of_a_batch, mask.masks))
+    return isinstance(mask, (Documents, Keys, Bands))

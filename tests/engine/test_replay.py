@@ -48,6 +48,7 @@ from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.engine.replay import ReplayedPlan, refuse_unreplayable, replayed
 from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.spec.model_masks import Bands, Keys
 
 Tensors = tuple[torch.Tensor, ...]
 DOUBLE = torch.float64
@@ -415,6 +416,8 @@ def test_calls_that_cannot_be_replayed_are_refused() -> None:
         (Modifiers(up=torch.zeros(1, 2, 2)), SlidingWindow(2, 0), "latents"),
         (NO_MODIFIERS, Documents((0, 3, 8)) & SlidingWindow(2, 0), "packed documents"),
         (NO_MODIFIERS, Documents((0, 3, 8)) | SlidingWindow(2, 0), "packed documents"),
+        (NO_MODIFIERS, SlidingWindow(2, 0) & Keys(((0, 5),)), "packed documents and padding"),
+        (NO_MODIFIERS, Bands.of_rows([[(0, 1)], [(0, 2)]], 2), "packed documents and padding"),
         (NO_MODIFIERS, Batched([Documents((0, 3, 8)), Documents((0, 5, 8))]), "packed documents"),
     ):
         with pytest.raises(NotImplementedError, match=f"replay=True takes no {message}"):
