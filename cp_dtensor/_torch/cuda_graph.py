@@ -29,10 +29,10 @@ class Replay:
         self._lock, self._stream = Lock(), current_stream(device)
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.no_grad(), _capturing:
-            # Not in the capture, where torch's deterministic mode would fill them with NaN in each replay.
+            # Allocated before the capture: in it, torch's deterministic mode would record a fill with NaN.
             self._arguments = tuple(map(_empty_like, arguments))
             with (
-                torch.cuda.stream(self._stream),  # comes back to it, also if the capture cannot be ended
+                torch.cuda.stream(self._stream),  # the thread returns to it, also if the capture cannot be ended
                 # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
                 torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"),
             ):
@@ -49,7 +49,7 @@ class Replay:
         stream = current_stream(arguments[0].device)
         with self._lock:
             if self._stream != stream:
-                stream.wait_stream(self._stream)  # it may still read and write the graph's memory
+                stream.wait_stream(self._stream)  # earlier replays may still use the graph's memory
                 for x in self._arguments:
                     x.record_stream(stream)
             self._stream = stream
@@ -62,6 +62,6 @@ class Replay:
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """With the strides of x, by which kernels are chosen; dense where elements of x share memory."""
+    """An empty tensor with the strides of x, by which kernels are chosen; dense where elements of x share memory."""
     strides = torch.empty_like(x, device="meta").stride() if has_shared_elements(x) else x.stride()
     return x.new_empty_strided(x.shape, strides)

@@ -51,8 +51,8 @@ class ReplayedPlan(AttentionPlan):
     """A plan whose passes run eagerly twice, are captured then, and are replayed after that.
 
     Graphs compute what the plan computes, with one launch of the host. Ranks need not agree about which of them replay:
-    a replay passes the same flags through the same symmetric buffer as the eager pass. Modes, such as those of
-    selective checkpoints, see neither.
+    a replay passes the same flags through the same symmetric buffer as the eager pass. Dispatch modes, such as those
+    of selective checkpoints, see neither replays nor eager passes.
     """
 
     inner: AttentionPlan
@@ -143,11 +143,12 @@ def _followed_workspaces(ranks: SequenceRanks, like: torch.Tensor) -> tuple[Work
 
 
 def _references(used: tuple[Workspace | None, ...]) -> tuple[ref[Workspace] | None, ...]:
+    """Weak references, which are equal for the same buffers and do not keep their memory."""
     return tuple([None if each is None else ref(each) for each in used])
 
 
 def replayed(plan: AttentionPlan) -> ReplayedPlan:
-    """The plan, replayed.
+    """A plan that replays the passes of another plan.
 
     Raises:
         NotImplementedError: the ranks do not exchange all rows through shared memory.
@@ -185,6 +186,7 @@ def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> No
 
 
 def _is_of_a_batch(mask: Mask) -> bool:
+    """True if a mask depends on the data of a batch: documents, padding, and masks found by evaluating a function."""
     if isinstance(mask, (Batched, Intersection, Union)):
         return any(map(_is_of_a_batch, mask.masks))
     return isinstance(mask, (Documents, Keys, Bands))

@@ -95,6 +95,8 @@ class Graph:
 
 
 class Recording(TorchDispatchMode):
+    """Adds the operations of a capture to a graph."""
+
     def __init__(self, graph: Graph) -> None:
         super().__init__()
         self.graph = graph
@@ -106,7 +108,7 @@ class Recording(TorchDispatchMode):
 
 
 class Machine:
-    """What calls see of CUDA."""
+    """State of the simulated GPU: current stream, symmetric buffer, captured graphs, and waits between streams."""
 
     graphs = 0
     seconds = 0.0
@@ -126,6 +128,7 @@ class Machine:
 
 @contextmanager
 def capture(graph: Graph, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    """Stands for `torch.cuda.graph`."""
     before, Machine.stream = Machine.stream, stream
     assert capture_error_mode == "thread_local"
     with Recording(graph):

@@ -108,15 +108,16 @@ def test_random_delays_on_random_ranks_change_nothing(
         assert not wrong, wrong
 
 
-def _compiled(rank: int, method: str, stages: int) -> list[float]:
+def _compiled(rank: int, method: str, stages: int, deterministic: bool) -> list[float]:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.bfloat16)
     inputs = shards(problem, 0, HeadTail(), rank)
     with ExitStack() as stack:
         staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
         stack.enter_context(mock.patch.object(planner, "head_stages", staging))
         stack.enter_context(mock.patch.object(planner, "_plans", WeakKeyDictionary()))  # decide anew
-        expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, method=method)
-        compiled = torch.compile(_attention_of(method, problem), fullgraph=True, backend="aot_eager")
+        options = {"method": method, "deterministic": deterministic}
+        expected = attend(inputs, problem, HeadTail(), dist.group.WORLD, **options)
+        compiled = torch.compile(_attention_of(options, problem), fullgraph=True, backend="aot_eager")
         *qkv, grad_out = inputs
         q, k, v = (tensor.detach().requires_grad_() for tensor in qkv)
         out = compiled(q, k, v)
@@ -125,17 +126,18 @@ def _compiled(rank: int, method: str, stages: int) -> list[float]:
     return [relative_norm(ours, want) for ours, want in zip(results, expected, strict=True)]
 
 
-def _attention_of(method: str, problem: Problem) -> Any:
+def _attention_of(options: dict[str, Any], problem: Problem) -> Any:
     mesh = dist.group.WORLD
     return lambda q, k, v: context_parallel_attention(
-        q, k, v, mesh=mesh, method=method, is_causal=problem.is_causal, enable_gqa=True, seq_len=problem.q_len
+        q, k, v, mesh=mesh, is_causal=problem.is_causal, enable_gqa=True, seq_len=problem.q_len, **options
     )
 
 
 @pytest.mark.parametrize(("method", "stages"), [("ring", 1), ("ulysses", 1), ("ulysses", 2)])
-def test_compiled_equals_eager(gpus: Processes, method: str, stages: int) -> None:
-    for worst in gpus.run(_compiled, method, stages):
-        assert max(worst) < 1e-3, "some kernels add in another order in each run"
+@pytest.mark.parametrize("deterministic", [False, True])  # some kernels add in another order in each run
+def test_compiled_equals_eager(gpus: Processes, method: str, stages: int, deterministic: bool) -> None:
+    for worst in gpus.run(_compiled, method, stages, deterministic):
+        assert max(worst) <= (0 if deterministic else 1e-3), worst
 
 
 def _error(rank: int) -> float:
