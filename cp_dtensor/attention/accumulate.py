@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.tensors import cut
+from cp_dtensor._torch.tensors import cut, empty_in_order_of
 from cp_dtensor.attention.lse import empty_lse, set_to_no_keys
 from cp_dtensor.attention.merge import add_parts, merge
 from cp_dtensor.attention.triton import MAX_PARTS
@@ -169,8 +169,11 @@ class Accumulator:
         """Uninitialised tensors of all rows of some heads."""
         batch, _, rows, dim = self._shape
         shape, like = (batch, heads, rows, dim), self._like
-        # In the memory order of `like` if the shapes agree: kernels need outputs and gradients in equal order.
-        whole = torch.empty_like(like, dtype=dtype) if like.shape == shape else like.new_empty(shape, dtype=dtype)
+        # In the memory order of `like`: kernels need outputs and gradients in equal order.
+        if like.shape == shape:
+            whole = torch.empty_like(like, dtype=dtype)
+        else:
+            whole = empty_in_order_of(like[:, :heads], dim, dtype)
         if not self._floats_of_lse:
             return (whole,)
         return whole, empty_lse(like, shape[:3], self._state_dtype, self._floats_of_lse == 2)

@@ -191,6 +191,9 @@ class Staging:
     """As `flops_per_stage`, in backward, whose launches cost about twice as much."""
     queries_per_stage: int = 1 << 15
     """Query rows of a stage, of all heads, that fill a GPU: about two waves of blocks of 128 on an H200."""
+    grad_keys_per_stage: int = 1 << 17
+    """Key rows of a stage of backward, of all ranks and query heads: eight waves of blocks of 128 keys on an H200, of
+    which one of two ranks computes two and the other one four."""
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
@@ -208,16 +211,18 @@ class Staging:
         filling = queries // world_size * spec.batch_size * spec.q_heads // self.queries_per_stage
         if spec.masking is not Masking.BY_SHAPE:
             filling = min(filling, gathered * spec.batch_size * spec.kv_heads // self.keys_per_stage_by_row)
+        grad_filling = min(filling, gathered * spec.batch_size * spec.q_heads // self.grad_keys_per_stage)
 
-        def count(limit: int, worthwhile: float) -> int:
+        def count(limit: int, worthwhile: float, filling: int) -> int:
             most = max(1, min(spec.kv_heads, -(-total // limit), int(worthwhile), filling))
             # Stages of equal size fill a GPU equally well.
             return next((few for few in range(most, most // 2, -1) if spec.kv_heads % few == 0), most)
 
         worthwhile = BACKWARD_FLOPS * flops / self.grad_flops_per_stage
-        local = min(4, count(self.grad_local_bytes, worthwhile))
-        remote = count(self.grad_stage_bytes, worthwhile)
-        return Stages(1, count(self.stage_bytes, flops / self.flops_per_stage)), Stages(local, max(local, remote))
+        local = min(4, count(self.grad_local_bytes, worthwhile, grad_filling))
+        remote = count(self.grad_stage_bytes, worthwhile, grad_filling)
+        forward = count(self.stage_bytes, flops / self.flops_per_stage, filling)
+        return Stages(1, forward), Stages(local, max(local, remote))
 
 
 DEFAULT_STAGING = Staging()

@@ -15,8 +15,11 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from threading import Timer
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +33,7 @@ Call = Callable[[], object]
 _CALLS_BEFORE_CAPTURE = 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
+_LONG_SECONDS = 10.0
 _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
@@ -130,7 +134,8 @@ class Ranks:
             except Exception as caught:
                 lines = str(caught).strip().splitlines()
                 error = f"{type(caught).__name__}: {lines[0] if lines else ''}"[:_LONGEST_MESSAGE]
-        answers = [answer for answer in self.gather((taking_part, value, error)) if answer[0]]
+        with self._shown_if_others_hang(error):
+            answers = [answer for answer in self.gather((taking_part, value, error)) if answer[0]]
         errors = [error for _, _, error in answers]
         failed = {rank: error for rank, error in enumerate(errors) if error is not None}
         if failed:
@@ -144,6 +149,18 @@ class Ranks:
         results: list[T] = []
         self.together(lambda: results.append(function()), taking_part)
         return results[0] if results else None
+
+    @contextmanager
+    def _shown_if_others_hang(self, error: str | None) -> Iterator[None]:
+        """Prints the error of this rank if the context takes long: others may wait for this rank in a collective."""
+        text = f"rank {self.rank} waits for the others after an error: {error}"
+        timer = Timer(_LONG_SECONDS, partial(print, text, file=sys.stderr, flush=True))
+        if error is not None:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @staticmethod
     def _key(number: int, rank: int) -> str:

@@ -3,9 +3,9 @@
 torchrun --nproc-per-node 2 docs/scripts/first_calls.py --json docs/benchmarks/first_calls.json
 
 Forward and backward of 65,536 tokens, 64 query and 8 kv heads of 128, bfloat16, of the slowest rank: causal, packed
-documents, other documents, and `replay=True`, whose second call captures both passes. Optional packages are imported by
-the first call that uses them. A second run shows what they keep on disk (docs/kernels.md). Without GPUs all is small: a
-test of this program.
+documents, other documents, and `replay=True`, whose second call captures both passes. Optional packages of kernels are
+imported before; otherwise the first call that uses one would import it. A second run shows what they keep on disk
+(docs/kernels.md). Without GPUs all is small: a test of this program.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from cp_dtensor import Balanced, Documents, context_parallel_attention  # noqa: E402
+from cp_dtensor.attention.backends import cudnn_flex, flash4  # noqa: E402
 from cp_dtensor.tools.bench.report import table_of  # noqa: E402
 from cp_dtensor.tools.parsing import lognormal_documents  # noqa: E402
 from cp_dtensor.tools.ranks import Device, leave, start  # noqa: E402
@@ -32,6 +33,15 @@ from cp_dtensor.tools.ranks import Device, leave, start  # noqa: E402
 IMPORTED = time.perf_counter()
 GPU = torch.cuda.is_available()
 TOKENS, HEADS, KV_HEADS, DIM, MEDIAN = (65_536, 64, 8, 128, 2048) if GPU else (256, 4, 2, 16, 40)
+
+
+def seconds_of_packages() -> float:
+    """The seconds to import the optional packages that are installed."""
+    begin = time.perf_counter()
+    for backend in (flash4, cudnn_flex):
+        if backend.PACKAGE.version:
+            backend._functions()
+    return time.perf_counter() - begin
 
 
 def calls() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -70,7 +80,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     ranks, device, _ = start("docs/scripts/first_calls.py", arguments, GPU, 300)
-    rows = [{"what": "imports", "seconds": IMPORTED - BEGIN}]
+    rows = [
+        {"what": "imports of torch and cp_dtensor", "seconds": max(ranks.gather(IMPORTED - BEGIN))},
+        {"what": "imports of packages", "seconds": max(ranks.together(seconds_of_packages))},
+    ]
     for name, of_call in calls():
         slowest = max(ranks.together(partial(seconds_of, device, **of_call)))
         rows.append({"what": name, "seconds": slowest})

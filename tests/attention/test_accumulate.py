@@ -23,7 +23,7 @@ from support.accumulations import (
 )
 from support.cases import examples
 
-from cp_dtensor.attention.accumulate import Part, place_sums
+from cp_dtensor.attention.accumulate import Accumulator, Part, place_sums
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.plan.plan import head_spans
 from cp_dtensor.spec.layouts import Span
@@ -175,6 +175,15 @@ def test_results_are_in_the_memory_order_of_what_they_are_like(kind: str, dtype:
         accumulator = source.accumulator(like)
         accumulator.add(ALL_HEADS, parts, is_last=True)
         assert accumulator.result()[0].stride() == like.stride()
+
+
+def test_results_with_another_head_dim_are_in_that_order_too() -> None:
+    """As an output with the v dim of MLA: models and their gradients have it in the order of q, without a copy."""
+    like = torch.empty(BATCH, ROWS, HEADS, 3 * DIM).transpose(1, 2)
+    result = Accumulator(like, torch.float32, DIM, floats_of_lse=1)
+    result.add(ALL_HEADS, [], is_last=True)
+    assert result.result()[0].shape == SHAPE
+    assert result.result()[0].transpose(1, 2).is_contiguous()
 
 
 def test_many_parts_of_bfloat16_are_summed_in_float32() -> None:

@@ -32,7 +32,7 @@ from cp_dtensor.plan import plan as plans
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.plan.tiling import Masking
-from cp_dtensor.spec.masks import Full, SlidingWindow
+from cp_dtensor.spec.masks import Causal, Full, SlidingWindow
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
 STAGINGS = {
@@ -98,6 +98,14 @@ def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: St
         options = {"rotate_method": "allgather", "seq_len": 24}
         run_ranks(2, attend, 2, problem.draw(seed=0), problem, HeadTail(), options)
     assert kinds(collectives) == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
+
+
+def test_stages_of_backward_have_many_blocks_of_keys() -> None:
+    """Buffers of 128 keys, 8 query heads: 1,024 rows."""
+    spec = CallSpec(LayoutPartition(HeadTail(), 128, 128, 1, 2), Causal(), 1, 8, 4, 8, 8, "float64")
+    for keys_per_stage, count in ((1024, 1), (513, 1), (512, 2), (257, 2), (256, 4), (1, 4)):
+        stages = replace(BY_HEAD, grad_keys_per_stage=keys_per_stage).stages(spec)
+        assert stages == (Stages(1, 4), Stages(count, count))
 
 
 def test_stages_of_interval_masked_tiles_have_many_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import shown
 
+from cp_dtensor.tools import ranks as tools_ranks
 from cp_dtensor.tools.bench import measure
 from cp_dtensor.tools.bench.cases import AllTokens, ByLayout, Case, Heads, Method, Select, Source, all_tokens
 from cp_dtensor.tools.bench.errors import Outcome, reference_head, relative_errors, seen_keys
@@ -112,6 +114,29 @@ def test_ranks_fail_together() -> None:
         assert failure(ranks, {0: "full"}, ranks.rank == 0) == ("MemoryError: full", True)  # all who take part
 
     as_ranks(2, body)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 60.0])
+def test_an_error_is_shown_while_other_ranks_hang(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 goes on once rank 0's error is printed, or at once if that takes long."""
+    monkeypatch.setattr(tools_ranks, "_LONG_SECONDS", seconds)
+    printed = threading.Event()
+    monkeypatch.setattr(tools_ranks, "print", lambda text, **_: (print(text), printed.set()), raising=False)
+
+    def body(ranks: Ranks) -> None:
+        def work() -> None:
+            if ranks.rank == 0:
+                raise ValueError("no such row")
+            printed.wait(20 if seconds < 1 else 0)
+
+        with pytest.raises(Failed, match="rank 0: ValueError: no such row"):
+            ranks.together(work)
+
+    as_ranks(2, body)
+    text = "rank 0 waits for the others after an error: ValueError: no such row\n"
+    assert capsys.readouterr().out == (text if seconds < 1 else "")
 
 
 def method(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Method:
