@@ -169,7 +169,7 @@ class Accumulator:
         """Uninitialised tensors of all rows of some heads."""
         batch, _, rows, dim = self._shape
         shape, like = (batch, heads, rows, dim), self._like
-        # In the memory order of `like`: kernels need outputs and gradients in equal order.
+        # Kernels need outputs and gradients in equal order: that of `like`, by its strides where the shapes agree.
         if like.shape == shape:
             whole = torch.empty_like(like, dtype=dtype)
         else:

@@ -34,6 +34,7 @@ _CALLS_BEFORE_CAPTURE = 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
 _LONG_SECONDS = 10.0
+"""Of waiting for the other ranks, after which a rank prints its own error."""
 _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
@@ -124,6 +125,8 @@ class Ranks:
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
         """Calls a function on the ranks that take part, waits for all, and returns the results in rank order.
 
+        A rank whose function raised prints its error if it waits for long.
+
         Raises:
             Failed: on every rank, also on ranks that do not take part, if the function raised on any rank.
         """
@@ -152,11 +155,13 @@ class Ranks:
 
     @contextmanager
     def _shown_if_others_hang(self, error: str | None) -> Iterator[None]:
-        """Prints the error of this rank if the context takes long: others may wait for this rank in a collective."""
+        """Prints an error of this rank if the context takes long: other ranks may wait for this one in a collective."""
+        if error is None:
+            yield
+            return
         text = f"rank {self.rank} waits for the others after an error: {error}"
         timer = Timer(_LONG_SECONDS, partial(print, text, file=sys.stderr, flush=True))
-        if error is not None:
-            timer.start()
+        timer.start()
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Seconds of the first calls of a process, in which kernels are imported and compiled, and of captures of replays.
+"""Seconds of imports, of the first calls of a process, in which kernels are compiled, and of captures of replays.
 
 torchrun --nproc-per-node 2 docs/scripts/first_calls.py --json docs/benchmarks/first_calls.json
 
@@ -90,7 +90,9 @@ def main(arguments: Sequence[str]) -> None:
     if ranks.rank == 0:
         print(table_of([{**row, "seconds": f"{row['seconds']:.3f}"} for row in rows]))
         if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            name = torch.cuda.get_device_name() if GPU else "CPU"
+            found = {"machine": f"torch {torch.__version__}, {ranks.world_size} x {name}", "rows": rows}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
     leave()
 
 

@@ -178,12 +178,15 @@ def test_results_are_in_the_memory_order_of_what_they_are_like(kind: str, dtype:
 
 
 def test_results_with_another_head_dim_are_in_that_order_too() -> None:
-    """As an output with the v dim of MLA: models and their gradients have it in the order of q, without a copy."""
+    """An output with the v dim of MLA is not copied into the order of q, nor are sums of some heads."""
     like = torch.empty(BATCH, ROWS, HEADS, 3 * DIM).transpose(1, 2)
     result = Accumulator(like, torch.float32, DIM, floats_of_lse=1)
     result.add(ALL_HEADS, [], is_last=True)
     assert result.result()[0].shape == SHAPE
     assert result.result()[0].transpose(1, 2).is_contiguous()
+    some_heads, _ = result._empty(HEADS - 1, torch.float32)
+    assert some_heads.shape == (BATCH, HEADS - 1, ROWS, DIM)
+    assert some_heads.transpose(1, 2).is_contiguous()
 
 
 def test_many_parts_of_bfloat16_are_summed_in_float32() -> None:

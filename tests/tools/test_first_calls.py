@@ -11,6 +11,7 @@ from cp_dtensor.tools.ranks import Device
 
 def test_calls_run_and_those_of_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     program = docs_script("first_calls")
+    assert program.seconds_of_packages() >= 0
 
     def body(rank: int) -> list[str]:
         return [name for name, options in program.calls() if program.seconds_of(Device(False), **options) > 0]

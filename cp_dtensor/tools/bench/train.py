@@ -27,7 +27,8 @@ from cp_dtensor.tools.bench.torch_methods import (
 from cp_dtensor.tools.ranks import Device, Ranks
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    # Small steps: without warm-up, those of 3e-4 make losses jump, and differences of rounding grow to percents.
+    # Fused, as in TorchTitan. Small steps: without warm-up, those of 3e-4 make losses jump, and differences of rounding
+    # grow to percents.
     "adamw": partial(torch.optim.AdamW, lr=1e-5, fused=True),
     "sgd": partial(torch.optim.SGD, lr=0.1),
 }
