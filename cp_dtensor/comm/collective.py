@@ -193,7 +193,7 @@ class Staging:
     """Query rows of a stage, of all heads, that fill a GPU: about two waves of blocks of 128 on an H200."""
     grad_keys_per_stage: int = 1 << 17
     """Rows of keys of all ranks, times query heads, that a stage of backward has at least: eight waves of blocks of 128
-    keys on an H200. Of two ranks with a causal mask and `HeadTail`, one computes two of these waves, the other one four.
+    keys on an H200. Of two ranks with a causal mask and `HeadTail`, one computes two of these waves, the other four.
     More rows were up to 5% faster and took up to 44% more memory (docs/log.md, 2026-11-26)."""
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
