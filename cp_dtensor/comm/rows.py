@@ -112,7 +112,7 @@ class _Tables:
         return self.own_source, self.own_target, self.sent, self.received
 
 
-_cached_tables = LRUCache[Shared[_Tables]](256 << 20, pins=capturing)
+_cached_tables = LRUCache[Shared[_Tables]](64 << 20, pins=capturing)
 
 
 def _tables(route: RowRoute, device: torch.device) -> _Tables:

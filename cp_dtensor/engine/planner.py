@@ -94,6 +94,8 @@ def bound_call(
         if spec.deterministic:
             spec = masked_by_shape(spec, allowed)
         backend = choose_backend(expanded(spec), allowed)
+        if backend.joins_intervals:
+            spec = replace(spec, masking=Masking.INTERVALS_TOGETHER)
         plan = plan_call(spec, config.method, config.transport, backend, ranks)
         if is_logged("engine"):
             _log_plan(plan, spec, config, lengths, ranks)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan, Transfer
-from cp_dtensor.plan.tiles import IntervalMask, Tile
+from cp_dtensor.plan.tiles import ShapedMask, Tile
 from cp_dtensor.spec.layouts import Span
 
 Way = TypeVar("Way")
@@ -51,7 +51,7 @@ def predicted_seconds(plan: TilePlan, spec: CallSpec, hardware: Hardware, backwa
     link = transfer_seconds(arrivals[0]) if arrivals else 0.0
     for step in steps:
         launch = hardware.launch * (_BACKWARD_LAUNCH if backward else 1.0)
-        tiles = sum(_INTERVALS_LAUNCH if isinstance(tile.mask, IntervalMask) else 1.0 for tile in step.tiles)
+        tiles = sum(1.0 if isinstance(tile.mask, ShapedMask) else _INTERVALS_LAUNCH for tile in step.tiles)
         host += launch * (1 + tiles + (slows_compute and step.transfer is not None))
         start = max(host, gpu)
         if step.transfer is not None:
@@ -89,10 +89,10 @@ def _compute_seconds(step: Step, plan: TilePlan, spec: CallSpec, hardware: Hardw
 
 def _tile_seconds(tile: Tile, heads: int, spec: CallSpec, hardware: Hardware, backward: bool) -> float:
     rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
-    if isinstance(tile.mask, IntervalMask):
-        pairs = _INTERVALS_TIME * tile.mask.pairs
-    else:
+    if isinstance(tile.mask, ShapedMask):
         pairs = rows * columns * (1.0 if tile.mask.is_full else 0.53)
+    else:
+        pairs = _INTERVALS_TIME * tile.mask.pairs
     flops = 2.0 * batch * heads * pairs * (spec.head_dim + spec.v_head_dim) * (_BACKWARD_TIME if backward else 1.0)
     blocks = batch * heads * -(-(columns if backward else rows) // _BLOCK)
     waves = blocks / hardware.multiprocessors

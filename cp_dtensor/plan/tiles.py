@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -92,6 +92,11 @@ class ShapedMask:
     def is_full(self) -> bool:
         return not self.is_causal
 
+    @property
+    def parts(self) -> tuple[ShapedMask]:
+        """The masks whose union this is: itself."""
+        return (self,)
+
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
         """The columns that each row of a tile of that size sees, for pictures and tests."""
         return [(0, row + 1 if self.is_causal else columns) for row in range(rows)]
@@ -123,6 +128,11 @@ class IntervalMask:
 
     is_full: ClassVar[bool] = False
     is_causal: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> tuple[IntervalMask]:
+        """The masks whose union this is: itself."""
+        return (self,)
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
         """The columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
@@ -158,7 +168,45 @@ class IntervalMask:
         return total
 
 
-TileMask = ShapedMask | IntervalMask
+@dataclass(frozen=True, eq=False)
+class UnionMask:
+    """Row i of a tile sees the columns that it sees in any of several masks: an interval of each.
+
+    No row sees a column in two of them, and they have the same queries, rows, keys and columns. Compared by identity,
+    as `IntervalMask`.
+    """
+
+    parts: tuple[IntervalMask, ...]
+
+    is_full: ClassVar[bool] = False
+    is_causal: ClassVar[bool] = False
+
+    @staticmethod
+    def of(masks: Sequence[IntervalMask]) -> UnionMask:
+        """The union of masks of the same queries and keys, in the smallest tile that holds all of them."""
+        q, kv = (
+            (min(start for start, _ in spans), max(stop for _, stop in spans))
+            for spans in ([mask.q for mask in masks], [mask.kv for mask in masks])
+        )
+        return UnionMask(tuple(replace(mask, q=q, kv=kv) for mask in masks))
+
+    @property
+    def q(self) -> Span:
+        """The tile's rows, counted in rows of the shard of queries."""
+        return self.parts[0].q
+
+    @property
+    def kv(self) -> Span:
+        """The tile's columns, counted in rows of the keys."""
+        return self.parts[0].kv
+
+    @cached_property
+    def pairs(self) -> int:
+        """Number of (row, column) pairs, as of `IntervalMask`."""
+        return sum(part.pairs for part in self.parts)
+
+
+TileMask = ShapedMask | IntervalMask | UnionMask
 
 
 # Tiles

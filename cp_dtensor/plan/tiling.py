@@ -13,7 +13,17 @@ from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, zip_longest
 
-from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, Tile, TileMask, joined, runs_of
+from cp_dtensor.plan.tiles import (
+    CAUSAL_TILE,
+    FULL_TILE,
+    IntervalMask,
+    KeyRun,
+    Tile,
+    TileMask,
+    UnionMask,
+    joined,
+    runs_of,
+)
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSet, clipped_bands
 from cp_dtensor.spec.layouts import Segment, Span, joined_spans
@@ -117,6 +127,8 @@ class Masking(Enum):
     """Rectangles and triangles, for which every backend has fast kernels. For plain masks."""
     INTERVALS = "by row"
     """Every row sees an interval of columns. For any mask."""
+    INTERVALS_TOGETHER = "by row, of several intervals"
+    """Every row sees the intervals of all interval sets of the mask, for backends that take `UnionMask`."""
     INTERVALS_IN_RUNS = "by row, in runs of positions"
     """Intervals, for dropout and softcap; tiles begin at multiples of `RUN` positions if shards do, which makes dropout
     faster."""
@@ -258,8 +270,8 @@ class IntervalTiling(Tiling):
     """Rows of queries against runs of keys, where every row sees an interval; for any mask.
 
     Shards are cut into parts where the keys that some rank attends to begin or end, so a rank receives the keys of its
-    window and no more. It receives them in the order of their positions, without gaps, so they are one run of keys, and
-    one tile for each interval set of the mask computes all of them.
+    window and no more. It receives them in the order of their positions, without gaps, so they are one run of keys. One
+    tile for each interval set of the mask computes all of them, or one tile for all sets together.
     """
 
     def __init__(
@@ -267,6 +279,7 @@ class IntervalTiling(Tiling):
     ) -> None:
         self.groups = groups
         self._unbroken = masking is Masking.INTERVALS_UNBROKEN
+        self._together = masking is Masking.INTERVALS_TOGETHER
         self._run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
         """Ranks receive whole multiples of so many positions; tiles begin at multiples of it, in rows and columns."""
         by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
@@ -298,11 +311,13 @@ class IntervalTiling(Tiling):
                 for row, piece in _with_first_rows(pieces[owner][part])
             ]
             for first_row, run in runs_of(placed, unbroken=self._unbroken):
-                for sets in self._sets:
-                    mask = self._mask_of_tile(_of_batch(sets, group.batch), group.q_by_rank[rank], run)
-                    if mask is not None:
-                        kv = first_row + mask.kv[0], first_row + mask.kv[1]
-                        yield Tile(source, group.batch, mask.q, kv, mask)
+                of_sets = (
+                    self._mask_of_tile(_of_batch(sets, group.batch), group.q_by_rank[rank], run) for sets in self._sets
+                )
+                masks = [mask for mask in of_sets if mask is not None]
+                for mask in [UnionMask.of(masks)] if self._together and len(masks) > 1 else masks:
+                    kv = first_row + mask.kv[0], first_row + mask.kv[1]
+                    yield Tile(source, group.batch, mask.q, kv, mask)
 
     def _mask_of_tile(
         self, sets: tuple[IntervalSet, ...], queries: tuple[Segment, ...], run: KeyRun

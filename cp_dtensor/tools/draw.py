@@ -130,8 +130,9 @@ def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:
 
     rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
     seen = np.zeros((rows, columns), dtype=bool)
-    for row, (first, last) in enumerate(tile.mask.intervals(rows, columns, batch_row)):
-        seen[row, first : max(first, last)] = True
+    for part in tile.mask.parts:
+        for row, (first, last) in enumerate(part.intervals(rows, columns, batch_row)):
+            seen[row, first : max(first, last)] = True
     return seen
 
 

@@ -1,9 +1,8 @@
-"""Backends on optional packages, with modules that stand for them: refusals, first use, and plans."""
+"""Backends on optional packages, with modules that stand for them: refusals, first use, launches."""
 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -11,49 +10,34 @@ from typing import Any
 import pytest
 import torch
 from support.package_kernels import Unwanted, relative
-from support.pretended_packages import AMPERE, BLACKWELL, HOPPER, INTERVALS, MLA, FlashModule, FlexModule, install
+from support.pretended_packages import (
+    AMPERE,
+    BLACKWELL,
+    HOPPER,
+    INTERVALS,
+    MATH,
+    MLA,
+    FlashModule,
+    FlexModule,
+    both,
+    check,
+    install,
+    interval_mask,
+    no_memory_for_a_plan,
+    tensors,
+)
 
-from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, interval, packages
-from cp_dtensor.attention.backends.aten import CudnnAttention, MathAttention
+from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4
+from cp_dtensor.attention.backends.aten import CudnnAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
+from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import choose_backend
-from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, KeyRun, TileMask
-from cp_dtensor.spec.cache import LRUCache
-from cp_dtensor.spec.intervals import IntervalBand
-from cp_dtensor.spec.layouts import Segment
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE
 
-MATH = MathAttention()
 Patch = pytest.MonkeyPatch
-
-
-def tensors(
-    rows: int = 300, columns: int = 300, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16)
-) -> Any:
-    shapes = (heads[0], rows, dims[0]), (heads[1], columns, dims[0]), (heads[1], columns, dims[1])
-    return [torch.randn(2, *shape).bfloat16() for shape in (*shapes, (heads[0], rows, dims[1]))]
-
-
-def both(backend: AttentionBackend, mask: TileMask, values: Any, scale: float = 0.25) -> list[torch.Tensor]:
-    """Returns the result of a tile and its gradients."""
-    q, k, v, grad_out = values
-    out, lse = backend.forward(q, k, v, mask, scale)
-    return [out, lse, *backend.backward(grad_out, q, k, v, out, lse, mask, scale)]
-
-
-def check(backend: AttentionBackend, mask: TileMask, values: Any, reference: AttentionBackend = MATH) -> None:
-    got, want = both(backend, mask, values), both(reference, mask, [x.double() for x in values])
-    for one, other in zip(got, want, strict=True):
-        finite = other.isfinite()
-        assert torch.equal(finite, one.isfinite())
-        assert float((one[finite].double() - other[finite]).norm() / other[finite].norm().clamp(min=1)) < 1e-2
-
-
-# FlashAttention-4
 
 
 def test_flash4_records_the_launches_of_the_first_call_and_repeats_them(fresh: Patch) -> None:
@@ -197,7 +181,7 @@ def test_a_plan_for_which_memory_is_lacking_at_the_first_use_is_no_verdict(fresh
     fresh.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
     create = module.create_mask_plan
 
-    fresh.setattr(module, "create_mask_plan", _no_memory_for_a_plan)
+    fresh.setattr(module, "create_mask_plan", no_memory_for_a_plan)
     with pytest.raises(torch.OutOfMemoryError):
         both(CudnnFlexAttention(), interval_mask(), tensors())
     fresh.setattr(module, "create_mask_plan", create)
@@ -273,159 +257,3 @@ def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch
     flash4._functions.cache_clear()
     check(Flash4Attention(MATH, left=left[0]), CAUSAL_TILE, tensors())
     assert set(module.calls) == {"forward"}
-
-
-# cuDNN's FlexAttention
-
-
-def interval_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> IntervalMask:
-    """Documents and a window, other ones in each batch row; some rows see nothing."""
-    sets = tuple(
-        (
-            IntervalBand(10, 100 + row, 5, columns),
-            IntervalBand(120 + row, rows - 20, 0, columns, left=50 + row, right=9),
-        )
-        for row in range(batch)
-    )
-    queries, keys = Segment.contiguous(0, rows), Segment.contiguous(0, columns)
-    return IntervalMask(sets, (queries,), (0, rows), KeyRun((keys,)), (0, columns))
-
-
-def _no_memory_for_a_plan(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:
-    raise torch.OutOfMemoryError
-
-
-@pytest.fixture
-def flex(fresh: Patch) -> Patch:
-    """Tiles of any size."""
-    fresh.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
-    return fresh
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("heads", "dims"), [((4, 2), (16, 16)), ((2, 2), (192, 128))])
-def test_flex_computes_interval_tiles(flex: Patch, batch: int, heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    module = FlexModule()
-    install(flex, flex=module)
-    flex.setattr(cudnn_flex, "_INTERVALS", Unwanted())
-    mask = interval_mask(300, 280, batch)
-    for _ in range(2):
-        check(CudnnFlexAttention(), mask, tensors(300, 280, heads, dims), IntervalAttention())
-    assert len(module.plans) == 1 + 1, "of the small tile, and one for forward and backward of this one"
-    check(CudnnFlexAttention(), interval_mask(300, 280, batch), tensors(300, 280, heads, dims), IntervalAttention())
-    assert len(module.plans) == 1 + 2, "another mask object has a plan of its own"
-
-
-def test_first_uses_of_flex_compile_our_kernels_too(flex: Patch) -> None:
-    """A later mask may have a tile that is too small for cuDNN; no step of a run waits for a compiler then."""
-    install(flex, flex=FlexModule())
-    used = []
-
-    def recorded(name: str, compute: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            used.append((name, arguments[0].dtype, arguments[0].size(1)))
-            return compute(*arguments, **options)
-
-        return call
-
-    for name in ("attention_forward", "attention_backward"):
-        flex.setattr(interval, name, recorded(name, getattr(interval, name)))
-    for _ in range(2):
-        both(CudnnFlexAttention(), interval_mask(), tensors(heads=(6, 2)))
-    ours = [each for each in used if each[1] == torch.bfloat16]
-    assert ours == [("attention_forward", torch.bfloat16, 6), ("attention_backward", torch.bfloat16, 6)], "small tiles"
-
-
-def test_flex_keeps_the_latest_plans_within_its_bytes(flex: Patch) -> None:
-    module = FlexModule(plan_bytes=1000)
-    install(flex, flex=module)
-    one, other, third = (interval_mask() for _ in range(3))
-    q, k, v, _ = tensors()
-    geometry = Geometry.of(q, k, v)
-    assert cudnn_flex.planned_tile(interval_mask(), geometry) is not None
-    flex.setattr(cudnn_flex, "_planned", LRUCache(3 * cudnn_flex._planned.nbytes // 2, least=1))  # and the newest
-    for mask in (one, other, one, third):
-        assert cudnn_flex.planned_tile(mask, geometry) is not None
-    assert len(module.plans) == 1 + 3
-    made = [cudnn_flex._planned.get((mask, geometry)) is not None for mask in (one, other, third)]
-    assert made == [True, False, True], "the least recently used went"
-    check(CudnnFlexAttention(), other, tensors(), IntervalAttention())
-
-
-@pytest.mark.parametrize("problem", ["estimate", "memory"])
-def test_tiles_without_a_plan_are_computed_by_our_kernels(flex: Patch, problem: str) -> None:
-    module = FlexModule()
-    install(flex, flex=module)
-    if problem == "estimate":
-        flex.setattr(cudnn_flex, "MOST_BYTES", 2 * cudnn_flex._BYTES_OF_PARTIAL_BLOCK)
-    else:
-        flex.setattr(module, "create_mask_plan", _no_memory_for_a_plan)
-    flex.setattr(packages.Package, "is_right", lambda *arguments: True)
-    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
-    assert not module.plans
-
-
-def test_a_plan_for_which_memory_was_lacking_is_made_later(flex: Patch) -> None:
-    module, mask, values = FlexModule(), interval_mask(), tensors()
-    install(flex, flex=module)
-    check(CudnnFlexAttention(), interval_mask(), values, IntervalAttention())
-    create, plans = module.create_mask_plan, len(module.plans)
-
-    for made_by, most in ((_no_memory_for_a_plan, 0), (create, 1)):
-        flex.setattr(module, "create_mask_plan", made_by)
-        cudnn_flex._functions.cache_clear()
-        check(CudnnFlexAttention(), mask, values, IntervalAttention())
-        assert len(module.plans) == plans + most
-
-
-@pytest.mark.parametrize("skips", ["rows", "columns"])
-def test_flex_kernels_that_leave_results_of_empty_blocks_unwritten_are_not_used(flex: Patch, skips: str) -> None:
-    """In a tile of documents against remote keys most blocks are empty, and fresh memory is often zeros by chance."""
-    module = FlexModule(skips=skips)
-    install(flex, flex=module)
-    with pytest.warns(RuntimeWarning, match=r"is not used for (forward|backward)") as caught:
-        check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
-    assert len(caught) == {"rows": 2, "columns": 1}[skips]
-
-
-def test_flex_leaves_small_tiles_and_deterministic_gradients_to_our_kernels(flex: Patch) -> None:
-    module = FlexModule()
-    install(flex, flex=module)
-    flex.setattr(cudnn_flex, "FEWEST_FLOPS", 1e12)
-    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
-    assert not module.plans
-    flex.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
-    flex.setattr(module.FlexAttentionBwd, "execute", None)
-    cudnn_flex._functions.cache_clear()
-    flex.setattr(cudnn_flex, "check_parameters", lambda *names: None)
-    check(CudnnFlexAttention(deterministic=True), interval_mask(), tensors(), IntervalAttention())
-    assert len(module.plans) == 2
-
-
-def test_end_points_and_estimate_of_random_intervals() -> None:
-    draw = random.Random(0)
-    for _ in range(30):
-        batch, rows, columns = draw.randint(1, 2), draw.randint(1, 400), draw.randint(1, 400)
-        kind = (batch, rows) if draw.random() < 0.5 else (rows,)
-        lo, hi = (torch.randint(-20, columns + 20, kind, dtype=torch.int32) for _ in range(2))
-        if draw.random() < 0.5:
-            lo, hi = lo.sort(-1).values, (lo + 60).sort(-1).values
-        geometry = Geometry(batch, rows, columns, 1, 1, 8, 8, torch.bfloat16, torch.device("cpu"))
-        ends = end_points(RowMask(lo=lo, hi=hi), geometry)
-        assert ends.shape == (1, 3, batch * rows)
-        assert ends.is_contiguous()
-        assert bool((ends[:, 1:] >= ends[:, :-1]).all())
-        assert int(ends.min()) >= 0
-        assert int(ends.max()) <= columns
-        column = torch.arange(columns)
-        seen = (column >= torch.atleast_2d(lo)[..., None]) & (column < torch.atleast_2d(hi)[..., None])
-        planned = (column >= ends[0, 1, :, None]) & (column < ends[0, 2, :, None])
-        assert torch.equal(planned, seen.expand(batch, -1, -1).flatten(0, 1))
-        block = cudnn_flex._BLOCK
-        partial = 0
-        for row in range(0, rows, block):
-            for start in range(0, columns, block):
-                part = seen.expand(batch, -1, -1)[:, row : row + block, start : start + block].flatten(1)
-                partial += int((part.any(1) & ~part.all(1)).sum())
-        estimate = plan_bytes(RowMask(lo=lo, hi=hi), geometry) // cudnn_flex._BYTES_OF_PARTIAL_BLOCK
-        assert partial <= estimate <= batch * -(-rows // block) * (columns // block + 2)

@@ -20,6 +20,7 @@ from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
 from cp_dtensor.attention.backends.packages import Package, has_package_kernels
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, TileMask
+from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.parsing import lognormal_documents
 
 
@@ -145,9 +146,10 @@ def test_random_masks(kernel: str) -> None:
         masks = [any_mask(draw, length) for _ in range(batch)]
         layout = draw.choice([HeadTail(), Contiguous(), Striped(8)])
         heads, dims = draw.choice([((4, 2), (64, 64)), ((2, 2), (128, 128))])  # each pair is compiled once
-        print(case, length, masks, layout, heads, dims)  # shown if it fails
         mask = masks[0] if batch == 1 else Batched(masks)
-        tiles = tiles_of(mask, length, batch, layout, draw.randrange(2))
+        masking = draw.choice([Masking.INTERVALS, Masking.INTERVALS_TOGETHER])
+        tiles = tiles_of(mask, length, batch, layout, draw.randrange(2), masking=masking)
+        print(case, length, masks, layout, heads, dims, masking)  # shown if it fails
         if kernel == "cudnn" and tiles:
             check_interval_tiles(tiles, heads, dims)
         for tile in tiles if kernel == "triton" else ():

@@ -26,6 +26,7 @@ from cp_dtensor.attention.backends import cudnn_flex, select
 from cp_dtensor.attention.backends.packages import has_package_kernels
 from cp_dtensor.engine import planner
 from cp_dtensor.spec.masks import interval_sets_of
+from cp_dtensor.spec.model_masks import Keys
 from cp_dtensor.tools.parsing import lognormal_documents
 
 pytestmark = [
@@ -58,6 +59,9 @@ KINDS = {
     "documents": Kind(DOCUMENTS, HeadTail(), (8, 2), (128, 128), "CUDNN_FLEX_ATTENTION"),
     "balanced": Kind(DOCUMENTS, Balanced(DOCUMENTS, LENGTH), (8, 2), (128, 128), "CUDNN_FLEX_ATTENTION"),
     "window": Kind(SlidingWindow(300, 20), Contiguous(), (8, 2), (128, 128), "CUDNN_FLEX_ATTENTION"),
+    "several intervals": Kind(
+        Causal() & (SlidingWindow(300, 0) | Keys(((0, 64),))), HeadTail(), (8, 2), (128, 128), "CUDNN_FLEX_ATTENTION"
+    ),
 }
 
 

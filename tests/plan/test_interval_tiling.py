@@ -11,11 +11,12 @@ from support.schedules import any_layout, positions, seen_by
 
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
-from cp_dtensor.plan.tiles import Tile
+from cp_dtensor.plan.tiles import Tile, UnionMask
 from cp_dtensor.plan.tiling import GroupSegments, Masking, Tiling, tiling_of
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Striped
-from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
+from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, SlidingWindow
+from cp_dtensor.spec.model_masks import Keys
 
 ONE_STAGE = Stages(1, 1)
 
@@ -124,6 +125,24 @@ def test_documents_bring_what_lies_before_in_the_same_document() -> None:
 def test_all_that_came_is_one_tile(layout: Layout, mask: Mask) -> None:
     for plan in Case(layout, mask, 64, 64, 1, 4).plans(True):
         assert all(len(step.tiles) <= 1 for step in plan.forward)
+
+
+@pytest.mark.parametrize("masking", [Masking.INTERVALS, Masking.INTERVALS_TOGETHER])
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail()])
+def test_several_intervals_of_a_row_are_tiles_or_one_tile(layout: Layout, masking: Masking) -> None:
+    """A window and some keys that all later rows see: three intervals; also in one batch row alone."""
+    union = Causal() & (SlidingWindow(9, 0) | Keys(((0, 4), (20, 24))))
+    for mask in (union, Batched([Causal(), union])):
+        batch = 1 if mask is union else 2
+        case = Case(layout, mask, 64, 64, batch, 2, masking)
+        tiles = [tile for plan in case.plans(True) for step in plan.forward for tile in step.tiles]
+        together = masking is Masking.INTERVALS_TOGETHER
+        assert any(isinstance(tile.mask, UnionMask) for tile in tiles) == together
+        assert batch > 1 or sum(tile.mask.pairs for tile in tiles) == mask.pairs(64, 64)
+        if together:
+            assert len(tiles) == (4 if layout == HeadTail() else 3), "own and other keys of two ranks"
+            assert all(tile.q == tile.mask.q == part.q for tile in tiles for part in tile.mask.parts)
+            assert all(tile.mask.kv == part.kv for tile in tiles for part in tile.mask.parts)
 
 
 def test_the_pairs_of_tiles_are_those_of_the_mask() -> None:

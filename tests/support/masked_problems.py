@@ -22,6 +22,7 @@ from cp_dtensor.spec.masks import (
     Union,
     interval_sets_of,
 )
+from cp_dtensor.spec.model_masks import Keys
 from support.problems import shard
 
 Tensors = tuple[torch.Tensor, ...]
@@ -45,6 +46,8 @@ def shows(mask: Mask, query: int, key: int, q_len: int, kv_len: int) -> bool:
                 if q0 <= query < q1 and k0 <= key < k1:
                     return shows(mask.within, query - q0, key - k0, q1 - q0, k1 - k0)
             return False
+        case Keys(ranges):
+            return any(start <= key < stop for start, stop in ranges)
         case Intersection(masks):
             return all(shows(each, query, key, q_len, kv_len) for each in masks)
         case Union(masks):

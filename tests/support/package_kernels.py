@@ -16,7 +16,7 @@ from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
-from cp_dtensor.plan.tiles import IntervalMask, ShapedMask, Tile, TileMask
+from cp_dtensor.plan.tiles import ShapedMask, Tile, TileMask
 from cp_dtensor.plan.tiling import Masking, tiling_of
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
@@ -72,7 +72,7 @@ def check(
     v = drawn(batch, kv_heads, columns, dims[1], dtype, seed + 2, memory)
     grad_out = drawn(batch, heads, rows, dims[1], dtype, seed + 3)
     scale = dims[0] ** -0.5
-    reference = IntervalAttention() if isinstance(mask, IntervalMask) else MathAttention()
+    reference = MathAttention() if isinstance(mask, ShapedMask) else IntervalAttention()
     wide = [x.double() for x in (q, k, v)]
     out, lse = backend.forward(q, k, v, mask, scale)
     want_out, want_lse = reference.forward(*wide, mask, scale)
@@ -114,10 +114,13 @@ def only_cudnn_flex() -> Iterator[None]:
         yield
 
 
-def tiles_of(mask: Mask, length: int, batch: int, layout: Layout, rank: int, size: int = 2) -> list[Tile]:
+def tiles_of(
+    mask: Mask, length: int, batch: int, layout: Layout, rank: int, size: int = 2,
+    masking: Masking = Masking.INTERVALS,
+) -> list[Tile]:  # fmt: skip
     """Returns all tiles of a rank under a mask."""
     partition = LayoutPartition(layout, length, length, batch, size)
-    tiling = tiling_of(partition.groups(), mask, Masking.INTERVALS, partition.lengths)
+    tiling = tiling_of(partition.groups(), mask, masking, partition.lengths)
     return [tile for source in range(size) for tile in tiling.tiles_against(rank, source)]
 
 

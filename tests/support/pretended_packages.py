@@ -15,12 +15,13 @@ from torch import Tensor
 
 from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages, select
 from cp_dtensor.attention.backends.aten import MathAttention
-from cp_dtensor.attention.backends.base import expand_kv_heads
+from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
-from cp_dtensor.plan.tiles import ShapedMask
+from cp_dtensor.plan.tiles import IntervalMask, KeyRun, ShapedMask, TileMask
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import LRUCache
-from cp_dtensor.spec.layouts import Contiguous
+from cp_dtensor.spec.intervals import IntervalBand
+from cp_dtensor.spec.layouts import Contiguous, Segment
 from cp_dtensor.spec.masks import Full
 
 MATH = MathAttention()
@@ -40,7 +41,7 @@ def fresh_process() -> Iterator[pytest.MonkeyPatch]:
         monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
         monkeypatch.setattr(first_use, "_verdicts", LRUCache())
         monkeypatch.setattr(flash4, "_launches", LRUCache())
-        monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.MOST_BYTES, least=1))
+        monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.KEPT_BYTES, least=4))
         cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
         for each in cached:
             each.cache_clear()
@@ -164,10 +165,17 @@ class FlexModule(ModuleType):
 
         def create_mask_plan(mask_func: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> Any:
             assert build_backward
-            assert mask_func.shape == (1, 3, q.size(0) * q.size(1))
+            count = mask_func.size(1)
+            assert count % 2 == 1
+            assert mask_func.shape == (1, count, q.size(0) * q.size(1))
+            assert mask_func.is_contiguous()
             ends = mask_func[0].unflatten(1, (q.size(0), -1))
+            assert bool((ends.diff(dim=0) >= 0).all())
+            assert 0 <= int(ends.min()) <= int(ends.max()) <= k.size(1)
             columns = torch.arange(k.size(1))
-            seen = (columns < ends[0, ..., None]) | ((columns >= ends[1, ..., None]) & (columns < ends[2, ..., None]))
+            seen = columns < ends[0, ..., None]
+            for begin, end in ends[1:].unflatten(0, (-1, 2)):
+                seen |= (columns >= begin[..., None]) & (columns < end[..., None])
             memory = torch.empty(plan_bytes, dtype=torch.uint8)
             module.plans.append(SimpleNamespace(seen=seen.unsqueeze(1), memory=memory))
             return module.plans[-1]
@@ -244,3 +252,48 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Te
     lse = logits.logsumexp(-1)
     weights = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     return weights @ expand_kv_heads(v, q.size(1)), lse, logits
+
+
+# Tiles
+
+
+def tensors(
+    rows: int = 300, columns: int = 300, heads: tuple[int, int] = (4, 2), dims: tuple[int, int] = (16, 16)
+) -> Any:
+    """Returns q, k, v and the gradient of out of two batch rows."""
+    shapes = (heads[0], rows, dims[0]), (heads[1], columns, dims[0]), (heads[1], columns, dims[1])
+    return [torch.randn(2, *shape).bfloat16() for shape in (*shapes, (heads[0], rows, dims[1]))]
+
+
+def both(backend: AttentionBackend, mask: TileMask, values: Any, scale: float = 0.25) -> list[Tensor]:
+    """Returns the result of a tile and its gradients."""
+    q, k, v, grad_out = values
+    out, lse = backend.forward(q, k, v, mask, scale)
+    return [out, lse, *backend.backward(grad_out, q, k, v, out, lse, mask, scale)]
+
+
+def check(backend: AttentionBackend, mask: TileMask, values: Any, reference: AttentionBackend = MATH) -> None:
+    """Compares the result of a tile and its gradients with those of a reference in float64."""
+    got, want = both(backend, mask, values), both(reference, mask, [x.double() for x in values])
+    for one, other in zip(got, want, strict=True):
+        finite = other.isfinite()
+        assert torch.equal(finite, one.isfinite())
+        assert float((one[finite].double() - other[finite]).norm() / other[finite].norm().clamp(min=1)) < 1e-2
+
+
+def interval_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> IntervalMask:
+    """Documents and a window, other ones in each batch row; some rows see nothing."""
+    sets = tuple(
+        (
+            IntervalBand(10, 100 + row, 5, columns),
+            IntervalBand(120 + row, rows - 20, 0, columns, left=50 + row, right=9),
+        )
+        for row in range(batch)
+    )
+    queries, keys = Segment.contiguous(0, rows), Segment.contiguous(0, columns)
+    return IntervalMask(sets, (queries,), (0, rows), KeyRun((keys,)), (0, columns))
+
+
+def no_memory_for_a_plan(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:
+    """In place of `create_mask_plan`."""
+    raise torch.OutOfMemoryError

@@ -93,8 +93,10 @@ def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
 def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.ndarray:
     """Returns the columns of a tile that its rows see."""
     seen = np.zeros((rows, columns), bool)
-    for row, (first, last) in enumerate(mask.intervals(rows, columns, batch_row)):
-        seen[row, first : max(first, last)] = True
+    for part in mask.parts:
+        for row, (first, last) in enumerate(part.intervals(rows, columns, batch_row)):
+            assert not seen[row, first : max(first, last)].any(), "a pair is in one part of a mask"
+            seen[row, first : max(first, last)] = True
     return seen
 
 

@@ -24,6 +24,11 @@ class AttentionBackend(ABC):
     """True if tiles may have bias, dropout and softcap; the ring then calls `with_modifiers` for each tile."""
 
     @property
+    def joins_intervals(self) -> bool:
+        """True if a tile whose rows see several intervals takes less time than a tile for each."""
+        return False
+
+    @property
     @abstractmethod
     def name(self) -> str:
         """The name in messages: of torch's backends, the name in `torch.nn.attention.SDPBackend`."""

@@ -1,14 +1,14 @@
 """Backend on cuDNN's FlexAttention, of the package nvidia-cudnn-frontend: interval-masked tiles.
 
 A tile's intervals become a mask plan: tables of the blocks that are full or masked in part, in the order in which the
-kernels read them. A plan belongs to a mask and a geometry. Making one takes a millisecond and waits for the device, so
-plans are kept, the latest `MOST_BYTES` of them. Source: docs.nvidia.com/deeplearning/cudnn, FlexAttention.
+kernels read them. A plan belongs to a mask and a geometry. Making one takes 2 to 4 ms of the host, so the latest ones
+are kept. Source: docs.nvidia.com/deeplearning/cudnn, FlexAttention.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -26,14 +26,17 @@ from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
 from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
+from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask, UnionMask
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalBand
 from cp_dtensor.spec.layouts import Segment
 
 PACKAGE = Package("nvidia-cudnn-frontend", "cuDNN's FlexAttention")
 MOST_BYTES = 512 << 20
-"""Of all mask plans of a process, and of one of them. Documents of 65,536 tokens take about 10 MiB."""
+"""Of the mask plan of a tile."""
+KEPT_BYTES, _KEPT_PLANS = 128 << 20, 4
+"""Plans that stay: the latest of so many bytes together, and the latest four, which two masks in turns need. A tile of
+documents of 65,536 tokens takes 1 to 3 MiB."""
 FEWEST_FLOPS = 0.1e12
 """Of forward of a tile. In smaller ones the host time of this package, 0.3 ms, is longer than our kernels take."""
 _BLOCK = 128
@@ -56,6 +59,10 @@ class CudnnFlexAttention(AttentionBackend):
     backward takes 24 times as long as its other one under a window (docs/kernels.md)."""
 
     name = "CUDNN_FLEX_ATTENTION"
+
+    @property
+    def joins_intervals(self) -> bool:
+        return not self.deterministic
 
     def refusal(self, spec: CallSpec) -> str | None:
         dims = spec.head_dim, spec.v_head_dim
@@ -81,32 +88,36 @@ class CudnnFlexAttention(AttentionBackend):
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
         """True if these kernels may compute a tile. At their first use they and ours are compiled, for a small tile."""
-        assert isinstance(mask, IntervalMask)
-        group, dims = q.size(1) // k.size(1), (q.size(3), v.size(3))
+        assert isinstance(mask, (IntervalMask, UnionMask))
+        group, dims, intervals = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.parts)
         if 2 * mask.pairs * q.size(0) * q.size(1) * sum(dims) < FEWEST_FLOPS:
             return False
 
         def problem() -> str:
             ours = IntervalAttention()
-            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(), ours)
+            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(intervals), ours)
             is_forward = direction == "forward"
             check = tile.forward_error if is_forward else tile.backward_error
             # Compiles our kernels too: otherwise the first small tile of a later mask would, in the middle of a run.
             check(ours.forward if is_forward else ours.backward)
             return check(partial(_forward if is_forward else _backward, is_check=True))
 
-        return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group), q.device, problem)
+        kernel = direction, q.dtype, "head dims", dims, "group", group, "intervals", intervals
+        return PACKAGE.is_right(kernel, q.device, problem)
 
 
-@lru_cache(maxsize=1)  # one object: forward and backward share its plan
-def _small_mask() -> IntervalMask:
-    """Window of 4 x 4 blocks, of which some are full, some partial and some empty.
+@lru_cache(maxsize=4)  # one object: forward and backward share its plan
+def _small_mask(intervals: int) -> IntervalMask | UnionMask:
+    """Window of 4 x 4 blocks, of which some are full, some partial and some empty; and more intervals before it.
 
     The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring.
     """
-    positions, rows = Segment.contiguous(0, 4 * _BLOCK), (0, 4 * _BLOCK)
-    window = IntervalBand(first=_BLOCK + 12, last=3 * _BLOCK, lo=0, hi=3 * _BLOCK, left=2 * _BLOCK + 40, right=10)
-    return IntervalMask(((window,),), (positions,), rows, KeyRun((positions,)), rows)
+    positions, size = Segment.contiguous(0, 4 * _BLOCK), 4 * _BLOCK
+    first, last, more = _BLOCK + 12, 3 * _BLOCK, intervals - 1
+    window = IntervalBand(first, last, 2 * more, 3 * _BLOCK, left=2 * _BLOCK + 40, right=10)
+    bands = [window, *(IntervalBand(first, last - 9 * index, 2 * index, 2 * index + 1) for index in range(more))]
+    masks = [IntervalMask(((band,),), (positions,), (0, size), KeyRun((positions,)), (0, size)) for band in bands]
+    return masks[0] if intervals == 1 else UnionMask(tuple(masks))
 
 
 def _forward(
@@ -230,7 +241,7 @@ class PlannedTile:
         return kernel
 
 
-_planned = LRUCache[Shared[PlannedTile]](MOST_BYTES, least=1, pins=capturing)
+_planned = LRUCache[Shared[PlannedTile]](KEPT_BYTES, least=_KEPT_PLANS, pins=capturing)
 """Keys: mask (compared by identity) and geometry."""
 
 
@@ -240,36 +251,37 @@ def planned_tile(mask: TileMask, geometry: Geometry) -> PlannedTile | None:
     Raises:
         torch.OutOfMemoryError: there is no memory for it now.
     """
-    assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
     planned = _planned.get((mask, geometry))
     if planned is None:
         if capturing():
             return None
-        rows = tile_rows(mask, geometry.device).mask
+        rows = tile_rows(mask, geometry.device).masks
         shared = Shared(geometry.device, lambda: _plan_tile(rows, geometry), lambda tile: tile.tensors)
         planned = _planned.add((mask, geometry), shared)
     tile = planned.read()
     return None if tile.plan is None else tile
 
 
-def _plan_tile(mask: RowMask, geometry: Geometry) -> PlannedTile:
+def _plan_tile(masks: Sequence[RowMask], geometry: Geometry) -> PlannedTile:
     with quiet():
-        if plan_bytes(mask, geometry) > MOST_BYTES:
+        if sum(plan_bytes(mask, geometry) for mask in masks) > MOST_BYTES:
             return PlannedTile(None)
-        plan = _functions().create_mask_plan(end_points(mask, geometry), *geometry.samples(), build_backward=True)
+        plan = _functions().create_mask_plan(end_points(masks, geometry), *geometry.samples(), build_backward=True)
     return PlannedTile(plan, tuple(_functions().plan_tensors(plan)))
 
 
-def end_points(mask: RowMask, geometry: Geometry) -> Tensor:
-    """(1, 3, B * S), int32: the ascending ends F of [0, F0) and [F1, F2) that each row sees; here F0 is 0.
+def end_points(masks: Sequence[RowMask], geometry: Geometry) -> Tensor:
+    """(1, 1 + 2 masks, B * S), int32: the ascending ends F of [0, F0), [F1, F2), ... that each row sees; here F0 is 0.
 
     >>> mask = RowMask(lo=torch.tensor([-3, 2, 9]).int(), hi=torch.tensor([2, 1, 11]).int())
     >>> geometry = Geometry(1, 3, 10, 1, 1, 8, 8, torch.bfloat16, torch.device("cpu"))
-    >>> end_points(mask, geometry).tolist()
+    >>> end_points([mask], geometry).tolist()
     [[[0, 0, 0], [0, 2, 9], [2, 2, 10]]]
     """
-    lo, hi = _clamped(mask, geometry)
-    return torch.stack([torch.zeros_like(lo), lo, hi]).flatten(1).unsqueeze(0)
+    ends = [end for mask in masks for end in _clamped(mask, geometry)]
+    if len(masks) > 1:  # intervals of a row do not overlap, so their ends in order are begin, end, begin, end
+        ends = list(torch.stack(ends).sort(0).values)
+    return torch.stack([torch.zeros_like(ends[0]), *ends]).flatten(1).unsqueeze(0)
 
 
 def plan_bytes(mask: RowMask, geometry: Geometry) -> int:

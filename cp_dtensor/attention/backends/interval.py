@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,13 +13,14 @@ from torch import Tensor
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import wide_dtype
+from cp_dtensor.attention.accumulate import Accumulator, Part
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
+from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask, UnionMask
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalSet
 from cp_dtensor.spec.layouts import Span
@@ -44,12 +45,17 @@ class IntervalAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
+        if isinstance(mask, UnionMask):
+            parts = [self.forward(q, k, v, part, scale) for part in mask.parts]
+            return _merged(q, parts, 1 + self.modifiers.split_lse)
         rows, k, v, options = self._tile(mask, k, v)
         return attention_forward(q, k, v, rows.mask, scale, **options, split_lse=self.modifiers.split_lse)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(mask, UnionMask):
+            return _summed([self.backward(grad_out, q, k, v, out, lse, part, scale) for part in mask.parts])
         rows, k, v, options = self._tile(mask, k, v)
         return attention_backward(grad_out, q, k, v, out, lse, rows.mask, scale, delta=self.delta, **options)
 
@@ -81,16 +87,43 @@ class IntervalAttention(AttentionBackend):
         return rows, k, v, {"bias": bias, "dropout": dropout, "softcap": modifiers.softcap}
 
 
-class TileRows:
-    """Row mask and positions of a tile on one device."""
+def _merged(q: Tensor, parts: Sequence[tuple[Tensor, Tensor]], floats_of_lse: int) -> tuple[Tensor, Tensor]:
+    """The LSE merge of partial results of all rows, in float32 or wider."""
+    wide, dim = wide_dtype(q), parts[0][0].size(3)
+    result = Accumulator(torch.empty_like(q, dtype=wide), wide, dim, floats_of_lse=floats_of_lse)
+    everything = (0, q.size(0)), (0, q.size(2))
+    result.add((0, q.size(1)), [Part(*everything, part) for part in parts], is_last=True)
+    out, lse = result.result()
+    return out, lse
 
-    def __init__(self, tile: IntervalMask, device: torch.device) -> None:
-        self._tile, self._device = tile, device
-        self.mask, self._hidden = self._tables()
+
+def _summed(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of gradients, in float32 or wider."""
+    dq, dk, dv = (x.to(wide_dtype(x), copy=True) for x in parts[0])
+    for part in parts[1:]:
+        for total, share in zip((dq, dk, dv), part, strict=True):
+            total.add_(share)
+    return dq, dk, dv
+
+
+class TileRows:
+    """Row masks and positions of a tile on one device."""
+
+    def __init__(self, tile: IntervalMask | UnionMask, device: torch.device) -> None:
+        self._tile, self._device = tile.parts[0], device
+        self.masks, self._hidden = self._tables(tile.parts)
+        """One for each interval that rows see."""
+
+    @property
+    def mask(self) -> RowMask:
+        """The row mask of a tile whose rows see one interval."""
+        (mask,) = self.masks
+        return mask
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors on the device."""
-        yield from (table for table in (self.mask.lo, self.mask.hi, self._hidden) if table is not None)
+        tables = (*(table for mask in self.masks for table in (mask.lo, mask.hi)), self._hidden)
+        yield from (table for table in tables if table is not None)
 
     @property
     def positions(self) -> tuple[Tensor, Tensor, bool]:
@@ -149,17 +182,19 @@ class TileRows:
     def _queries(self) -> Tensor:
         return positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
 
-    def _tables(self) -> tuple[RowMask, Tensor | None]:
-        """The row mask, and the columns that no row sees, (1 or B, 1, T, 1) boolean; None if there are none."""
+    def _tables(self, parts: Sequence[IntervalMask]) -> tuple[tuple[RowMask, ...], Tensor | None]:
+        """The row masks, and the columns that no row sees, (1 or B, 1, T, 1) boolean; None if there are none."""
         tile = self._tile
         queries, (start, stop) = self._queries(), tile.kv
-        lo, hi = torch.stack([_intervals(bands, queries, tile.keys, tile.kv) for bands in tile.interval_sets], 1)
-        # Rows that see a column: those that begin before its end, less those that end before.
-        edges, one = lo.new_zeros(len(lo), stop - start + 1), torch.ones_like(lo)
-        edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
+        masks, edges = [], torch.zeros(len(tile.interval_sets), stop - start + 1, dtype=torch.int64, device="cpu")
+        for part in parts:
+            lo, hi = torch.stack([_intervals(bands, queries, tile.keys, tile.kv) for bands in part.interval_sets], 1)
+            # Rows that see a column: those that begin before its end, less those that end before.
+            one = torch.ones_like(lo)
+            edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
+            masks.append(RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi)))
         seen = edges.cumsum(1)[:, None, :-1, None]
-        mask = RowMask(lo=self._on_device(*lo), hi=self._on_device(*hi))
-        return mask, None if seen.all() else (seen == 0).to(self._device)
+        return tuple(masks), None if seen.all() else (seen == 0).to(self._device)
 
     def _on_device(self, *of_batch: Tensor) -> Tensor:
         together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)
@@ -200,7 +235,7 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index.flatten()).view_as(index)
 
 
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 64 << 20
 """Bytes of the tables, mostly on devices: 8 for each row of a tile, 16 with dropout, in each batch row."""
 _cached_rows = LRUCache[Shared[TileRows]](_MOST_BYTES, pins=capturing)
 """Keys: mask (compared by identity) and device. Document masks are new with every batch: room for a few batches."""
@@ -208,7 +243,7 @@ _cached_rows = LRUCache[Shared[TileRows]](_MOST_BYTES, pins=capturing)
 
 def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
     """The row mask and positions of a tile on a device, cached."""
-    assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
+    assert isinstance(mask, (IntervalMask, UnionMask)), "plans for this backend have interval masks"
     key = (mask, device)
     rows = _cached_rows.get(key)
     if rows is None:

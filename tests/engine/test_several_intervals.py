@@ -1,0 +1,75 @@
+"""Rings and heads by a backend that computes several intervals of a row in one tile: cuDNN's, by its stand-in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.masked_problems import shown
+from support.package_kernels import Unwanted, relative
+from support.pretended_packages import FlexModule, fresh_process, install
+from support.problems import shard
+from support.ranks import run_ranks
+
+from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask, SlidingWindow
+from cp_dtensor import context_parallel_attention as attention
+from cp_dtensor.attention.backends import cudnn_flex
+from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
+from cp_dtensor.engine import planner
+from cp_dtensor.plan.tiles import UnionMask
+from cp_dtensor.spec.model_masks import Keys
+
+LENGTH, RANKS = 96, 2
+SINKS = Causal() & (SlidingWindow(9, 0) | Keys(((0, 4), (40, 43))))
+"""A window, the first keys, and some more."""
+MASKS: dict[str, Mask] = {
+    "first keys": SINKS,
+    "a batch row alone": Batched([Causal(), SINKS]),
+    "documents and first keys": (Documents([0, 30, 50, 96]) | Keys(((0, 5),))) & Causal(),
+}
+
+
+@pytest.mark.parametrize("layout", [HeadTail(), Contiguous()], ids=str)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_of_several_intervals(name: str, method: str, layout: Layout) -> None:
+    mask, masks = MASKS[name], []
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(2, heads, LENGTH, 16, generator=generator).bfloat16() for heads in (4, 2, 2, 4)]
+
+    def body(rank: int) -> list[torch.Tensor]:
+        q, k, v, grad_out = (shard(x, layout, rank, RANKS) for x in values)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(
+            *leaves, mesh=dist.group.WORLD, enable_gqa=True, mask=mask, layout=layout, seq_len=LENGTH, method=method,
+            rotate_method="allgather",
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        out.backward(grad_out)
+        return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+    with fresh_process() as patch:
+        module = FlexModule()
+        install(patch, flex=module)
+        patch.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+        patch.setattr(planner, "choose_backend", lambda *_: CudnnFlexAttention())
+        forward = cudnn_flex._forward
+
+        def recorded(q: Any, k: Any, v: Any, tile: Any, scale: float, **options: Any) -> Any:
+            masks.append(tile)
+            return forward(q, k, v, tile, scale, **options)
+
+        patch.setattr(cudnn_flex, "_forward", recorded)
+        patch.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+        results = run_ranks(RANKS, body)
+    assert any(isinstance(tile, UnionMask) for tile in masks)
+    wide = [x.double().requires_grad_() for x in values[:3]]
+    want = F.scaled_dot_product_attention(*wide, attn_mask=shown(mask, LENGTH, LENGTH, 2), enable_gqa=True)
+    want.backward(values[3].double())
+    expected = [want.detach(), *(x.grad for x in wide if x.grad is not None)]
+    for rank, got in enumerate(results):
+        for one, whole in zip(got, expected, strict=True):
+            assert relative(one, shard(whole, layout, rank, RANKS)) < 1e-2
