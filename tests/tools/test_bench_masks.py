@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise, product
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support.masked_problems import shown
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dtensor.spec.masks import Causal
+from cp_dtensor.tools.bench import torch_methods
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.flex import mask_mod, whole_mask
 from cp_dtensor.tools.bench.methods import methods_by_name
@@ -23,6 +26,26 @@ CPU = torch.device("cpu")
 
 def case(mask: str, seq_len: int = 256, dropout: float = 0.0) -> Case:
     return Case(seq_len, Heads(4, 2), 8, 1, "float32", mask, "HeadTail", "auto", dropout)
+
+
+def test_flash_attention_4_gives_torch_as_many_results_as_it_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("flash_attn.cute.interface")
+
+    def _flash_attn_fwd(q: int, *, causal: bool) -> tuple[object, ...]:
+        return q, causal, None, None, _flash_attn_fwd.compile_cache  # type: ignore[attr-defined]
+
+    def _flash_attn_bwd(q: int) -> tuple[int, int, int]:
+        return q, q + 1, q + 2
+
+    _flash_attn_fwd.compile_cache = {}  # type: ignore[attr-defined]
+    functions = {"_flash_attn_fwd": _flash_attn_fwd, "_flash_attn_bwd": _flash_attn_bwd}
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with torch_methods._with_fewer_results():
+        assert vars(module)["_flash_attn_fwd"](5, causal=True) == (5, True)
+        assert vars(module)["_flash_attn_bwd"](5) == (5, 6, 7)
+        assert vars(module)["_flash_attn_fwd"].compile_cache is _flash_attn_fwd.compile_cache  # type: ignore[attr-defined]
+    assert {name: vars(module)[name] for name in functions} == functions
 
 
 def test_methods_take_part_where_they_can() -> None:

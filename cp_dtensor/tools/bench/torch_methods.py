@@ -5,11 +5,12 @@ The only tool that uses private torch names: torch's own context parallel can on
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -122,12 +123,40 @@ def torch_context_parallel(device: torch.device, buffers: Sequence[torch.Tensor]
         context.__exit__(None, None, None)
 
 
+_FLASH4_RESULTS = {"_flash_attn_fwd": 2, "_flash_attn_bwd": 3}
+"""The number of results that torch unpacks of private functions of flash-attn-4, which give more from 4.0.0b17 on."""
+
+
+@contextmanager
+def _with_fewer_results() -> Iterator[None]:
+    """The functions of flash-attn-4 give as many results as torch unpacks."""
+    module = importlib.import_module("flash_attn.cute.interface")
+    functions = {name: getattr(module, name) for name in _FLASH4_RESULTS}
+
+    def first_results(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+        @wraps(function)  # with its attributes: its cache of compiled functions
+        def call(*args: Any, **options: Any) -> Any:
+            return function(*args, **options)[:count]
+
+        return call
+
+    try:
+        for name, function in functions.items():
+            setattr(module, name, first_results(function, _FLASH4_RESULTS[name]))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(module, name, function)
+
+
 @contextmanager
 def _flash_attention_4(device: torch.device) -> Iterator[None]:
     """Torch's flash is FlashAttention-4, and nothing else is allowed."""
     try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
             try:
+                stack.enter_context(_with_fewer_results())
                 activate_flash_attention_impl("FA4")
                 tile = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
                 F.scaled_dot_product_attention(tile, tile, tile).backward(tile.detach())
