@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.select import (
     PACKAGES,
     allowed_backends,
@@ -99,7 +100,14 @@ def _chosen_if_deterministic(spec: CallSpec) -> AttentionBackend:
 def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
     if backend.name == "INTERVALS":
         return "ours in Triton" if has_triton_kernels(spec) else "torch operations"
-    return _KERNELS[backend.name]
+    name = _KERNELS[backend.name]
+    if not isinstance(backend, Flash4Attention) or not backend.left:
+        return name
+    other = _kernel(backend.instead, spec)
+    left = (
+        f"{'causal' if is_causal else 'full'} {direction}: {other}" for direction, is_causal in sorted(backend.left)
+    )
+    return f"{name} ({', '.join(left)})"
 
 
 _HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))

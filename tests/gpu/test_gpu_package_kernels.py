@@ -170,21 +170,33 @@ def test_flex_of_other_dtypes_in_any_memory(dtype: torch.dtype, memory: str) -> 
     check_interval_tiles(tiles_of(DOCUMENTS, LENGTH, 1, HeadTail(), 0), (8, 2), (128, 128), dtype, memory=memory)
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("cudnn", marks=needs_flex), "triton"])
-@pytest.mark.parametrize("kind", ["window", "documents"])
+KERNELS = {"cudnn": CudnnFlexAttention(), "triton": IntervalAttention(), "flash4": flash4()}
+
+
+@pytest.mark.parametrize(
+    "kernel", [pytest.param("cudnn", marks=needs_flex), "triton", pytest.param("flash4", marks=needs_flash4)]
+)
+@pytest.mark.parametrize("kind", ["window", "documents", "causal"])
 def test_some_rows_and_columns_of_a_million_tokens(kernel: str, kind: str) -> None:
+    if (kernel == "flash4") != (kind == "causal"):
+        pytest.skip("FlashAttention-4 is for causal tiles, the other kernels are for masks by row")
     length, width = 1 << 20, 64
-    mask = SlidingWindow(4096, 0) if kind == "window" else lognormal_documents(length, 2048, 1.0)
-    (tile,) = tiles_of(mask, length, 1, Contiguous(), 0, 1)
+    of_kind = {
+        "window": SlidingWindow(4096, 0),
+        "documents": lognormal_documents(length, 2048, 1.0),
+        "causal": Causal(),
+    }
+    (tile,) = tiles_of(of_kind[kind], length, 1, Contiguous(), 0, 1)
     q, k, v, grad_out = (drawn(1, heads, length, 128, torch.bfloat16, seed) for seed, heads in enumerate((2, 1, 1, 2)))
-    backend = CudnnFlexAttention() if kernel == "cudnn" else IntervalAttention()
+    backend = KERNELS[kernel]
+    mask = CAUSAL_TILE if kernel == "flash4" else tile.mask
     if kernel == "cudnn":
         planned = planned_tile(tile.mask, Geometry.of(q, k, v))
         assert planned is not None
         assert sum(x.nbytes for x in planned.tensors) < 100 << 20
     with only_cudnn_flex():
-        out, lse = backend.forward(q, k, v, tile.mask, 0.1)
-        dq, dk, dv = backend.backward(grad_out, q, k, v, out, lse, tile.mask, 0.1)
+        out, lse = backend.forward(q, k, v, mask, 0.1)
+        dq, dk, dv = backend.backward(grad_out, q, k, v, out, lse, mask, 0.1)
     intervals = tile_rows(tile.mask, q.device).mask.intervals
     assert intervals is not None
     lo, hi = (x.flatten().long() for x in intervals)

@@ -56,6 +56,7 @@ KINDS = {
     "causal": Kind(Causal(), HeadTail(), (8, 2), (128, 128), "FLASH_ATTENTION_4"),
     "deterministic": Kind(Causal(), HeadTail(), (8, 2), (128, 128), "FLASH_ATTENTION_4", deterministic=True),
     "two head dims": Kind(Full(), Contiguous(), (4, 4), (192, 128), "FLASH_ATTENTION_4"),
+    "head dim 512": Kind(Causal(), HeadTail(), (8, 2), (512, 512), "EFFICIENT_ATTENTION"),
     "documents": Kind(DOCUMENTS, HeadTail(), (8, 2), (128, 128), "CUDNN_FLEX_ATTENTION"),
     "balanced": Kind(DOCUMENTS, Balanced(DOCUMENTS, LENGTH), (8, 2), (128, 128), "CUDNN_FLEX_ATTENTION"),
     "window": Kind(SlidingWindow(300, 20), Contiguous(), (8, 2), (128, 128), "CUDNN_FLEX_ATTENTION"),

@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.forked_programs import launch
+from support.pretended_packages import FlashModule, FlexModule, fresh_process, install
 
 from cp_dtensor.__main__ import COMMANDS, main
+from cp_dtensor.attention.backends.aten import CudnnAttention
 from cp_dtensor.tools.accuracy import cases, report
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.report import Results, Row
-from cp_dtensor.tools.info import facts
+from cp_dtensor.tools.info import facts, kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +85,22 @@ main(["info"])
     ]  # fmt: skip
     assert by_name["kernels, bfloat16, 192/128"].startswith("causal, full: torch's math; ")
     assert "gloo" in by_name["process groups"]
+
+
+def test_info_says_what_the_packages_compute() -> None:
+    with fresh_process() as patch:
+        install(patch, FlashModule(), FlexModule())
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(CudnnAttention, "refusal", lambda *arguments: None)
+        rows = dict(kernels())
+    assert rows["kernels, bfloat16, 192/128"].split("; ") == [
+        "causal, full: FlashAttention-4", "masks: cuDNN's FlexAttention", "bias, dropout: ours in Triton",
+        "deterministic: FlashAttention-4",
+    ]  # fmt: skip
+    assert rows["kernels, bfloat16, 256"].startswith("causal, full: FlashAttention-4 (causal backward: cuDNN); masks:")
+    assert rows["kernels, bfloat16, 512"].startswith("causal, full: cuDNN; masks: torch operations;")
+    assert rows["kernels, float32, 128"].startswith("causal, full: cuDNN; masks: ours in Triton;")
 
 
 def test_accuracy_on_two_ranks(tmp_path: Path) -> None:
