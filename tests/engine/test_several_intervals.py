@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import shown
 from support.package_kernels import Unwanted, relative
 from support.pretended_packages import FlexModule, fresh_process, install
 from support.problems import shard
 from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask, SlidingWindow
 from cp_dtensor import context_parallel_attention as attention
@@ -22,7 +23,7 @@ from cp_dtensor.engine import planner
 from cp_dtensor.plan.tiles import UnionMask
 from cp_dtensor.spec.model_masks import Keys
 
-LENGTH, RANKS = 96, 2
+LENGTH = 96
 SINKS = Causal() & (SlidingWindow(9, 0) | Keys(((0, 4), (40, 43))))
 """A window, the first keys, and some more."""
 MASKS: dict[str, Mask] = {
@@ -32,19 +33,28 @@ MASKS: dict[str, Mask] = {
 }
 
 
+WAYS: dict[str, tuple[tuple[int, ...], str]] = {
+    "ring": ((2,), "ring"), "ulysses": ((2,), "ulysses"), "hybrid": ((2, 2), "hybrid"), "nested ring": ((2, 2), "ring"),
+}  # fmt: skip
+"""Ranks of each axis, and the method."""
+
+
 @pytest.mark.parametrize("layout", [HeadTail(), Contiguous()], ids=str)
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MASKS)
-def test_tiles_of_several_intervals(name: str, method: str, layout: Layout) -> None:
+def test_tiles_of_several_intervals(name: str, way: str, layout: Layout) -> None:
+    shape, method = WAYS[way]
+    ranks = math.prod(shape)
     mask, masks = MASKS[name], []
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(2, heads, LENGTH, 16, generator=generator).bfloat16() for heads in (4, 2, 2, 4)]
 
     def body(rank: int) -> list[torch.Tensor]:
-        q, k, v, grad_out = (shard(x, layout, rank, RANKS) for x in values)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses")[: len(shape)])
+        q, k, v, grad_out = (shard(x, layout, rank, ranks) for x in values)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = attention(
-            *leaves, mesh=dist.group.WORLD, enable_gqa=True, mask=mask, layout=layout, seq_len=LENGTH, method=method,
+            *leaves, mesh=mesh, enable_gqa=True, mask=mask, layout=layout, seq_len=LENGTH, method=method,
             rotate_method="allgather",
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
@@ -64,7 +74,7 @@ def test_tiles_of_several_intervals(name: str, method: str, layout: Layout) -> N
 
         patch.setattr(cudnn_flex, "_forward", recorded)
         patch.setattr(cudnn_flex, "_INTERVALS", Unwanted())
-        results = run_ranks(RANKS, body)
+        results = run_ranks(ranks, body)
     assert any(isinstance(tile, UnionMask) for tile in masks)
     wide = [x.double().requires_grad_() for x in values[:3]]
     want = F.scaled_dot_product_attention(*wide, attn_mask=shown(mask, LENGTH, LENGTH, 2), enable_gqa=True)
@@ -72,4 +82,4 @@ def test_tiles_of_several_intervals(name: str, method: str, layout: Layout) -> N
     expected = [want.detach(), *(x.grad for x in wide if x.grad is not None)]
     for rank, got in enumerate(results):
         for one, whole in zip(got, expected, strict=True):
-            assert relative(one, shard(whole, layout, rank, RANKS)) < 1e-2
+            assert relative(one, shard(whole, layout, rank, ranks)) < 1e-2
