@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from support.pretended_packages import BLACKWELL, HOPPER
 
-from cp_dtensor.attention.backends.flash4 import PACKAGE
+from cp_dtensor.attention.backends.flash4 import PACKAGE, _dims_refusal
 
 PROGRAM = """
 import sys
@@ -37,35 +39,51 @@ cutlass.utils.HardwareInfo = HardwareInfo
 from cp_dtensor.attention.backends import flash4
 from cp_dtensor.plan.tiles import ShapedMask
 
-dim, v_dim, group, causal = map(int, sys.argv[1:])
+dim, v_dim, group, rows, columns, causal = map(int, sys.argv[1:7])
 
 
-def empty(heads, dim):
-    return torch.empty(1, 512, heads, dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+def empty(heads, dim, length):
+    return torch.empty(1, length, heads, dim, dtype=getattr(torch, sys.argv[7]), device="cuda").transpose(1, 2)
 
 
 assert flash4._functions().obstacle is None
 with FakeTensorMode():
-    q, k, v, mask = empty(2 * group, dim), empty(2, dim), empty(2, v_dim), ShapedMask(is_causal=bool(causal))
+    q, k, v = empty(2 * group, dim, rows), empty(2, dim, columns), empty(2, v_dim, columns)
+    mask = ShapedMask(is_causal=bool(causal))
     out, lse = flash4._forward(q, k, v, mask, 0.1)
-    flash4._backward(torch.empty_like(out), q, k, v, out, lse, mask, 0.1, False)
-for function in flash4._functions().cached[:3]:
+    has_backward = group == 1 or dim == v_dim
+    if has_backward:
+        flash4._backward(torch.empty_like(out), q, k, v, out, lse, mask, 0.1, False)
+for function in flash4._functions().cached[: 3 if has_backward else 1]:
     assert function.compile_cache.cache, function.__name__
 """
+SQUARE, WIDE = (512, 512), (301, 777)
+CASES = [
+    *((dims, group, SQUARE, causal, "bfloat16") for causal in (0, 1) for dims, group in (
+        ((64, 64), 4), ((128, 128), 1), ((128, 128), 4), ((192, 128), 1), ((256, 256), 4),
+    )),
+    ((128, 128), 4, WIDE, 0, "float16"), ((256, 256), 4, WIDE, 0, "float16"), ((192, 128), 1, WIDE, 0, "float16"),
+    ((192, 128), 4, SQUARE, 1, "bfloat16"), ((96, 96), 2, SQUARE, 1, "bfloat16"), ((104, 104), 2, WIDE, 0, "bfloat16"),
+    ((64, 128), 1, SQUARE, 1, "bfloat16"), ((128, 64), 1, SQUARE, 1, "bfloat16"), ((8, 8), 1, SQUARE, 1, "bfloat16"),
+    ((192, 192), 4, WIDE, 0, "bfloat16"), ((256, 128), 1, WIDE, 0, "bfloat16"), ((8, 192), 1, WIDE, 0, "bfloat16"),
+]  # fmt: skip
+"""Head dims of q and v, query heads of a key head, rows and columns, causal or not, dtype."""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(PACKAGE.version is None, reason="flash-attn-4 is not installed: its wheels take 260 MB")
-@pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize(
-    ("dim", "v_dim", "group"), [(64, 64, 4), (128, 128, 1), (128, 128, 4), (192, 128, 1), (256, 256, 4)]
-)
+@pytest.mark.parametrize(("dims", "group", "size", "causal", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_it_compiles(arch: str, dim: int, v_dim: int, group: int, causal: int) -> None:
+def test_it_compiles(
+    arch: str, dims: tuple[int, int], group: int, size: tuple[int, int], causal: int, dtype: str
+) -> None:
     """Deterministic backward is missing: its semaphores cannot be described without memory."""
+    spec = replace(HOPPER if arch == "sm_90" else BLACKWELL, head_dim=dims[0], v_head_dim=dims[1])
+    if refusal := _dims_refusal(spec):
+        pytest.skip(refusal)
     environment = {"CUTE_DSL_ARCH": arch + "a", "FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": "132"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, (dim, v_dim, group, causal))],
+        [sys.executable, "-c", PROGRAM, *map(str, (*dims, group, *size, causal, dtype))],
         env=os.environ | environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
