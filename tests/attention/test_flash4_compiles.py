@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.pretended_packages import BLACKWELL, HOPPER
 
-from cp_dtensor.attention.backends.flash4 import PACKAGE, _dims_refusal
+from cp_dtensor.attention.backends.flash4 import PACKAGE, _dims_refusal, tiles_that_do_not_compile
 
 PROGRAM = """
 import sys
@@ -53,7 +53,11 @@ with FakeTensorMode():
     out, lse = flash4._forward(q, k, v, mask, 0.1)
     has_backward = group == 1 or dim == v_dim
     if has_backward:
-        flash4._backward(torch.empty_like(out), q, k, v, out, lse, mask, 0.1, False)
+        try:
+            flash4._backward(torch.empty_like(out), q, k, v, out, lse, mask, 0.1, False)
+        except Exception:
+            print("backward does not compile")
+            raise
 for function in flash4._functions().cached[: 3 if has_backward else 1]:
     assert function.compile_cache.cache, function.__name__
 """
@@ -66,6 +70,10 @@ CASES = [
     ((192, 128), 4, SQUARE, 1, "bfloat16"), ((96, 96), 2, SQUARE, 1, "bfloat16"), ((104, 104), 2, WIDE, 0, "bfloat16"),
     ((64, 128), 1, SQUARE, 1, "bfloat16"), ((128, 64), 1, SQUARE, 1, "bfloat16"), ((8, 8), 1, SQUARE, 1, "bfloat16"),
     ((192, 192), 4, WIDE, 0, "bfloat16"), ((256, 128), 1, WIDE, 0, "bfloat16"), ((8, 192), 1, WIDE, 0, "bfloat16"),
+    ((112, 112), 1, WIDE, 0, "bfloat16"), ((120, 120), 1, WIDE, 0, "bfloat16"), ((128, 96), 1, WIDE, 0, "bfloat16"),
+    ((128, 160), 1, WIDE, 0, "bfloat16"), ((120, 104), 1, SQUARE, 1, "bfloat16"), ((64, 104), 1, WIDE, 0, "bfloat16"),
+    ((96, 104), 1, WIDE, 0, "bfloat16"), ((192, 104), 1, WIDE, 0, "bfloat16"), ((96, 192), 1, WIDE, 0, "bfloat16"),
+    ((40, 72), 1, WIDE, 0, "bfloat16"), ((128, 64), 1, WIDE, 0, "bfloat16"), ((176, 128), 1, WIDE, 0, "bfloat16"),
 ]  # fmt: skip
 """Head dims of q and v, query heads of a key head, rows and columns, causal or not, dtype."""
 
@@ -77,7 +85,10 @@ CASES = [
 def test_it_compiles(
     arch: str, dims: tuple[int, int], group: int, size: tuple[int, int], causal: int, dtype: str
 ) -> None:
-    """Deterministic backward is missing: its semaphores cannot be described without memory."""
+    """What is not refused and not left to other kernels compiles, and what is left to them does not.
+
+    Deterministic backward is missing: its semaphores cannot be described without memory.
+    """
     spec = replace(HOPPER if arch == "sm_90" else BLACKWELL, head_dim=dims[0], v_head_dim=dims[1])
     if refusal := _dims_refusal(spec):
         pytest.skip(refusal)
@@ -86,4 +97,7 @@ def test_it_compiles(
         [sys.executable, "-c", PROGRAM, *map(str, (*dims, group, *size, causal, dtype))],
         env=os.environ | environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    if ("backward", bool(causal)) in tiles_that_do_not_compile(spec):
+        assert done.stdout.endswith("backward does not compile\n"), "this version may compute more: " + done.stdout
+    else:
+        assert done.returncode == 0, done.stderr[-3000:]

@@ -257,3 +257,27 @@ def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch
     flash4._functions.cache_clear()
     check(Flash4Attention(MATH, left=left[0]), CAUSAL_TILE, tensors())
     assert set(module.calls) == {"forward"}
+
+
+@pytest.mark.parametrize(
+    ("dims", "left"),
+    [
+        ((112, 112), {("backward", False)}), ((128, 96), {("backward", False), ("backward", True)}),
+        ((96, 112), {("backward", False), ("backward", True)}), ((64, 128), set()), ((120, 120), set()),
+        ((96, 192), set()), ((192, 104), set()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_that_do_not_compile_are_left_to_other_kernels(
+    fresh: Patch, dims: tuple[int, int], left: set[tuple[str, bool]], deterministic: bool
+) -> None:
+    """They would warn at their first use otherwise."""
+    install(fresh, FlashModule(), FlexModule())
+    fresh.setattr(CudnnAttention, "refusal", lambda self, spec: None)
+    spec = replace(HOPPER, q_heads=2, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], deterministic=deterministic)
+    backend = choose_backend(spec)
+    assert isinstance(backend, Flash4Attention)
+    assert backend.left == left
+    other = choose_backend(replace(spec, capability=(10, 0), head_dim=112, v_head_dim=112))
+    assert isinstance(other, Flash4Attention)
+    assert not other.left

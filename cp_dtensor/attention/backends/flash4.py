@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import gcd
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
@@ -45,7 +46,8 @@ class Flash4Attention(AttentionBackend):
     deterministic: bool = False
     """True for gradients that are the same bits in every run."""
     left: frozenset[tuple[str, bool]] = frozenset()
-    """Tiles that the other backend computes faster: "forward" or "backward", and True for causal ones."""
+    """Tiles that the other backend computes, since it is faster or these kernels do not compile: "forward" or
+    "backward", and True for causal ones."""
 
     name = "FLASH_ATTENTION_4"
 
@@ -258,6 +260,19 @@ def _dims_refusal(spec: CallSpec) -> str | None:
     else:
         compiles = max(dim, v_dim) <= 128 or (dim, v_dim) in ((192, 128), (256, 256))
     return None if compiles else f"it does not compile for head dims {dim} and {v_dim}"
+
+
+def tiles_that_do_not_compile(spec: CallSpec) -> frozenset[tuple[str, bool]]:
+    """Tiles of a call that is not refused, as `Flash4Attention.left`: on Hopper some of backward, up to head dim 128.
+
+    Source: tried on CPUs, as tests/attention/test_flash4_compiles.py does, with 4.0.0b36.
+    """
+    dim, v_dim = (-(-x // 16) * 16 for x in (spec.head_dim, spec.v_head_dim))
+    if spec.capability is None or spec.capability[0] != 9 or dim > 128:
+        return frozenset()
+    if gcd(dim, 64) > gcd(v_dim, 64):  # V has blocks of fewer columns than Q in shared memory
+        return frozenset({("backward", True), ("backward", False)})
+    return frozenset({("backward", False)} if 96 < dim < 128 else ())
 
 
 class _Functions(NamedTuple):

@@ -206,8 +206,9 @@ def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -
 
 def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:
     """FlashAttention-4 with the backend of what it does not compute; our kernels are deterministic."""
-    dims = spec.head_dim, spec.v_head_dim
+    dims, left = (spec.head_dim, spec.v_head_dim), flash4.tiles_that_do_not_compile(spec)
     if spec.deterministic:
-        return Flash4Attention(_WIDE_GRADIENTS, deterministic=True)
-    leaves = isinstance(instead, CudnnAttention) and dims == (256, 256) and spec.capability == (9, 0)
-    return Flash4Attention(instead, left=_LEFT_TO_CUDNN if leaves else frozenset())
+        return Flash4Attention(_WIDE_GRADIENTS, deterministic=True, left=left)
+    if isinstance(instead, CudnnAttention) and dims == (256, 256) and spec.capability == (9, 0):
+        left |= _LEFT_TO_CUDNN
+    return Flash4Attention(instead, left=left)
