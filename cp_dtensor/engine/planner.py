@@ -94,8 +94,6 @@ def bound_call(
         if spec.deterministic:
             spec = masked_by_shape(spec, allowed)
         backend = choose_backend(expanded(spec), allowed)
-        if backend.joins_intervals:
-            spec = replace(spec, masking=Masking.INTERVALS_TOGETHER)
         plan = plan_call(spec, config.method, config.transport, backend, ranks)
         if is_logged("engine"):
             _log_plan(plan, spec, config, lengths, ranks)
@@ -211,7 +209,9 @@ def plan_ring(
     if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and chosen.keeps_own_gradients_wide:
         own = with_wide_gradients(backend, spec)
     kind = RingPlan if spec.latent_dims is None else LatentRingPlan
-    return kind(_tile_plan(chosen, spec, rank), spec, chosen, backend, _state_dtype(spec), own or backend)
+    # Tiles alone: predictions and transfers are the same on ranks whose kernels take one interval a row.
+    of_tiles = replace(spec, masking=Masking.INTERVALS_TOGETHER) if backend.joins_intervals else spec
+    return kind(_tile_plan(chosen, of_tiles, rank), spec, chosen, backend, _state_dtype(spec), own or backend)
 
 
 def plan_ulysses(

@@ -170,7 +170,7 @@ class IntervalMask:
 
 @dataclass(frozen=True, eq=False)
 class UnionMask:
-    """Row i of a tile sees the columns that it sees in any of several masks: an interval of each.
+    """Row i of a tile sees the columns that it sees in any of several masks: at most one interval of each.
 
     No row sees a column in two of them, and they have the same queries, rows, keys and columns. Compared by identity,
     as `IntervalMask`.

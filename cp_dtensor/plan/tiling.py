@@ -264,6 +264,8 @@ def _shift(span: Span, offset: int) -> Span:
 
 _MOST_PARTS = 64
 """Each part is a transfer of its own; shards of more pieces travel whole."""
+_MOST_TOGETHER = 8
+"""Interval sets in one tile, whose tables have two ends for each set and row."""
 
 
 class IntervalTiling(Tiling):
@@ -271,7 +273,7 @@ class IntervalTiling(Tiling):
 
     Shards are cut into parts where the keys that some rank attends to begin or end, so a rank receives the keys of its
     window and no more. It receives them in the order of their positions, without gaps, so they are one run of keys. One
-    tile for each interval set of the mask computes all of them, or one tile for all sets together.
+    tile for each interval set of the mask computes all of them, or one tile for a few sets together.
     """
 
     def __init__(
@@ -314,8 +316,9 @@ class IntervalTiling(Tiling):
                 of_sets = (
                     self._mask_of_tile(_of_batch(sets, group.batch), group.q_by_rank[rank], run) for sets in self._sets
                 )
-                masks = [mask for mask in of_sets if mask is not None]
-                for mask in [UnionMask.of(masks)] if self._together and len(masks) > 1 else masks:
+                found = [mask for mask in of_sets if mask is not None]
+                is_joined = self._together and 1 < len(found) <= _MOST_TOGETHER
+                for mask in [UnionMask.of(found)] if is_joined else found:
                     kv = first_row + mask.kv[0], first_row + mask.kv[1]
                     yield Tile(source, group.batch, mask.q, kv, mask)
 

@@ -119,6 +119,7 @@ _KERNELS = {
     "FLASH_ATTENTION": "torch's flash",
     "EFFICIENT_ATTENTION": "torch's efficient",
     "MATH": "torch's math",
+    "WIDE_GRADIENTS": "ours in Triton",
 }
 
 

@@ -117,11 +117,23 @@ def test_a_kernel_that_is_wrong_with_several_intervals_is_used_with_one(flex: Pa
     flex.setattr(module, "create_mask_plan", of_first_intervals)
     flex.setattr(cudnn_flex, "check_parameters", lambda *names: None)
     check(CudnnFlexAttention(), interval_mask(), tensors(), Dense())
-    with pytest.warns(RuntimeWarning, match="is not used for (forward|backward) .* intervals 3"):
+    with pytest.warns(RuntimeWarning, match="is not used for (forward|backward) .* several intervals"):
         check(CudnnFlexAttention(), union_mask(), tensors(), Dense())
     plans = len(module.plans)
     check(CudnnFlexAttention(), interval_mask(), tensors(), Dense())
     assert len(module.plans) == plans + 1
+
+
+def test_tables_of_several_intervals_are_there_when_a_graph_has_no_plan(flex: Patch) -> None:
+    """A plan may have been dropped before the capture, in which tables cannot be copied from the host."""
+    install(flex, flex=FlexModule())
+    mask, values, made = union_mask(), tensors(), []
+    check(CudnnFlexAttention(), mask, values, Dense())
+    cudnn_flex._planned.clear()
+    flex.setattr(cudnn_flex, "capturing", lambda: True)
+    flex.setattr(interval, "TileRows", lambda *arguments: made.append(arguments))
+    check(CudnnFlexAttention(), mask, values, Dense())
+    assert not made
 
 
 def test_first_uses_of_flex_compile_our_kernels_too(flex: Patch) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
+import threading
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -27,7 +31,7 @@ from support.pretended_packages import (
     tensors,
 )
 
-from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4
+from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages
 from cp_dtensor.attention.backends.aten import CudnnAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
@@ -188,6 +192,27 @@ def test_a_plan_for_which_memory_is_lacking_at_the_first_use_is_no_verdict(fresh
     cudnn_flex._functions.cache_clear()
     fresh.setattr(cudnn_flex, "_INTERVALS", Unwanted())
     check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+
+
+def test_threads_that_compile_at_a_time_leave_stdout_and_logging_as_they_were() -> None:
+    stdout, disabled, inside = sys.stdout, logging.root.manager.disable, threading.Event()
+
+    def one() -> None:
+        with packages.quiet():
+            inside.set()
+            time.sleep(0.05)
+
+    def other() -> None:
+        inside.wait(10)
+        with packages.quiet(), packages.quiet():
+            time.sleep(0.1)
+
+    threads = [threading.Thread(target=each) for each in (one, other)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert (sys.stdout, logging.root.manager.disable) == (stdout, disabled)
 
 
 def _without_lse(q: Any, k: Any, v: Any, softmax_scale: Any, causal: Any, out: Any) -> None: ...

@@ -15,12 +15,15 @@ from support.problems import shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask, SlidingWindow
+from cp_dtensor import Batched, Causal, Documents, HeadTail, Layout, Mask, SlidingWindow, Striped
 from cp_dtensor import context_parallel_attention as attention
 from cp_dtensor.attention.backends import cudnn_flex
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
+from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.engine import planner
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import UnionMask
+from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.model_masks import Keys
 
 LENGTH = 96
@@ -33,16 +36,25 @@ MASKS: dict[str, Mask] = {
 }
 
 
+def test_tiles_alone_have_several_intervals() -> None:
+    """What is predicted and sent does not depend on a rank's kernels."""
+    spec = CallSpec(LayoutPartition(HeadTail(), 96, 96, 1, 1), SINKS, 1, 4, 2, 16, 16, "bfloat16", Masking.INTERVALS)
+    plan = planner.plan_ring(spec, AllGather(), CudnnFlexAttention(), None, 0)
+    assert plan.spec == spec
+    assert [type(tile.mask) for step in plan.tile_plan.forward for tile in step.tiles] == [UnionMask]
+
+
 WAYS: dict[str, tuple[tuple[int, ...], str]] = {
     "ring": ((2,), "ring"), "ulysses": ((2,), "ulysses"), "hybrid": ((2, 2), "hybrid"), "nested ring": ((2, 2), "ring"),
 }  # fmt: skip
 """Ranks of each axis, and the method."""
 
 
-@pytest.mark.parametrize("layout", [HeadTail(), Contiguous()], ids=str)
+@pytest.mark.parametrize("fewest_flops", [0, 50_000, 1e12], ids=["by cuDNN", "by both", "by ours"])
+@pytest.mark.parametrize("layout", [HeadTail(), Striped(8)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MASKS)
-def test_tiles_of_several_intervals(name: str, way: str, layout: Layout) -> None:
+def test_tiles_of_several_intervals(name: str, way: str, layout: Layout, fewest_flops: float) -> None:
     shape, method = WAYS[way]
     ranks = math.prod(shape)
     mask, masks = MASKS[name], []
@@ -64,16 +76,17 @@ def test_tiles_of_several_intervals(name: str, way: str, layout: Layout) -> None
     with fresh_process() as patch:
         module = FlexModule()
         install(patch, flex=module)
-        patch.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+        patch.setattr(cudnn_flex, "FEWEST_FLOPS", fewest_flops)
         patch.setattr(planner, "choose_backend", lambda *_: CudnnFlexAttention())
-        forward = cudnn_flex._forward
+        forward = CudnnFlexAttention.forward
 
-        def recorded(q: Any, k: Any, v: Any, tile: Any, scale: float, **options: Any) -> Any:
-            masks.append(tile)
-            return forward(q, k, v, tile, scale, **options)
+        def recorded(self: Any, q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
+            masks.append(mask)
+            return forward(self, q, k, v, mask, scale)
 
-        patch.setattr(cudnn_flex, "_forward", recorded)
-        patch.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+        patch.setattr(CudnnFlexAttention, "forward", recorded)
+        if fewest_flops == 0:
+            patch.setattr(cudnn_flex, "_INTERVALS", Unwanted())
         results = run_ranks(ranks, body)
     assert any(isinstance(tile, UnionMask) for tile in masks)
     wide = [x.double().requires_grad_() for x in values[:3]]

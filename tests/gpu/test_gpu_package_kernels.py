@@ -21,6 +21,7 @@ from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
 from cp_dtensor.attention.backends.packages import Package, has_package_kernels
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, TileMask
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.model_masks import Keys
 from cp_dtensor.tools.parsing import lognormal_documents
 
 
@@ -264,6 +265,33 @@ def test_graphs_replay_what_was_used_before_them() -> None:
             graph.replay()
             for got, want in zip(captured, both(), strict=True):
                 assert relative(got, want.double()) < 1e-3
+
+
+@needs_flex
+@pytest.mark.parametrize("has_plan", [True, False])
+def test_graphs_of_several_intervals(has_plan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a plan, which may have been dropped, our kernels compute the tile from tables of before the capture."""
+    monkeypatch.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+    mask = Causal() & (SlidingWindow(300, 0) | Keys(((0, 40), (100, 164))))
+    (tile,) = tiles_of(mask, LENGTH, 1, Contiguous(), 0, 1, Masking.INTERVALS_TOGETHER)
+    q, grad_out = (drawn(1, 8, LENGTH, 128, torch.bfloat16, seed) for seed in (0, 1))
+    k, v = (drawn(1, 2, LENGTH, 128, torch.bfloat16, seed) for seed in (2, 3))
+
+    def both(backend: AttentionBackend) -> tuple[torch.Tensor, ...]:
+        out, lse = backend.forward(q, k, v, tile.mask, 0.1)
+        return out, *backend.backward(grad_out, q, k, v, out.to(q.dtype), lse, tile.mask, 0.1)
+
+    both(CudnnFlexAttention())
+    both(IntervalAttention())
+    if not has_plan:
+        cudnn_flex._planned.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both(CudnnFlexAttention())
+    q.copy_(drawn(1, 8, LENGTH, 128, torch.bfloat16, 4))
+    graph.replay()
+    for got, want in zip(captured, both(IntervalAttention()), strict=True):
+        assert relative(got, want.double()) < 1e-2
 
 
 def test_cudnn_through_torch_of_wide_and_unequal_head_dims() -> None:

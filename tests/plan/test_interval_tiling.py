@@ -145,6 +145,13 @@ def test_several_intervals_of_a_row_are_tiles_or_one_tile(layout: Layout, maskin
             assert all(tile.mask.kv == part.kv for tile in tiles for part in tile.mask.parts)
 
 
+@pytest.mark.parametrize(("ranges", "tiles"), [(8, 1), (9, 9)])
+def test_many_intervals_of_a_row_are_a_tile_each(ranges: int, tiles: int) -> None:
+    mask = Keys(tuple((6 * index, 6 * index + 2) for index in range(ranges)))
+    tiling = Case(Contiguous(), mask, 64, 64, 1, 1, Masking.INTERVALS_TOGETHER).tiling
+    assert len(tiling.tiles_against(0, 0)) == tiles
+
+
 def test_the_pairs_of_tiles_are_those_of_the_mask() -> None:
     mask = Documents([0, 9, 40, 64], within=Causal())
     case = Case(HeadTail(), mask, 64, 64, 1, 4)

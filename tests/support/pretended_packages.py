@@ -41,7 +41,7 @@ def fresh_process() -> Iterator[pytest.MonkeyPatch]:
         monkeypatch.setattr(packages, "installed_version", VERSIONS.get)
         monkeypatch.setattr(first_use, "_verdicts", LRUCache())
         monkeypatch.setattr(flash4, "_launches", LRUCache())
-        monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.KEPT_BYTES, least=4))
+        monkeypatch.setattr(cudnn_flex, "_planned", LRUCache(cudnn_flex.KEPT_BYTES, least=cudnn_flex._KEPT_PLANS))
         cached = flash4._functions, cudnn_flex._functions, select._choose, select.masked_by_shape, packages.log_missing
         for each in cached:
             each.cache_clear()

@@ -25,7 +25,7 @@ class AttentionBackend(ABC):
 
     @property
     def joins_intervals(self) -> bool:
-        """True if a tile whose rows see several intervals takes less time than a tile for each."""
+        """True if it computes tiles with a `UnionMask`, whose rows see several intervals, and is given these."""
         return False
 
     @property

@@ -35,8 +35,8 @@ PACKAGE = Package("nvidia-cudnn-frontend", "cuDNN's FlexAttention")
 MOST_BYTES = 512 << 20
 """Of the mask plan of a tile."""
 KEPT_BYTES, _KEPT_PLANS = 128 << 20, 4
-"""Plans that stay: the latest of so many bytes together, and the latest four, which two masks in turns need. A tile of
-documents of 65,536 tokens takes 1 to 3 MiB."""
+"""Plans that stay: the latest of so many bytes together, and at least so many. A tile of documents of 65,536 tokens has
+1 to 3 MiB; own and other keys of two masks in turns are four tiles."""
 FEWEST_FLOPS = 0.1e12
 """Of forward of a tile. In smaller ones the host time of this package, 0.3 ms, is longer than our kernels take."""
 _BLOCK = 128
@@ -89,35 +89,39 @@ class CudnnFlexAttention(AttentionBackend):
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
         """True if these kernels may compute a tile. At their first use they and ours are compiled, for a small tile."""
         assert isinstance(mask, (IntervalMask, UnionMask))
-        group, dims, intervals = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.parts)
+        group, dims, has_several = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.parts) > 1
         if 2 * mask.pairs * q.size(0) * q.size(1) * sum(dims) < FEWEST_FLOPS:
             return False
 
         def problem() -> str:
             ours = IntervalAttention()
-            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(intervals), ours)
+            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(has_several), ours)
             is_forward = direction == "forward"
             check = tile.forward_error if is_forward else tile.backward_error
             # Compiles our kernels too: otherwise the first small tile of a later mask would, in the middle of a run.
             check(ours.forward if is_forward else ours.backward)
             return check(partial(_forward if is_forward else _backward, is_check=True))
 
-        kernel = direction, q.dtype, "head dims", dims, "group", group, "intervals", intervals
-        return PACKAGE.is_right(kernel, q.device, problem)
+        several = ("several intervals",) if has_several else ()
+        return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group, *several), q.device, problem)
 
 
-@lru_cache(maxsize=4)  # one object: forward and backward share its plan
-def _small_mask(intervals: int) -> IntervalMask | UnionMask:
-    """Window of 4 x 4 blocks, of which some are full, some partial and some empty; and more intervals before it.
+@lru_cache(maxsize=2)  # one object of each kind: forward and backward share its plan
+def _small_mask(has_several: bool) -> IntervalMask | UnionMask:
+    """Window of 4 x 4 blocks, of which some are full, some partial and some empty; with `has_several` a shorter one.
 
-    The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring.
+    The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring. Two
+    more intervals are in front of the shorter window: one full block, and some columns behind it.
     """
-    positions, size = Segment.contiguous(0, 4 * _BLOCK), 4 * _BLOCK
-    first, last, more = _BLOCK + 12, 3 * _BLOCK, intervals - 1
-    window = IntervalBand(first, last, 2 * more, 3 * _BLOCK, left=2 * _BLOCK + 40, right=10)
-    bands = [window, *(IntervalBand(first, last - 9 * index, 2 * index, 2 * index + 1) for index in range(more))]
-    masks = [IntervalMask(((band,),), (positions,), (0, size), KeyRun((positions,)), (0, size)) for band in bands]
-    return masks[0] if intervals == 1 else UnionMask(tuple(masks))
+    rows, positions = (0, 4 * _BLOCK), Segment.contiguous(0, 4 * _BLOCK)
+    first, last, end = _BLOCK + 12, 3 * _BLOCK, 3 * _BLOCK
+    bands = [IntervalBand(first, last, lo=0, hi=end, left=2 * _BLOCK + 40, right=10)]
+    if has_several:
+        window = IntervalBand(first, last, lo=_BLOCK + 30, hi=end, left=_BLOCK + 22, right=10)
+        few = IntervalBand(first + 5, last - 7, lo=_BLOCK + 3, hi=_BLOCK + 20)
+        bands = [window, IntervalBand(first, last, lo=0, hi=_BLOCK), few]
+    masks = [IntervalMask(((band,),), (positions,), rows, KeyRun((positions,)), rows) for band in bands]
+    return UnionMask(tuple(masks)) if has_several else masks[0]
 
 
 def _forward(

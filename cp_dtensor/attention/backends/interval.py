@@ -13,10 +13,17 @@ from torch import Tensor
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import wide_dtype
-from cp_dtensor.attention.accumulate import Accumulator, Part
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.masked import attention_backward, attention_bias_gradient, attention_forward, positions_of
+from cp_dtensor.attention.masked import (
+    attention_backward,
+    attention_bias_gradient,
+    attention_delta,
+    attention_forward,
+    positions_of,
+)
+from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
@@ -45,19 +52,25 @@ class IntervalAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        if isinstance(mask, UnionMask):
-            parts = [self.forward(q, k, v, part, scale) for part in mask.parts]
-            return _merged(q, parts, 1 + self.modifiers.split_lse)
         rows, k, v, options = self._tile(mask, k, v)
-        return attention_forward(q, k, v, rows.mask, scale, **options, split_lse=self.modifiers.split_lse)
+        options["split_lse"] = self.modifiers.split_lse
+        result, *others = [attention_forward(q, k, v, each, scale, **options) for each in rows.masks]
+        return _merged(result, others) if others else result
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if isinstance(mask, UnionMask):
-            return _summed([self.backward(grad_out, q, k, v, out, lse, part, scale) for part in mask.parts])
         rows, k, v, options = self._tile(mask, k, v)
-        return attention_backward(grad_out, q, k, v, out, lse, rows.mask, scale, delta=self.delta, **options)
+        options["delta"] = self.delta
+        if len(rows.masks) > 1:
+            options["delta"] = attention_delta(grad_out, out) if self.delta is None else self.delta
+            options["grad_dtype"] = wide_dtype(q)
+        tile = grad_out, q, k, v, out, lse
+        grads, *others = [attention_backward(*tile, each, scale, **options) for each in rows.masks]
+        for more in others:
+            for total, grad in zip(grads, more, strict=True):
+                total.add_(grad)
+        return grads
 
     def add_bias_gradient(
         self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -87,23 +100,13 @@ class IntervalAttention(AttentionBackend):
         return rows, k, v, {"bias": bias, "dropout": dropout, "softcap": modifiers.softcap}
 
 
-def _merged(q: Tensor, parts: Sequence[tuple[Tensor, Tensor]], floats_of_lse: int) -> tuple[Tensor, Tensor]:
-    """The LSE merge of partial results of all rows, in float32 or wider."""
-    wide, dim = wide_dtype(q), parts[0][0].size(3)
-    result = Accumulator(torch.empty_like(q, dtype=wide), wide, dim, floats_of_lse=floats_of_lse)
-    everything = (0, q.size(0)), (0, q.size(2))
-    result.add((0, q.size(1)), [Part(*everything, part) for part in parts], is_last=True)
-    out, lse = result.result()
-    return out, lse
-
-
-def _summed(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums of gradients, in float32 or wider."""
-    dq, dk, dv = (x.to(wide_dtype(x), copy=True) for x in parts[0])
-    for part in parts[1:]:
-        for total, share in zip((dq, dk, dv), part, strict=True):
-            total.add_(share)
-    return dq, dk, dv
+def _merged(result: tuple[Tensor, Tensor], others: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The LSE merge of results of the same rows, in float32 or wider."""
+    out, lse = torch.empty_like(result[0], dtype=wide_dtype(result[0])), torch.empty_like(result[1])
+    for index in range(0, len(others), MAX_PARTS):
+        merge(out, lse, *result, [((0, out.size(2)), *other) for other in others[index : index + MAX_PARTS]])
+        result = out, lse
+    return result
 
 
 class TileRows:

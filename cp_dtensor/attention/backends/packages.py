@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,11 +93,17 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+_being_quiet = threading.RLock()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops what packages print, log and warn while they are imported and compile."""
-    disabled = logging.root.manager.disable
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    """Drops what packages print, log and warn while they are imported and compile. One thread at a time.
+
+    The settings that it changes are those of the process: two threads in turns would restore those of each other.
+    """
+    with _being_quiet, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        disabled = logging.root.manager.disable
         warnings.simplefilter("ignore")
         logging.disable(max(disabled, logging.WARNING))
         try:
