@@ -209,7 +209,7 @@ def plan_ring(
     if group is not None and group.size() >= _WIDE_GRADIENTS_FROM and chosen.keeps_own_gradients_wide:
         own = with_wide_gradients(backend, spec)
     kind = RingPlan if spec.latent_dims is None else LatentRingPlan
-    # Tiles alone: predictions and transfers are the same on ranks whose kernels take one interval a row.
+    # Only tiles depend on a rank's kernels. Predictions and transfers are equal on all ranks.
     of_tiles = replace(spec, masking=Masking.INTERVALS_TOGETHER) if backend.joins_intervals else spec
     return kind(_tile_plan(chosen, of_tiles, rank), spec, chosen, backend, _state_dtype(spec), own or backend)
 

@@ -184,10 +184,9 @@ class UnionMask:
     @staticmethod
     def of(masks: Sequence[IntervalMask]) -> UnionMask:
         """The union of masks of the same queries and keys, in the smallest tile that holds all of them."""
-        q, kv = (
-            (min(start for start, _ in spans), max(stop for _, stop in spans))
-            for spans in ([mask.q for mask in masks], [mask.kv for mask in masks])
-        )
+        rows = [row for mask in masks for row in mask.q]
+        columns = [column for mask in masks for column in mask.kv]
+        q, kv = (min(rows), max(rows)), (min(columns), max(columns))
         return UnionMask(tuple(replace(mask, q=q, kv=kv) for mask in masks))
 
     @property

@@ -313,10 +313,9 @@ class IntervalTiling(Tiling):
                 for row, piece in _with_first_rows(pieces[owner][part])
             ]
             for first_row, run in runs_of(placed, unbroken=self._unbroken):
-                of_sets = (
-                    self._mask_of_tile(_of_batch(sets, group.batch), group.q_by_rank[rank], run) for sets in self._sets
-                )
-                found = [mask for mask in of_sets if mask is not None]
+                of_batch = (_of_batch(sets, group.batch) for sets in self._sets)
+                masks = (self._mask_of_tile(sets, group.q_by_rank[rank], run) for sets in of_batch)
+                found = [mask for mask in masks if mask is not None]
                 is_joined = self._together and 1 < len(found) <= _MOST_TOGETHER
                 for mask in [UnionMask.of(found)] if is_joined else found:
                     kv = first_row + mask.kv[0], first_row + mask.kv[1]

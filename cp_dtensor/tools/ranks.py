@@ -34,7 +34,7 @@ _CALLS_BEFORE_CAPTURE = 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
 _LONG_SECONDS = 10.0
-"""Of waiting for the other ranks, after which a rank prints its own error."""
+"""A rank that waits for the others so long prints its own error."""
 _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",

@@ -85,7 +85,7 @@ CASES = [
 def test_it_compiles(
     arch: str, dims: tuple[int, int], group: int, size: tuple[int, int], causal: int, dtype: str
 ) -> None:
-    """What is not refused and not left to other kernels compiles, and what is left to them does not.
+    """All kernels compile but those of `tiles_that_do_not_compile`.
 
     Deterministic backward is missing: its semaphores cannot be described without memory.
     """

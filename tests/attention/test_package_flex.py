@@ -1,4 +1,4 @@
-"""cuDNN's FlexAttention, with a module that stands for it: mask plans, several intervals, first use, other kernels."""
+"""The backend on cuDNN's FlexAttention, on CPUs: a module of the tests takes the place of the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.pretended_packages import FlexModule, both, check, install, interva
 from support.schedules import seen_by
 
 from cp_dtensor.attention.backends import cudnn_flex, interval, packages
-from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads, reduce_kv_heads
+from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.triton.row_mask import RowMask
@@ -50,17 +50,14 @@ def test_flex_computes_interval_tiles(flex: Patch, batch: int, heads: tuple[int,
 def union_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> UnionMask:
     """That mask, and two more intervals of some rows: one before its own and one behind it, with gaps between."""
     whole = interval_mask(rows, columns, batch)
-    window = [[band._replace(lo=40, hi=columns - 60) for band in bands] for bands in whole.interval_sets]
-    before = [IntervalBand(0, 200, 0, 30), IntervalBand(210, rows, 3, 4)]
-    behind = [
-        IntervalBand(5, 90 + 30 * row, columns - 50, columns - 20, left=rows, right=columns) for row in range(batch)
-    ]
-    sets = [[tuple(bands) for bands in window], [tuple(before)] * batch, [(band,) for band in behind]]
-    return UnionMask.of([replace(whole, interval_sets=tuple(of_batch)) for of_batch in sets])
+    between = tuple(tuple(band._replace(lo=40, hi=columns - 60) for band in bands) for bands in whole.interval_sets)
+    before = ((IntervalBand(0, 200, 0, 30), IntervalBand(210, rows, 3, 4)),) * batch
+    behind = tuple((IntervalBand(5, 90 + 30 * row, columns - 50, columns - 20),) for row in range(batch))
+    return UnionMask.of([replace(whole, interval_sets=sets) for sets in (between, before, behind)])
 
 
 class Dense(AttentionBackend):
-    """Attention with a boolean mask, which is made row by row."""
+    """Attention with a boolean mask, which is made row by row, and its gradients by autograd."""
 
     name = "DENSE"
 
@@ -75,11 +72,9 @@ class Dense(AttentionBackend):
     def backward(
         self, grad_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, mask: TileMask, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weights = (self._logits(q, k, mask, scale) - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
-        delta = (out * grad_out).sum(-1, keepdim=True)
-        grad = weights * (grad_out @ expand_kv_heads(v, q.size(1)).mT - delta) * scale
-        grads = grad @ expand_kv_heads(k, q.size(1)), grad.mT @ q, weights.mT @ grad_out
-        return grads[0], reduce_kv_heads(grads[1], k.size(1)), reduce_kv_heads(grads[2], k.size(1))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        dq, dk, dv = torch.autograd.grad(self.forward(*leaves, mask, scale)[0], leaves, grad_out)
+        return dq, dk, dv
 
     def _logits(self, q: torch.Tensor, k: torch.Tensor, mask: TileMask, scale: float) -> torch.Tensor:
         seen = np.stack([seen_by(mask, q.size(2), k.size(2), row) for row in range(q.size(0))])

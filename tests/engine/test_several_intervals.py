@@ -37,7 +37,7 @@ MASKS: dict[str, Mask] = {
 
 
 def test_tiles_alone_have_several_intervals() -> None:
-    """What is predicted and sent does not depend on a rank's kernels."""
+    """Predictions and transfers use the spec of the call, which is equal on ranks with different kernels."""
     spec = CallSpec(LayoutPartition(HeadTail(), 96, 96, 1, 1), SINKS, 1, 4, 2, 16, 16, "bfloat16", Masking.INTERVALS)
     plan = planner.plan_ring(spec, AllGather(), CudnnFlexAttention(), None, 0)
     assert plan.spec == spec

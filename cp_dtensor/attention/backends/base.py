@@ -25,7 +25,7 @@ class AttentionBackend(ABC):
 
     @property
     def joins_intervals(self) -> bool:
-        """True if it computes tiles with a `UnionMask`, whose rows see several intervals, and is given these."""
+        """True if plans for this backend have tiles with a `UnionMask`, whose rows see several intervals."""
         return False
 
     @property

@@ -33,10 +33,10 @@ from cp_dtensor.spec.layouts import Segment
 
 PACKAGE = Package("nvidia-cudnn-frontend", "cuDNN's FlexAttention")
 MOST_BYTES = 512 << 20
-"""Of the mask plan of a tile."""
+"""Of the mask plan of one tile; our kernels compute tiles whose plans would be larger."""
 KEPT_BYTES, _KEPT_PLANS = 128 << 20, 4
-"""Plans that stay: the latest of so many bytes together, and at least so many. A tile of documents of 65,536 tokens has
-1 to 3 MiB; own and other keys of two masks in turns are four tiles."""
+"""Bytes of the latest plans, which are kept, and how many are kept however large they are. Documents of 65,536 tokens
+have plans of 1 to 3 MiB. Two masks in turns need four plans: of own and of other keys."""
 FEWEST_FLOPS = 0.1e12
 """Of forward of a tile. In smaller ones the host time of this package, 0.3 ms, is longer than our kernels take."""
 _BLOCK = 128
@@ -108,10 +108,11 @@ class CudnnFlexAttention(AttentionBackend):
 
 @lru_cache(maxsize=2)  # one object of each kind: forward and backward share its plan
 def _small_mask(has_several: bool) -> IntervalMask | UnionMask:
-    """Window of 4 x 4 blocks, of which some are full, some partial and some empty; with `has_several` a shorter one.
+    """Window of 4 x 4 blocks, of which some are full, some partial and some empty.
 
-    The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring. Two
-    more intervals are in front of the shorter window: one full block, and some columns behind it.
+    The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring.
+    With `has_several` the window is shorter, and rows see two more intervals in front of it: a full block, and some
+    columns behind that.
     """
     rows, positions = (0, 4 * _BLOCK), Segment.contiguous(0, 4 * _BLOCK)
     first, last, end = _BLOCK + 12, 3 * _BLOCK, 3 * _BLOCK

@@ -61,10 +61,8 @@ class IntervalAttention(AttentionBackend):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, k, v, options = self._tile(mask, k, v)
-        options["delta"] = self.delta
-        if len(rows.masks) > 1:
-            options["delta"] = attention_delta(grad_out, out) if self.delta is None else self.delta
-            options["grad_dtype"] = wide_dtype(q)
+        options["delta"] = attention_delta(grad_out, out) if self.delta is None else self.delta
+        options["grad_dtype"] = wide_dtype(q) if len(rows.masks) > 1 else None
         tile = grad_out, q, k, v, out, lse
         grads, *others = [attention_backward(*tile, each, scale, **options) for each in rows.masks]
         for more in others:

@@ -100,7 +100,7 @@ _being_quiet = threading.RLock()
 def quiet() -> Iterator[None]:
     """Drops what packages print, log and warn while they are imported and compile. One thread at a time.
 
-    The settings that it changes are those of the process: two threads in turns would restore those of each other.
+    It changes settings of the process, so two threads at once would each restore the settings of the other.
     """
     with _being_quiet, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         disabled = logging.root.manager.disable

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -127,11 +128,9 @@ _FLASH4_RESULTS = {"_flash_attn_fwd": 2, "_flash_attn_bwd": 3}
 """The number of results that torch unpacks of private functions of flash-attn-4, which give more from 4.0.0b17 on."""
 
 
-@contextmanager
-def _with_fewer_results() -> Iterator[None]:
-    """The functions of flash-attn-4 give as many results as torch unpacks."""
+def _with_fewer_results() -> AbstractContextManager[Any]:
+    """While open, the functions of flash-attn-4 give as many results as torch unpacks."""
     module = importlib.import_module("flash_attn.cute.interface")
-    functions = {name: getattr(module, name) for name in _FLASH4_RESULTS}
 
     def first_results(function: Callable[..., Any], count: int) -> Callable[..., Any]:
         @wraps(function)  # with its attributes: its cache of compiled functions
@@ -140,13 +139,8 @@ def _with_fewer_results() -> Iterator[None]:
 
         return call
 
-    try:
-        for name, function in functions.items():
-            setattr(module, name, first_results(function, _FLASH4_RESULTS[name]))
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(module, name, function)
+    calls: dict[str, Any] = {name: first_results(getattr(module, name), n) for name, n in _FLASH4_RESULTS.items()}
+    return mock.patch.multiple(module, **calls)
 
 
 @contextmanager
