@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import choose_cases
 from support.nan_memory import poisoned_empty
-from support.processes import Processes
+from support.processes import GPU_RANKS, Processes
 
 GPUS = torch.cuda.device_count()
 
@@ -85,10 +85,10 @@ def four_processes() -> Iterator[Processes]:
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Processes]:
-    """Processes on two GPUs with NCCL (or on one, with gloo), for one file."""
-    two = Processes(2, timeout=120, backend="nccl")
-    yield two
-    two.stop()
+    """Processes on GPUs of their own with NCCL (or on one, with gloo), for one file."""
+    processes = Processes(GPU_RANKS, timeout=120, backend="nccl")
+    yield processes
+    processes.stop()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.gpu_checks import with_nccl
+from support.gpu_checks import WORLD_SIZE, with_nccl
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import HeadTail, Striped, context_parallel, enable_context_parallel_dispatcher, ring_attention
 
-pytestmark = pytest.mark.gpu(2)
-WORLD_SIZE = 2
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 aten = torch.ops.aten
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

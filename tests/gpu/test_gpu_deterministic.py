@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.gpu_checks import WORLD_SIZE
 from support.processes import Processes
 
 from cp_dtensor.attention.backends.base import AttentionBackend
@@ -16,8 +17,8 @@ from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
 from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_qkvpacked_func
 
-pytestmark = pytest.mark.gpu(2)
-WORLD_SIZE, LENGTH = 2, 1024
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
+LENGTH = 1024
 
 
 def _entries(rank: int) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from support.flex_checks import SCALE, block_mask, context, distance, documents, draw, one_device, window
 from support.problems import shard
-from support.processes import Processes
+from support.processes import GPU_RANKS, Processes
 from torch.nn.attention.flex_attention import flex_attention
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_flex_attention
 
-pytestmark = pytest.mark.gpu(2)
-RANKS = 2
+RANKS = GPU_RANKS
+pytestmark = pytest.mark.gpu(RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from support.processes import Processes
 from cp_dtensor import Contiguous, HeadTail, Layout
 from cp_dtensor.comm.select import ROTATE_METHODS, gathers_by_symm_mem
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64)
 LENGTH, LAYERS = 512, 6
 

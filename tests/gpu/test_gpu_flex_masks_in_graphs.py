@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.compile_checks import fresh
+from support.gpu_checks import WORLD_SIZE
 from support.processes import Processes
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cp_dtensor import context_parallel, context_parallel_shard
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 LENGTH, APART = 1024, 256
 STEPS = (100, 300, 200, 500, 60, 700)
 

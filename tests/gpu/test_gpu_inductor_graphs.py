@@ -21,7 +21,7 @@ from cp_dtensor import Causal, Documents, HeadTail, Mask, context_parallel, cont
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.plan.partition import head_stages
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 # auto measures links at first; the stages of Ulysses are computed on two streams in turns.
 WAYS = {**WAYS, "auto": {"method": "auto"}, "ulysses in stages": {"method": "ulysses"}}
 MASKS = {"causal": None, "documents": Documents((0, 100, 300, 512)) & Causal()}

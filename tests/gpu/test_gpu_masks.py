@@ -36,7 +36,7 @@ from cp_dtensor import (
 from cp_dtensor.comm import symm_mem_workspace as workspace
 from cp_dtensor.tools.parsing import lognormal_documents
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM = 1237, 2, 4, 2, 64
 Positions = tuple[torch.Tensor, torch.Tensor]
 """Of queries, (S, 1), and of keys."""

@@ -32,7 +32,7 @@ from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.plan.partition import head_stages
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 PROBLEMS = (
     Problem(256, 256, 2, 8, 2, 32, is_causal=True),
     Problem(203, 203, 1, 4, 4, 64, is_causal=True),

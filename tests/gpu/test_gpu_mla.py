@@ -15,7 +15,7 @@ from support.processes import Processes
 from cp_dtensor import Causal, Documents, HeadTail, Mask, context_parallel_mla
 from cp_dtensor.engine import latent as latents
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 LENGTH, HEADS, PLAIN, ROTARY, VALUE, LATENT = 1237, 4, 128, 64, 128, 512
 NAMES = ("out", "dq", "d latent", "d k_rope")
 WITH_AUTO: dict[str, dict[str, str]] = {**WAYS, "auto": {"method": "auto"}}

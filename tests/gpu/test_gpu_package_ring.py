@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpu_checks import WORLD_SIZE
 from support.package_kernels import Unwanted, relative
 from support.processes import Processes
 
@@ -30,7 +31,7 @@ from cp_dtensor.spec.model_masks import Keys
 from cp_dtensor.tools.parsing import lognormal_documents
 
 pytestmark = [
-    pytest.mark.gpu(2),
+    pytest.mark.gpu(WORLD_SIZE),
     pytest.mark.skipif(
         not (torch.cuda.is_available() and has_package_kernels(torch.cuda.get_device_capability()))
         or not all(package.version for package in select.PACKAGES),
@@ -87,7 +88,9 @@ def _errors(rank: int, name: str) -> tuple[list[float], set[str]]:
         torch.randn(1, LENGTH, heads, dim, generator=generator).to("cuda", torch.bfloat16).transpose(1, 2)
         for heads, dim in shapes
     ]
-    rows = torch.tensor([p for segment in kind.layout.segments(LENGTH, rank, 2, 0) for p in segment.positions()])
+    rows = torch.tensor(
+        [p for segment in kind.layout.segments(LENGTH, rank, WORLD_SIZE, 0) for p in segment.positions()]
+    )
     *qkv, grad_out = (x[:, :, rows.cuda()] for x in whole)
     leaves = [x.requires_grad_() for x in qkv]
     chosen: set[str] = set()

@@ -27,7 +27,7 @@ from cp_dtensor import (
 )
 from cp_dtensor.engine import replay
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 WAYS: dict[str, dict[str, Any]] = {
     "symm_mem": {"method": "ring", "rotate_method": "symm_mem", "is_causal": True},
     "ulysses": {"method": "ulysses", "is_causal": True},

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import Causal, HeadTail, Mask, SlidingWindow, context_parallel_attention
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 LENGTH, BATCH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 1237, 2, 4, 2, 64, 200
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,

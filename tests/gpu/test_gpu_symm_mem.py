@@ -28,7 +28,7 @@ from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.tools.ranks import Device
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 PROBLEMS = (
     Problem(256, 256, 2, 8, 2, 32, is_causal=True),
     Problem(203, 203, 1, 4, 4, 64, is_causal=True),

@@ -15,7 +15,7 @@ from support.processes import Processes
 
 from cp_dtensor import HeadTail, context_parallel
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(WORLD_SIZE)
 BATCH, LENGTH = 2, 515
 STEPS = (
     [0, 100, 100, 400, LENGTH, LENGTH + 1, 2 * LENGTH],

@@ -11,9 +11,10 @@ import torch
 
 from cp_dtensor import HeadTail, Layout, context_parallel_attention
 from support.problems import Problem, shard
+from support.processes import GPU_RANKS
 
 Tensors = tuple[torch.Tensor, ...]
-WORLD_SIZE = 2
+WORLD_SIZE = GPU_RANKS
 """Number of ranks of the fixture `gpus`."""
 LAYERS = 4
 NAMES = ("out", "dq", "dk", "dv")

@@ -28,6 +28,8 @@ from support.ranks import RanksFailed
 
 T = TypeVar("T")
 _START_SECONDS = 120
+GPU_RANKS = int(os.environ.get("CP_DTENSOR_TEST_GPU_RANKS", "2"))
+"""Number of ranks of the fixture `gpus`."""
 _IMPORTED_ONCE = [
     "torch.distributed.tensor.parallel",
     "torch._inductor.compile_fx",

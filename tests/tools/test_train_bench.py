@@ -35,7 +35,11 @@ CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)
 CAUSAL = Job(SIZE, Case(24, Heads(4, 2), 4, 2, "float64", "causal", "HeadTail", "auto"), "adamw", checkpointed=False)
 DOCUMENTS = dataclasses.replace(
-    CAUSAL, case=dataclasses.replace(CAUSAL.case, mask="documents 5"), optimizer="sgd", checkpointed=True
+    CAUSAL,
+    case=dataclasses.replace(CAUSAL.case, mask="documents 5"),
+    optimizer="sgd",
+    checkpointed=True,
+    offloaded=True,
 )
 WARM, STEPS = 2, 1
 
@@ -73,7 +77,7 @@ def on_one_device(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float
         F, "scaled_dot_product_attention", lambda q, k, v, **_: sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
     )
     monkeypatch.setattr(llama, "_LOSS_TOKENS", 7)
-    model = Llama(SIZE, is_causal=True, contiguous=False, checkpointed=False).double()
+    model = Llama(SIZE, is_causal=True, contiguous=False, checkpointed=False, offloaded=False).double()
     initialise(model, job.seed)
     optimizer = OPTIMIZERS[job.optimizer](model.parameters())
     tokens = tokens_of(job, CPU)
@@ -112,7 +116,18 @@ def test_losses_and_gradients_are_those_of_one_device(
 
 
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
-    arguments = ["--preset", "toy", "--seq-lens", "32", "--device", "cpu", "--dtype", "float32", "--checkpoint"]
+    arguments = [
+        "--preset",
+        "toy",
+        "--seq-lens",
+        "32",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--checkpoint",
+        "--offload",
+    ]
     arguments += ["--mask", "causal", "documents 8", "--steps", "1", "--warm-steps", "1", "--peak-tflops", "0.01"]
     methods = ["torch-allgather", "torch-alltoall FA4", "ours-auto", "ours-ulysses Balanced"]
     text = launch(2, "cp_dtensor", "train-bench", *arguments, "--methods", *methods, "--output", "out", folder=tmp_path)

@@ -6,12 +6,14 @@ B batch, S sequence, H query heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -79,13 +81,14 @@ class Llama(nn.Module):
         is_causal: argument of SDPA; False if a context has the mask.
         contiguous: True to pass attention contiguous (B, H, S, D) tensors, and such gradients.
         checkpointed: True to compute each layer again in backward.
+        offloaded: True to keep the inputs of checkpointed layers in host memory.
     """
 
-    def __init__(self, size: Size, *, is_causal: bool, contiguous: bool, checkpointed: bool) -> None:
+    def __init__(self, size: Size, *, is_causal: bool, contiguous: bool, checkpointed: bool, offloaded: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.dim)
         attention = {"is_causal": is_causal, "contiguous": contiguous}
-        self.layers = nn.ModuleList(Layer(size, checkpointed, attention) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Layer(size, checkpointed, offloaded, attention) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.output = nn.Linear(size.dim, size.vocabulary, bias=False)
 
@@ -107,18 +110,19 @@ class Llama(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each after a norm and added to its input."""
 
-    def __init__(self, size: Size, checkpointed: bool, attention: dict[str, Any]) -> None:
+    def __init__(self, size: Size, checkpointed: bool, offloaded: bool, attention: dict[str, Any]) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(size.dim, eps=1e-5) for _ in range(2))
         self.attention = Attention(size, **attention)
         self.w1, self.w3 = (nn.Linear(size.dim, size.ffn, bias=False) for _ in range(2))
         self.w2 = nn.Linear(size.ffn, size.dim, bias=False)
-        self.checkpointed = checkpointed
+        self.checkpointed, self.offloaded = checkpointed, offloaded
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.checkpointed:
+        if not self.checkpointed:
+            return self._forward(x, positions)
+        with save_on_cpu(pin_memory=True) if self.offloaded else nullcontext():
             return checkpoint(self._forward, x, positions, use_reentrant=False)
-        return self._forward(x, positions)
 
     def _forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), positions)

@@ -45,6 +45,8 @@ class Job:
     """Name in `OPTIMIZERS`."""
     checkpointed: bool
     """True to compute each layer again in backward."""
+    offloaded: bool = False
+    """True to keep the inputs of checkpointed layers in host memory."""
     seed: int = 0
 
 
@@ -105,7 +107,7 @@ class Trainer:
         with torch.device("meta"):
             model = Llama(
                 job.size, is_causal=job.case.mask == "causal", contiguous=method.contiguous,
-                checkpointed=job.checkpointed,
+                checkpointed=job.checkpointed, offloaded=job.offloaded,
             ).to(wide)  # fmt: skip
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
         for layer in model.layers:

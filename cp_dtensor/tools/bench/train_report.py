@@ -167,6 +167,7 @@ def title(job: Job) -> str:
     words += [f"vocabulary of {size.vocabulary:,}", case.mask, case.layout]
     words += [f"batch {case.batch}"] if case.batch > 1 else []
     words += [case.dtype, job.optimizer, *(["checkpointing"] if job.checkpointed else [])]
+    words += ["layer inputs in host memory"] if job.offloaded else []
     return ", ".join(words)
 
 
