@@ -1,0 +1,143 @@
+"""Milliseconds and memory of forward and backward by numbers of stages of backward, in turns.
+
+torchrun --nproc-per-node 8 docs/scripts/stages.py --seq-lens 32768 --stages 1,1 1,2 1,4 --json stages.json
+
+A stage is a group of heads whose K/V travel together. "local,remote" are the numbers of stages of backward for tiles
+against a rank's own keys and for those against other keys; "now" are those of the library. Causal, bfloat16, a ring
+with `HeadTail` and symmetric memory; the slowest rank's median of eager calls and of CUDA graphs; the most memory of a
+rank above inputs, without symmetric memory. Without GPUs all is small, eager and by all-gather: a test of this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor import context_parallel_attention
+from cp_dtensor.comm import select
+from cp_dtensor.comm.collective import AllGather, Staging
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.plan import Stages
+from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.bench.report import table_of
+from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.ranks import Device, Ranks, leave, start
+
+GPU = torch.cuda.is_available()
+HEADS, TOKENS = ("32:8:128", 32_768) if GPU else ("8:4:16", 256)
+NOW = "now"
+WARM, CALLS, ROUNDS = (10, 20, 3) if GPU else (1, 1, 1)
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenStages(Staging):
+    """Numbers of stages of backward that are given."""
+
+    backward: Stages
+
+    def stages(self, spec: CallSpec) -> tuple[Stages, Stages]:
+        """The library's of forward, and the given ones."""
+        return super().stages(spec)[0], self.backward
+
+
+def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.device) -> dict[str, Call]:
+    """Forward and backward of the same inputs for each number of stages."""
+    kind = SymmetricMemory if GPU else AllGather
+    given = [name for name in names if name != NOW]
+    ways = {name: kind(GivenStages(backward=Stages(*map(int, name.split(","))))) for name in given} | {NOW: kind()}
+    dim = heads.dim or 128
+    v_dim = heads.v_dim or dim
+    q, k, v, grad_out = (
+        torch.randn(1, seq_len // dist.get_world_size(), count, each, dtype=torch.bfloat16, device=device)
+        for count, each in ((heads.q, dim), (heads.kv, dim), (heads.kv, v_dim), (heads.q, v_dim))
+    )
+    leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
+
+    def call(name: str) -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        with mock.patch.dict(select.ROTATE_METHODS, ways):
+            out = context_parallel_attention(
+                *leaves, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True, seq_len=seq_len, method="ring",
+                rotate_method=name,
+            )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        out.backward(grad_out.transpose(1, 2))
+
+    return {name: partial(call, name) for name in names}
+
+
+def rows_of(heads: Heads, seq_len: int, names: Sequence[str], ranks: Ranks, device: Device) -> list[dict[str, object]]:
+    """A row for each number of stages."""
+    calls: dict[tuple[str, str], Call] = {}
+    samples: dict[tuple[str, str], list[float]] = {}
+    memory = {}
+
+    def prepare(name: str, call: Call) -> int | None:
+        call()  # kernels are compiled, symmetric memory is mapped
+        calls[name, "eager"] = call
+        extra = device.extra_bytes(call)
+        if GPU:
+            calls[name, "graph"] = device.captured(call)
+        return extra
+
+    def turn(key: tuple[str, str]) -> None:
+        for number in range(WARM + CALLS):
+            device.synchronize()
+            dist.barrier()
+            ms = device.time_ms(calls[key])
+            if number >= WARM:
+                samples.setdefault(key, []).append(ms)
+
+    for name, call in attention(heads, seq_len, names, device.torch_device).items():
+        memory[name] = max(extra or 0 for extra in ranks.together(partial(prepare, name, call)))
+    for _ in range(ROUNDS):
+        for key in calls:
+            ranks.together(partial(turn, key))
+    ms = {key: max(ranks.gather(statistics.median(each))) for key, each in samples.items()}
+    of_heads = f"{heads.q}:{heads.kv} of {heads.dim}" + (f"/{heads.v_dim}" if heads.v_dim else "")
+    return [
+        {"heads": of_heads, "tokens": seq_len, "stages": name}
+        | {f"{kind}, ms": round(each, 3) for (of, kind), each in ms.items() if of == name}
+        | {"MiB": memory[name] >> 20}
+        for name in names
+    ]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures all cases; rank 0 prints and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=Heads.parse, nargs="+", default=[Heads.parse(HEADS)], metavar="Q:KV:DIM")
+    parser.add_argument("--seq-lens", type=positive, nargs="+", default=[TOKENS], metavar="N")
+    parser.add_argument("--stages", nargs="+", default=["1,1", "1,2"], metavar="LOCAL,REMOTE")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    ranks, device, command = start("docs/scripts/stages.py", arguments, GPU, 300)
+    rows = []
+    for heads in options.heads:
+        for seq_len in options.seq_lens:
+            rows += rows_of(heads, seq_len, [NOW, *options.stages], ranks, device)
+            device.free_unused()
+    if ranks.rank == 0:
+        print(table_of(rows))
+        if options.json:
+            name = torch.cuda.get_device_name() if GPU else "CPU"
+            found = {"machine": f"torch {torch.__version__}, {ranks.world_size} x {name}", "command": command}
+            options.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,33 @@
+"""The program that times numbers of stages of backward: on two CPU ranks, and the plans that it asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.docs_scripts import FOLDER, docs_script
+from support.forked_programs import launch
+
+from cp_dtensor import Causal, HeadTail
+from cp_dtensor.comm.collective import AllGather
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.plan import Stages
+
+
+def test_a_row_for_each_number_of_stages(tmp_path: Path) -> None:
+    arguments = ["--heads", "4:4:8", "4:2:8/16", "--seq-lens", "32", "--stages", "1,1", "2,2", "--json", "out.json"]
+    text = launch(2, FOLDER / "stages.py", *arguments, folder=tmp_path)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["stages"] for row in rows] == ["now", "1,1", "2,2"] * 2
+    assert [row["heads"] for row in rows] == ["4:4 of 8"] * 3 + ["4:2 of 8/16"] * 3
+    assert all(row["eager, ms"] > 0 for row in rows)
+    assert "| 4:2 of 8/16 | 32 | 2,2 |" in text
+
+
+def test_backward_has_the_stages_that_are_given() -> None:
+    staging = docs_script("stages").GivenStages(backward=Stages(2, 4))
+    spec = CallSpec(LayoutPartition(HeadTail(), 64, 64, 1, 2), Causal(), 1, 8, 4, 16, 16, "bfloat16")
+    steps = AllGather(staging).plan(spec, rank=0).backward
+    assert [step.transfer is None for step in steps].count(True) == 2
+    assert [step.transfer is None for step in steps].count(False) == 4
+    assert len(AllGather(staging).plan(spec, rank=0).forward) == len(AllGather().plan(spec, rank=0).forward)
