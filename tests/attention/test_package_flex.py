@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.package_kernels import Unwanted
+from support.package_kernels import Unwanted, relative
 from support.pretended_packages import FlexModule, both, check, install, interval_mask, no_memory_for_a_plan, tensors
 from support.schedules import seen_by
 
-from cp_dtensor.attention.backends import cudnn_flex, interval, packages
+from cp_dtensor.attention.backends import cudnn_flex, interval, launches, packages
 from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
 from cp_dtensor.attention.backends.interval import IntervalAttention
@@ -45,6 +45,41 @@ def test_flex_computes_interval_tiles(flex: Patch, batch: int, heads: tuple[int,
     assert len(module.plans) == 1 + 1, "of the small tile, and one for forward and backward of this one"
     check(CudnnFlexAttention(), interval_mask(300, 280, batch), tensors(300, 280, heads, dims), IntervalAttention())
     assert len(module.plans) == 1 + 2, "another mask object has a plan of its own"
+
+
+def test_launches_of_the_first_call_are_repeated_without_the_package(flex: Patch) -> None:
+    module = FlexModule()
+    install(flex, flex=module)
+    flex.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+    backend, mask = CudnnFlexAttention(), interval_mask()
+    for _ in range(3):
+        check(backend, mask, tensors(), IntervalAttention())
+    assert sorted(module.executed) == ["backward"] * 2 + ["forward"] * 2, "of the small tile, then of this one"
+    rows_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors()]
+    scale = 0.5
+    for times, (values, of_call) in enumerate(((rows_first, 0.25), (tensors(), scale)), 1):
+        for _ in range(2):
+            got = both(backend, mask, values, of_call)
+            want = both(IntervalAttention(), mask, values, of_call)
+            for one, other in zip(got, want, strict=True):
+                finite = other.isfinite()
+                assert relative(one[finite], other[finite].double()) < 1e-2
+        assert len(module.executed) == 4 + 2 * times, "other strides, and another scale, have launches of their own"
+
+
+@pytest.mark.parametrize("problem", ["another name", "an object of one call"])
+def test_launches_that_cannot_be_recorded_are_the_package_s(flex: Patch, problem: str) -> None:
+    module = FlexModule()
+    install(flex, flex=module)
+    flex.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+    if problem == "another name":
+        module.compiled_name = "renamed"
+    else:
+        flex.setattr(launches, "_is_constant", lambda x, addresses: not isinstance(x, (torch.Tensor, float)))
+    backend, mask = CudnnFlexAttention(), interval_mask()
+    for _ in range(3):
+        check(backend, mask, tensors(), IntervalAttention())
+    assert sorted(module.executed) == ["backward"] * 5 + ["forward"] * 5, "twice for a small tile, then for each call"
 
 
 def union_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> UnionMask:

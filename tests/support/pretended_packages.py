@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -151,6 +151,16 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
+@dataclass(frozen=True)
+class CompiledBackward:
+    """The compiled functions of a backward of `FlexModule`."""
+
+    preprocess: Any
+    main: Any
+    postprocess: Any
+    workspaces: tuple[str, ...] = ("delta", "sums")
+
+
 class FlexModule(ModuleType):
     """`cudnn.flex_attention`: plans are the end points, in memory that counts; kernels compute dense attention.
 
@@ -160,7 +170,11 @@ class FlexModule(ModuleType):
 
     def __init__(self, factor: float = 1.0, plan_bytes: int = 1 << 20, skips: str = "") -> None:
         super().__init__("cudnn.flex_attention")
+        self.compiled_name = "_compiled_kernel"
+        """Name of the private attribute of kernels that has their compiled functions."""
         self.plans: list[SimpleNamespace] = []
+        self.executed: list[str] = []
+        """Calls of `execute`, which the package's wrappers are; compiled functions may be called without them."""
         module = self
 
         def create_mask_plan(mask_func: Tensor, q: Tensor, k: Tensor, v: Tensor, *, build_backward: bool) -> Any:
@@ -180,6 +194,38 @@ class FlexModule(ModuleType):
             module.plans.append(SimpleNamespace(seen=seen.unsqueeze(1), memory=memory))
             return module.plans[-1]
 
+        def forward_kernel(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tables: tuple[Any, ...],
+            counter: Tensor,
+        ) -> None:  # fmt: skip
+            assert int(counter) == 0
+            counter.fill_(7)
+            seen = tables[1]
+            result, new_lse, _ = _dense(q, k, v, seen, scale)
+            written = _blocks(seen, -1) | (skips != "rows")
+            out[written] = (result.transpose(1, 2) * factor).to(out.dtype)[written]
+            lse.transpose(1, 2)[written] = new_lse.transpose(1, 2)[written]
+
+        def preprocess(out: Tensor, dout: Tensor, delta: Tensor, sums_q: Tensor) -> None:
+            delta.copy_((out.float() * dout).sum(-1).transpose(1, 2))
+            sums_q.zero_()
+
+        def backward_kernel(
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, sums_q: Tensor, sums_k: Tensor,
+            sums_v: Tensor, scale: float, tables: tuple[Any, ...],
+        ) -> None:  # fmt: skip
+            _, _, logits = _dense(q, k, v, tables[1], scale)
+            q, k, v, dout = (x.float() for x in _heads_first(q, k, v, dout))
+            weights = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+            grad = weights * (dout @ expand_kv_heads(v, q.size(1)).mT - delta.unsqueeze(-1)) * scale
+            parts = grad @ expand_kv_heads(k, q.size(1)), grad.mT @ q, weights.mT @ dout
+            for total, part in zip((sums_q, sums_k, sums_v), parts, strict=True):
+                total += part.unflatten(1, (total.size(1), -1)).sum(2)
+
+        def postprocess(total: Tensor, result: Tensor, tables: tuple[Any, ...], dim: int) -> None:
+            written = _blocks(tables[1], dim) | (skips != ("rows" if dim == -1 else "columns"))
+            result[written] = (total.transpose(1, 2) * factor).to(result.dtype)[written]
+
         class Kernel:
             workspace_size = 128
 
@@ -187,7 +233,9 @@ class FlexModule(ModuleType):
                 return True
 
             def compile(self) -> None:
-                pass
+                of_backward = CompiledBackward(preprocess, backward_kernel, postprocess)
+                compiled = forward_kernel if isinstance(self, FlexAttentionFwd) else of_backward
+                setattr(self, module.compiled_name, compiled)
 
         class FlexAttentionFwd(Kernel):
             def __init__(
@@ -199,11 +247,10 @@ class FlexModule(ModuleType):
                 self, q_tensor: Any, k_tensor: Any, v_tensor: Any, o_tensor: Any, mask_plan: Any, lse_tensor: Any, *,
                 workspace: Any, softmax_scale: float,
             ) -> None:  # fmt: skip
-                assert workspace.numel() == 128
-                out, lse, _ = _dense(q_tensor, k_tensor, v_tensor, mask_plan, softmax_scale)
-                written = _seen(mask_plan, -1) | (skips != "rows")
-                o_tensor[written] = (out.transpose(1, 2) * factor).to(o_tensor.dtype)[written]
-                lse_tensor.transpose(1, 2)[written] = lse.transpose(1, 2)[written]
+                module.executed.append("forward")
+                counter = workspace[:4].view(torch.int32).zero_()
+                inputs = q_tensor.detach(), k_tensor.detach(), v_tensor.detach(), o_tensor.detach(), lse_tensor
+                getattr(self, module.compiled_name)(*inputs, softmax_scale, (None, mask_plan.seen), counter)
 
         class FlexAttentionBwd(Kernel):
             def __init__(
@@ -216,20 +263,19 @@ class FlexModule(ModuleType):
                 self, q_tensor: Any, k_tensor: Any, v_tensor: Any, o_tensor: Any, do_tensor: Any, lse_tensor: Any,
                 dq_tensor: Any, dk_tensor: Any, dv_tensor: Any, mask_plan: Any, *, workspace: Any, softmax_scale: float,
             ) -> None:  # fmt: skip
-                _, _, logits = _dense(q_tensor, k_tensor, v_tensor, mask_plan, softmax_scale)
-                q, k, v, out, dout = (
-                    x.float() for x in _heads_first(q_tensor, k_tensor, v_tensor, o_tensor, do_tensor)
+                module.executed.append("backward")
+                kernel, tables, results = (
+                    getattr(self, module.compiled_name),
+                    (None, mask_plan.seen),
+                    (dq_tensor, dk_tensor, dv_tensor),
                 )
-                weights = (logits - lse_tensor.unsqueeze(-1)).exp().nan_to_num(0.0)
-                delta = (out * dout).sum(-1, keepdim=True)
-                grad = weights * (dout @ expand_kv_heads(v, q.size(1)).mT - delta) * softmax_scale
-                parts = grad @ expand_kv_heads(k, q.size(1)), grad.mT @ q, weights.mT @ dout
-                written = _seen(mask_plan, -1) | (skips != "rows")
-                of_columns = _seen(mask_plan, -2) | (skips != "columns")
-                places = written, of_columns, of_columns
-                for result, part, place in zip((dq_tensor, dk_tensor, dv_tensor), parts, places, strict=True):
-                    grad = part.unflatten(1, (result.size(2), -1)).sum(2).transpose(1, 2) * factor
-                    result[place] = grad.to(result.dtype)[place]
+                delta = torch.empty_like(lse_tensor)
+                sums = [x.new_zeros(x.transpose(1, 2).shape, dtype=torch.float32) for x in results]
+                kernel.preprocess(o_tensor, do_tensor, delta, sums[0].fill_(float("nan")))
+                inputs = q_tensor.detach(), k_tensor.detach(), v_tensor.detach(), do_tensor, lse_tensor, delta
+                kernel.main(*inputs, *sums, softmax_scale, tables)
+                for total, result, dim in zip(sums, results, (-1, -2, -2), strict=True):
+                    kernel.postprocess(total, result, tables, dim)
 
         self.create_mask_plan, self.FlexAttentionFwd, self.FlexAttentionBwd = (
             create_mask_plan, FlexAttentionFwd, FlexAttentionBwd,
@@ -237,18 +283,18 @@ class FlexModule(ModuleType):
 
     @staticmethod
     def _plan_tensors(mask_plan: Any) -> tuple[Tensor, ...]:
-        return (mask_plan.memory,)
+        return mask_plan.memory, mask_plan.seen
 
 
-def _seen(plan: Any, dim: int) -> Tensor:
+def _blocks(seen: Tensor, dim: int) -> Tensor:
     """(B, rows) or (B, columns): True in blocks of 128 of which one sees or is seen."""
-    seen: Tensor = plan.seen.squeeze(1).any(dim)
-    return torch.cat([each.any(1, keepdim=True).expand_as(each) for each in seen.split(128, 1)], 1)
+    lines: Tensor = seen.squeeze(1).any(dim)
+    return torch.cat([each.any(1, keepdim=True).expand_as(each) for each in lines.split(128, 1)], 1)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.float() for x in _heads_first(q, k, v))
-    logits = (q @ expand_kv_heads(k, q.size(1)).mT * scale).masked_fill(~plan.seen, float("-inf"))
+    logits = (q @ expand_kv_heads(k, q.size(1)).mT * scale).masked_fill(~seen, float("-inf"))
     lse = logits.logsumexp(-1)
     weights = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     return weights @ expand_kv_heads(v, q.size(1)), lse, logits

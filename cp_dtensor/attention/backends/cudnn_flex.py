@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from cp_dtensor._torch.tensors import aligned, empty_in_order_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
+from cp_dtensor.attention.backends.launches import Call, Launches
 from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
@@ -100,7 +101,8 @@ class CudnnFlexAttention(AttentionBackend):
             check = tile.forward_error if is_forward else tile.backward_error
             # Compiles our kernels too: otherwise the first small tile of a later mask would, in the middle of a run.
             check(ours.forward if is_forward else ours.backward)
-            return check(partial(_forward if is_forward else _backward, is_check=True))
+            compute = partial(_forward if is_forward else _backward, is_check=True)
+            return check(compute) or check(compute)  # by the package, then by what was recorded
 
         several = ("several intervals",) if has_several else ()
         return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group, *several), q.device, problem)
@@ -137,12 +139,8 @@ def _forward(
     if is_check:
         _fill_with_nan(out, lse)
     inputs = tuple(aligned(x, 16).transpose(1, 2) for x in (q, k, v))
-    kernel = planned.forward_kernel(*inputs, out.transpose(1, 2), lse)
-    if kernel is None:
-        return None
-    workspace = _workspace(kernel, lse)
-    kernel.execute(*inputs, out.transpose(1, 2), planned.plan, lse, workspace=workspace, softmax_scale=scale)
-    return out, lse
+    is_launched = _launch(planned, "forward", (*inputs, out.transpose(1, 2), lse), scale)
+    return (out, lse) if is_launched else None
 
 
 def _backward(
@@ -160,11 +158,7 @@ def _backward(
     if is_check:
         _fill_with_nan(dq, dk, dv)
     grads = tuple(grad.transpose(1, 2) for grad in (dq, dk, dv))
-    kernel = planned.backward_kernel(*inputs, *grads)
-    if kernel is None:
-        return None
-    kernel.execute(*inputs, *grads, planned.plan, workspace=_workspace(kernel, q), softmax_scale=scale)
-    return dq, dk, dv
+    return (dq, dk, dv) if _launch(planned, "backward", (*inputs, *grads), scale) else None
 
 
 def _plan_unless_out_of_memory(mask: TileMask, geometry: Geometry, is_check: bool) -> PlannedTile | None:
@@ -182,9 +176,65 @@ def _fill_with_nan(*tensors: Tensor) -> None:
         tensor.fill_(float("nan"))
 
 
-def _workspace(kernel: Any, like: Tensor) -> Tensor | None:
-    size = kernel.workspace_size
-    return torch.empty(size, dtype=torch.uint8, device=like.device) if size else None
+def _launch(planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], scale: float) -> bool:
+    """Launches the kernel for q, k, v, out and lse, or for q, k, v, out, grad_out, lse, dq, dk and dv, (B, S, H, D).
+
+    False if it would be new under CUDA graph capture.
+    """
+    key = direction, scale, *(tensor.stride() for tensor in tensors)
+    launch = planned.launches.get(key)
+    if launch is not None:
+        launch(tensors)
+    elif capturing():
+        return False
+    else:
+        planned.launches[key] = _first_launch(planned, direction, tensors, scale)
+    return True
+
+
+def _first_launch(
+    planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], scale: float
+) -> Callable[[tuple[Tensor, ...]], None]:
+    """Compiles a kernel and launches it; returns the function of later launches, for tensors of the same strides."""
+    plan, place = planned.plan, 4 if direction == "forward" else 9  # of the plan among the arguments
+    with quiet():
+        kernel = getattr(_functions(), direction)(*tensors[:place], plan, *tensors[place:])
+        kernel.check_support()
+        kernel.compile()
+    size, device = kernel.workspace_size, tensors[0].device
+
+    def execute(tensors: tuple[Tensor, ...]) -> None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        kernel.execute(*tensors[:place], plan, *tensors[place:], workspace=workspace, softmax_scale=scale)
+
+    launches = Launches.of(_recorded(kernel, partial(execute, tensors)), tensors, planned.tensors)
+    return execute if launches is None else launches.launch
+
+
+def _recorded(kernel: Any, execute: Callable[[], None]) -> list[Call]:
+    """Calls `execute`; returns the compiled functions that the kernel has called, with their arguments."""
+    calls: list[Call] = []
+
+    def recording(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls.append((function, arguments))
+            return function(*arguments)
+
+        return call
+
+    compiled: Any = getattr(kernel, "_compiled_kernel", None)  # private; without it, nothing is recorded
+    if is_dataclass(type(compiled)):  # of backward: the functions before and after the main one, too
+        functions = {each.name: getattr(compiled, each.name) for each in fields(compiled)}
+        noted = {name: recording(function) for name, function in functions.items() if callable(function)}
+        kernel._compiled_kernel = replace(compiled, **noted)
+    elif compiled is not None:
+        kernel._compiled_kernel = recording(compiled)
+    try:
+        execute()
+    finally:
+        if compiled is not None:
+            kernel._compiled_kernel = compiled
+    return calls
 
 
 # Mask plans
@@ -218,32 +268,14 @@ class Geometry(NamedTuple):
 
 @dataclass(eq=False)
 class PlannedTile:
-    """The mask plan of a tile, and the kernels that were made for it."""
+    """The mask plan of a tile, and how its kernels are launched."""
 
     plan: Any
     """None for a tile whose plan would be too large."""
     tensors: tuple[Tensor, ...] = ()
     """Those of the plan."""
-    _kernels: dict[Any, Any] = field(default_factory=dict)
-
-    def forward_kernel(self, *tensors: Tensor) -> Any | None:
-        """The kernel for q, k, v, out and lse of these strides; None if it would be new under CUDA graph capture."""
-        *others, lse = tensors
-        return self._kernel(tensors, lambda: _functions().forward(*others, self.plan, lse))
-
-    def backward_kernel(self, *tensors: Tensor) -> Any | None:
-        """The kernel for q, k, v, out, grad_out, lse, dq, dk and dv of these strides, or None, as in forward."""
-        return self._kernel(tensors, lambda: _functions().backward(*tensors, self.plan))
-
-    def _kernel(self, tensors: tuple[Tensor, ...], make: Callable[[], Any]) -> Any | None:
-        key = tuple(tensor.stride() for tensor in tensors)
-        kernel = self._kernels.get(key)
-        if kernel is None and not capturing():
-            with quiet():
-                kernel = self._kernels[key] = make()
-                kernel.check_support()
-                kernel.compile()
-        return kernel
+    launches: dict[Any, Callable[[tuple[Tensor, ...]], None]] = field(default_factory=dict)
+    """Functions that launch a kernel, by direction, scale and the strides of the tensors that they take."""
 
 
 _planned = LRUCache[Shared[PlannedTile]](KEPT_BYTES, least=_KEPT_PLANS, pins=capturing)

@@ -1,0 +1,96 @@
+"""Launches of a package's compiled functions, repeated with other tensors and without the package's wrapper.
+
+Wrappers take 0.2 to 0.6 ms of host time, most of it to check arguments and to find compiled functions. These functions
+and their arguments are recorded in the first call for some shapes and called directly after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Call = tuple[Any, tuple[Any, ...]]
+"""A compiled function and its arguments."""
+
+
+class _Workspace(NamedTuple):
+    """A tensor that a call needs for itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    begins_as_zeros: bool
+
+
+class Launches(NamedTuple):
+    """The compiled functions of a call with their arguments; integers in `places` stand for tensors."""
+
+    functions: tuple[Any, ...]
+    arguments: tuple[list[Any], ...]
+    places: tuple[list[tuple[int, int]], ...]
+    """For each function, arguments that are tensors: place of the argument, and number of the tensor."""
+    workspaces: tuple[_Workspace, ...]
+    """Numbered after the tensors of the call."""
+
+    @classmethod
+    def of(cls, calls: Sequence[Call], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> Launches | None:
+        """Recorded calls with numbers in place of tensors; None if they cannot be repeated.
+
+        Tensors of a call are found by address, so not if it has one twice, such as q for k. Other tensors are
+        workspaces: the first function of several writes its own; later ones add to theirs, which begin as zeros, and
+        so does that of a single function. Objects of other kinds, such as a stream, may belong to this call alone.
+
+        Args:
+            calls: compiled functions with their arguments, in order.
+            tensors: inputs and outputs of the call.
+            kept: tensors that every call reads, such as tables of a mask.
+        """
+        numbers = {(x.data_ptr(), x.shape): number for number, x in enumerate(tensors)}
+        addresses = {x.data_ptr() for x in kept}
+        if not calls or len(numbers) < len(tensors):
+            return None
+        workspaces: list[_Workspace] = []
+        arguments, places = [], []
+        for index, (_, values) in enumerate(calls):
+            here = []
+            for place, value in enumerate(values):
+                if _is_constant(value, addresses):
+                    continue
+                if not isinstance(value, Tensor):
+                    return None
+                address = value.data_ptr(), value.shape
+                if address not in numbers:
+                    numbers[address] = len(tensors) + len(workspaces)
+                    workspaces.append(_Workspace(value.shape, value.dtype, index > 0 or len(calls) == 1))
+                here.append((place, numbers[address]))
+            replaced = {place for place, _ in here}
+            arguments.append([None if place in replaced else value for place, value in enumerate(values)])
+            places.append(here)
+        return cls(tuple(function for function, _ in calls), tuple(arguments), tuple(places), tuple(workspaces))
+
+    def launch(self, tensors: tuple[Tensor, ...]) -> None:
+        """Launches the call for other tensors of the same shapes and strides."""
+        device = tensors[0].device
+        own = [
+            (torch.zeros if begins_as_zeros else torch.empty)(shape, dtype=dtype, device=device)
+            for shape, dtype, begins_as_zeros in self.workspaces
+        ]
+        every = (*tensors, *own)
+        for function, arguments, places in zip(self.functions, self.arguments, self.places, strict=True):
+            filled = arguments.copy()
+            for place, number in places:
+                filled[place] = every[number]
+            function(*filled)
+
+
+def _is_constant(x: object, addresses: set[int]) -> bool:
+    """True for an argument that is the same in every call; `addresses` are those of tensors that every call reads."""
+    if isinstance(x, Tensor):
+        return x.data_ptr() in addresses
+    return (
+        x is None
+        or isinstance(x, (bool, int, float))
+        or (isinstance(x, tuple) and all(_is_constant(each, addresses) for each in x))
+    )
