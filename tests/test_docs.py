@@ -130,7 +130,7 @@ def test_the_readme_has_at_most_150_lines() -> None:
 
 
 def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
-    """3.5 times, 1.4 and 1.24, of auto over the faster rotation of torch."""
+    """3.4 times, 1.4 and 1.24, of auto over the faster rotation of torch."""
     speed = docs_script("speed")
     results = (ROOT / "docs" / "benchmarks" / "8xH200-packages" / "bench.json").read_text()
     times = speed.eager_times(Results.from_json(results))
