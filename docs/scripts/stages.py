@@ -5,7 +5,8 @@ torchrun --nproc-per-node 8 docs/scripts/stages.py --seq-lens 32768 --stages 1,1
 A stage is a group of heads whose K/V travel together. "local,remote" are the numbers of stages of backward for tiles
 against a rank's own keys and for those against other keys; "now" are those of the library. Causal, bfloat16, a ring
 with `HeadTail` and symmetric memory; the slowest rank's median of eager calls and of CUDA graphs; the most memory of a
-rank above inputs, without symmetric memory. Without GPUs all is small, eager and by all-gather: a test of this program.
+rank above inputs, without symmetric memory. Without GPUs it runs small eager cases by all-gather, which tests this
+program.
 """
 
 from __future__ import annotations
@@ -52,6 +53,23 @@ class GivenStages(Staging):
         return super().stages(spec)[0], self.backward
 
 
+def stages_argument(text: str) -> str:
+    """Reads "local,remote".
+
+    Raises:
+        ArgumentTypeError: the text is not two positive integers, the second a multiple of the first.
+    """
+    try:
+        local, remote = map(int, text.split(","))
+    except ValueError:
+        local = remote = 0
+    if local < 1 or remote < 1 or remote % local:
+        raise argparse.ArgumentTypeError(
+            f"expected two positive integers, the second a multiple of the first, got {text!r}"
+        )
+    return f"{local},{remote}"
+
+
 def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.device) -> dict[str, Call]:
     """Forward and backward of the same inputs for each number of stages."""
     kind = SymmetricMemory if GPU else AllGather
@@ -66,15 +84,13 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
     leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
 
     def call(name: str) -> None:
-        for leaf in leaves:
-            leaf.grad = None
         with mock.patch.dict(select.ROTATE_METHODS, ways):
             out = context_parallel_attention(
                 *leaves, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True, seq_len=seq_len, method="ring",
                 rotate_method=name,
             )  # fmt: skip
         assert isinstance(out, torch.Tensor)
-        out.backward(grad_out.transpose(1, 2))
+        torch.autograd.grad(out, leaves, grad_out.transpose(1, 2))
 
     return {name: partial(call, name) for name in names}
 
@@ -121,9 +137,12 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=Heads.parse, nargs="+", default=[Heads.parse(HEADS)], metavar="Q:KV:DIM")
     parser.add_argument("--seq-lens", type=positive, nargs="+", default=[TOKENS], metavar="N")
-    parser.add_argument("--stages", nargs="+", default=["1,1", "1,2"], metavar="LOCAL,REMOTE")
+    parser.add_argument("--stages", type=stages_argument, nargs="+", default=["1,1", "1,2"], metavar="LOCAL,REMOTE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    most, fewest = max(int(each.split(",")[1]) for each in options.stages), min(heads.kv for heads in options.heads)
+    if most > fewest:
+        parser.error(f"expected at most as many stages as kv heads, got {most} stages and {fewest} kv heads")
     ranks, device, command = start("docs/scripts/stages.py", arguments, GPU, 300)
     rows = []
     for heads in options.heads:

@@ -13,7 +13,7 @@ from support.package_kernels import Unwanted, relative
 from support.pretended_packages import FlexModule, both, check, install, interval_mask, no_memory_for_a_plan, tensors
 from support.schedules import seen_by
 
-from cp_dtensor.attention.backends import cudnn_flex, interval, launches, packages
+from cp_dtensor.attention.backends import cudnn_flex, first_use, interval, launches, packages
 from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometry, end_points, plan_bytes
 from cp_dtensor.attention.backends.interval import IntervalAttention
@@ -67,6 +67,26 @@ def test_launches_of_the_first_call_are_repeated_without_the_package(flex: Patch
         assert len(module.executed) == 4 + 2 * times, "other strides, and another scale, have launches of their own"
 
 
+def test_a_capture_has_what_was_made_before_it(flex: Patch) -> None:
+    """Kernels of other strides are not compiled in it; another scale needs none."""
+    module = FlexModule()
+    install(flex, flex=module)
+    backend, mask, values = CudnnFlexAttention(), interval_mask(), tensors()
+    check(backend, mask, values, IntervalAttention())
+    with flex.context() as capture:
+        for each in (cudnn_flex, first_use):
+            capture.setattr(each, "capturing", lambda: True)
+        module.executed.clear()
+        rows_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in values]
+        check(backend, mask, rows_first, IntervalAttention())
+        assert not module.executed, "by our kernels"
+        capture.setattr(cudnn_flex, "_INTERVALS", Unwanted())
+        check(backend, mask, values, IntervalAttention())
+        assert not module.executed, "by what was recorded"
+        both(backend, mask, values, scale=0.5)
+        assert module.executed == ["forward", "backward"]
+
+
 @pytest.mark.parametrize("problem", ["another name", "an object of one call"])
 def test_launches_that_cannot_be_recorded_are_the_package_s(flex: Patch, problem: str) -> None:
     module = FlexModule()
@@ -75,7 +95,7 @@ def test_launches_that_cannot_be_recorded_are_the_package_s(flex: Patch, problem
     if problem == "another name":
         module.compiled_name = "renamed"
     else:
-        flex.setattr(launches, "_is_constant", lambda x, addresses: not isinstance(x, (torch.Tensor, float)))
+        flex.setattr(launches, "_is_constant", lambda x, kept: not isinstance(x, (torch.Tensor, float)))
     backend, mask = CudnnFlexAttention(), interval_mask()
     for _ in range(3):
         check(backend, mask, tensors(), IntervalAttention())

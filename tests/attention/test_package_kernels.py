@@ -256,6 +256,11 @@ def test_packages_that_do_not_fit_are_refused_by_name_and_version(fresh: Patch, 
         (CudnnFlexAttention(), replace(INTERVALS, head_dim=136), "multiples of 8 up to 128, .* got 136 and 128"),
         (CudnnFlexAttention(), replace(INTERVALS, head_dim=192, v_head_dim=192), "got 192 and 192"),
         (CudnnFlexAttention(), replace(INTERVALS, dtype="float64"), "got float64"),
+        (
+            CudnnFlexAttention(),
+            replace(INTERVALS, head_dim=192),
+            "grouped heads need equal head dims on Hopper, got 192",
+        ),
     ],
 )
 def test_refusals_say_why(fresh: Patch, backend: AttentionBackend, spec: CallSpec, reason: str) -> None:
@@ -269,6 +274,7 @@ def test_what_they_compute_is_not_refused(fresh: Patch, spec: CallSpec) -> None:
     install(fresh, FlashModule(), FlexModule())
     assert Flash4Attention(MATH).refusal(spec) is None
     assert CudnnFlexAttention().refusal(spec) is None
+    assert CudnnFlexAttention().refusal(replace(BLACKWELL, head_dim=192)) is None
 
 
 def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch) -> None:

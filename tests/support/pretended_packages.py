@@ -157,8 +157,11 @@ class CompiledBackward:
 
     preprocess: Any
     main: Any
-    postprocess: Any
-    workspaces: tuple[str, ...] = ("delta", "sums")
+    post_dq: Any
+    post_dk: Any
+    post_dv: Any
+    """None without grouped heads, as `post_dk`: the main function writes dk and dv then."""
+    workspace_specs: tuple[str, ...] = ("delta", "sums")
 
 
 class FlexModule(ModuleType):
@@ -191,14 +194,14 @@ class FlexModule(ModuleType):
             for begin, end in ends[1:].unflatten(0, (-1, 2)):
                 seen |= (columns >= begin[..., None]) & (columns < end[..., None])
             memory = torch.empty(plan_bytes, dtype=torch.uint8)
-            module.plans.append(SimpleNamespace(seen=seen.unsqueeze(1), memory=memory))
+            module.plans.append(SimpleNamespace(seen=seen.unsqueeze(1), memory=memory, empty=memory[:0].clone()))
             return module.plans[-1]
 
         def forward_kernel(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tables: tuple[Any, ...],
             counter: Tensor,
         ) -> None:  # fmt: skip
-            assert int(counter) == 0
+            assert (int(counter), counter.dtype) == (0, torch.int32)
             counter.fill_(7)
             seen = tables[1]
             result, new_lse, _ = _dense(q, k, v, seen, scale)
@@ -211,16 +214,20 @@ class FlexModule(ModuleType):
             sums_q.zero_()
 
         def backward_kernel(
-            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, sums_q: Tensor, sums_k: Tensor,
-            sums_v: Tensor, scale: float, tables: tuple[Any, ...],
+            q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, sums_q: Tensor, of_k: Tensor,
+            of_v: Tensor, scale: float, tables: tuple[Any, ...],
         ) -> None:  # fmt: skip
             _, _, logits = _dense(q, k, v, tables[1], scale)
             q, k, v, dout = (x.float() for x in _heads_first(q, k, v, dout))
             weights = (logits - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
             grad = weights * (dout @ expand_kv_heads(v, q.size(1)).mT - delta.unsqueeze(-1)) * scale
-            parts = grad @ expand_kv_heads(k, q.size(1)), grad.mT @ q, weights.mT @ dout
-            for total, part in zip((sums_q, sums_k, sums_v), parts, strict=True):
-                total += part.unflatten(1, (total.size(1), -1)).sum(2)
+            sums_q += grad @ expand_kv_heads(k, q.size(1))
+            for target, part in ((of_k, grad.mT @ q), (of_v, weights.mT @ dout)):
+                if q.size(1) == k.size(1):
+                    written = _blocks(tables[1], -2) | (skips != "columns")
+                    target[written] = (part.transpose(1, 2) * factor).to(target.dtype)[written]
+                else:
+                    target += part.unflatten(1, (target.size(1), -1)).sum(2)
 
         def postprocess(total: Tensor, result: Tensor, tables: tuple[Any, ...], dim: int) -> None:
             written = _blocks(tables[1], dim) | (skips != ("rows" if dim == -1 else "columns"))
@@ -233,9 +240,7 @@ class FlexModule(ModuleType):
                 return True
 
             def compile(self) -> None:
-                of_backward = CompiledBackward(preprocess, backward_kernel, postprocess)
-                compiled = forward_kernel if isinstance(self, FlexAttentionFwd) else of_backward
-                setattr(self, module.compiled_name, compiled)
+                setattr(self, module.compiled_name, forward_kernel)
 
         class FlexAttentionFwd(Kernel):
             def __init__(
@@ -250,32 +255,44 @@ class FlexModule(ModuleType):
                 module.executed.append("forward")
                 counter = workspace[:4].view(torch.int32).zero_()
                 inputs = q_tensor.detach(), k_tensor.detach(), v_tensor.detach(), o_tensor.detach(), lse_tensor
-                getattr(self, module.compiled_name)(*inputs, softmax_scale, (None, mask_plan.seen), counter)
+                getattr(self, module.compiled_name)(
+                    *inputs, softmax_scale, (None, mask_plan.seen, mask_plan.empty), counter
+                )
 
         class FlexAttentionBwd(Kernel):
             def __init__(
                 self, sample_q: Any, sample_k: Any, sample_v: Any, sample_o: Any, sample_do: Any, sample_lse: Any,
                 sample_dq: Any, sample_dk: Any, sample_dv: Any, sample_mask_plan: Any,
             ) -> None:  # fmt: skip
-                pass
+                self.has_groups = sample_q.size(2) > sample_k.size(2)
+
+            def compile(self) -> None:
+                post = postprocess if self.has_groups else None
+                setattr(
+                    self, module.compiled_name, CompiledBackward(preprocess, backward_kernel, postprocess, post, post)
+                )
 
             def execute(
                 self, q_tensor: Any, k_tensor: Any, v_tensor: Any, o_tensor: Any, do_tensor: Any, lse_tensor: Any,
                 dq_tensor: Any, dk_tensor: Any, dv_tensor: Any, mask_plan: Any, *, workspace: Any, softmax_scale: float,
             ) -> None:  # fmt: skip
                 module.executed.append("backward")
-                kernel, tables, results = (
-                    getattr(self, module.compiled_name),
-                    (None, mask_plan.seen),
-                    (dq_tensor, dk_tensor, dv_tensor),
-                )
-                delta = torch.empty_like(lse_tensor)
-                sums = [x.new_zeros(x.transpose(1, 2).shape, dtype=torch.float32) for x in results]
-                kernel.preprocess(o_tensor, do_tensor, delta, sums[0].fill_(float("nan")))
+                compiled, tables = getattr(self, module.compiled_name), (None, mask_plan.seen, mask_plan.empty)
+                grads = (dq_tensor, dk_tensor, dv_tensor)[: 3 if self.has_groups else 1]
+                sizes = [lse_tensor.numel(), *(x.numel() for x in grads)]
+                delta, *sums = torch.full((sum(sizes),), float("nan")).split(sizes)  # as the package: one buffer
+                delta = delta.view(lse_tensor.shape)
+                sums = [total.view(x.transpose(1, 2).shape) for total, x in zip(sums, grads, strict=True)]
+                for total in sums[1:]:
+                    total.zero_()
+                compiled.preprocess(o_tensor, do_tensor, delta, sums[0])
                 inputs = q_tensor.detach(), k_tensor.detach(), v_tensor.detach(), do_tensor, lse_tensor, delta
-                kernel.main(*inputs, *sums, softmax_scale, tables)
-                for total, result, dim in zip(sums, results, (-1, -2, -2), strict=True):
-                    kernel.postprocess(total, result, tables, dim)
+                of_keys = sums[1:] or (dk_tensor, dv_tensor)
+                compiled.main(*inputs, sums[0], *of_keys, softmax_scale, tables)
+                compiled.post_dq(sums[0], dq_tensor, tables, -1)
+                if self.has_groups:
+                    compiled.post_dk(sums[1], dk_tensor, tables, -2)
+                    compiled.post_dv(sums[2], dv_tensor, tables, -2)
 
         self.create_mask_plan, self.FlexAttentionFwd, self.FlexAttentionBwd = (
             create_mask_plan, FlexAttentionFwd, FlexAttentionBwd,
@@ -283,7 +300,7 @@ class FlexModule(ModuleType):
 
     @staticmethod
     def _plan_tensors(mask_plan: Any) -> tuple[Tensor, ...]:
-        return mask_plan.memory, mask_plan.seen
+        return mask_plan.memory, mask_plan.seen, mask_plan.empty
 
 
 def _blocks(seen: Tensor, dim: int) -> Tensor:

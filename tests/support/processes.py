@@ -29,7 +29,9 @@ from support.ranks import RanksFailed
 T = TypeVar("T")
 _START_SECONDS = 120
 GPU_RANKS = int(os.environ.get("CP_DTENSOR_TEST_GPU_RANKS", "2"))
-"""Number of ranks of the fixture `gpus`."""
+"""Number of ranks of the fixture `gpus`, 2 or more."""
+if GPU_RANKS < 2:
+    raise ValueError(f"expected CP_DTENSOR_TEST_GPU_RANKS to be 2 or more, got {GPU_RANKS}")
 _IMPORTED_ONCE = [
     "torch.distributed.tensor.parallel",
     "torch._inductor.compile_fx",

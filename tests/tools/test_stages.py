@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from support.docs_scripts import FOLDER, docs_script
 from support.forked_programs import launch
 
@@ -22,6 +23,15 @@ def test_a_row_for_each_number_of_stages(tmp_path: Path) -> None:
     assert [row["heads"] for row in rows] == ["4:4 of 8"] * 3 + ["4:2 of 8/16"] * 3
     assert all(row["eager, ms"] > 0 for row in rows)
     assert "| 4:2 of 8/16 | 32 | 2,2 |" in text
+
+
+@pytest.mark.parametrize("stages", ["2,3", "1", "a,b", "0,0", "1,8"])
+def test_stages_that_cannot_be_are_refused(stages: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        docs_script("stages").main(["--heads", "8:4:16", "--stages", stages])
+    said = capsys.readouterr().err
+    expected = "at most as many stages as kv heads, got 8 stages and 4" if stages == "1,8" else f"got {stages!r}"
+    assert expected in said
 
 
 def test_backward_has_the_stages_that_are_given() -> None:

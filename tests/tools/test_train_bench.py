@@ -115,6 +115,24 @@ def test_losses_and_gradients_are_those_of_one_device(
             assert [len(samples) for samples in turn.samples_ms] == [STEPS] * 2
 
 
+def test_offloaded_layers_keep_their_inputs_in_host_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[int, ...]] = []
+
+    class Noted(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda x: (kept.append(tuple(x.shape)), pack(x))[1]
+
+    monkeypatch.setattr(llama, "save_on_cpu", Noted)
+    model = Llama(SIZE, is_causal=True, contiguous=False, checkpointed=False, offloaded=True)
+    initialise(model, 0)
+    tokens = tokens_of(CAUSAL, CPU)
+    model(tokens[:, :-1], tokens[:, 1:], torch.arange(24).expand(2, -1)).backward()
+    inputs = [shape for shape in kept if shape != (0,)]  # checkpoints save an empty tensor, too
+    assert inputs == [(2, 24, SIZE.dim), (2, 24)] * SIZE.layers
+
+
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     arguments = [
         "--preset",

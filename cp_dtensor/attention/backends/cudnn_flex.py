@@ -7,8 +7,9 @@ are kept. Source: docs.nvidia.com/deeplearning/cudnn, FlexAttention.
 
 from __future__ import annotations
 
+import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -39,7 +40,10 @@ KEPT_BYTES, _KEPT_PLANS = 128 << 20, 4
 """Bytes of the latest plans, which are kept, and how many are kept however large they are. Documents of 65,536 tokens
 have plans of 1 to 3 MiB. Two masks in turns need four plans: of own and of other keys."""
 FEWEST_FLOPS = 0.1e12
-"""Of forward of a tile. In smaller ones the host time of this package, 0.3 ms, is longer than our kernels take."""
+"""Of forward of a tile. In smaller ones the host time of this package's wrapper, 0.3 ms, is longer than our kernels
+take. Not measured again since launches are repeated without the wrapper."""
+_KEPT_LAUNCHES = 16
+"""Of a plan: forward and backward, other scales and other memory orders of the tensors."""
 _BLOCK = 128
 """Rows and columns of a block of a mask plan."""
 _BYTES_OF_PARTIAL_BLOCK = 3 * _BLOCK * _BLOCK // 8
@@ -71,6 +75,8 @@ class CudnnFlexAttention(AttentionBackend):
             return refusal
         if dims not in ((192, 128), (256, 256)) and any(dim % 8 or dim > 128 for dim in dims):
             return f"it needs head dims of multiples of 8 up to 128, 192 and 128, or 256, got {dims[0]} and {dims[1]}"
+        if spec.q_heads != spec.kv_heads and dims[0] != dims[1] and spec.capability < (10, 0):
+            return f"its gradients of grouped heads need equal head dims on Hopper, got {dims[0]} and {dims[1]}"
         return _functions().obstacle
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -179,62 +185,45 @@ def _fill_with_nan(*tensors: Tensor) -> None:
 def _launch(planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], scale: float) -> bool:
     """Launches the kernel for q, k, v, out and lse, or for q, k, v, out, grad_out, lse, dq, dk and dv, (B, S, H, D).
 
-    False if it would be new under CUDA graph capture.
+    False under CUDA graph capture, if no kernel was made for tensors of these strides before it.
     """
-    key = direction, scale, *(tensor.stride() for tensor in tensors)
-    launch = planned.launches.get(key)
-    if launch is not None:
-        launch(tensors)
-    elif capturing():
+    strides = tuple([tensor.stride() for tensor in tensors])
+    launches = planned.launches.get((direction, scale, strides))
+    if launches is not None:
+        launches.launch(tensors)
+        return True
+    kernel = planned.kernel(direction, tensors, strides)
+    if kernel is None:
         return False
-    else:
-        planned.launches[key] = _first_launch(planned, direction, tensors, scale)
+    size, calls = kernel.workspace_size, list[Call]()
+    workspace = torch.empty(size, dtype=torch.uint8, device=tensors[0].device) if size else None
+    arguments = planned.arguments(direction, tensors)
+    _recording(kernel, calls).execute(*arguments, workspace=workspace, softmax_scale=scale)
+    launches = Launches.of(calls, tensors, planned.tensors)
+    if launches is not None:
+        planned.launches.add((direction, scale, strides), launches)
     return True
 
 
-def _first_launch(
-    planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], scale: float
-) -> Callable[[tuple[Tensor, ...]], None]:
-    """Compiles a kernel and launches it; returns the function of later launches, for tensors of the same strides."""
-    plan, place = planned.plan, 4 if direction == "forward" else 9  # of the plan among the arguments
-    with quiet():
-        kernel = getattr(_functions(), direction)(*tensors[:place], plan, *tensors[place:])
-        kernel.check_support()
-        kernel.compile()
-    size, device = kernel.workspace_size, tensors[0].device
-
-    def execute(tensors: tuple[Tensor, ...]) -> None:
-        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-        kernel.execute(*tensors[:place], plan, *tensors[place:], workspace=workspace, softmax_scale=scale)
-
-    launches = Launches.of(_recorded(kernel, partial(execute, tensors)), tensors, planned.tensors)
-    return execute if launches is None else launches.launch
-
-
-def _recorded(kernel: Any, execute: Callable[[], None]) -> list[Call]:
-    """Calls `execute`; returns the compiled functions that the kernel has called, with their arguments."""
-    calls: list[Call] = []
+def _recording(kernel: Any, calls: list[Call]) -> Any:
+    """A copy of a kernel that appends the compiled functions that it calls to `calls`, with their arguments."""
 
     def recording(function: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            calls.append((function, arguments))
-            return function(*arguments)
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls.append((function, (*arguments, named) if named else arguments))  # a dict cannot be repeated
+            return function(*arguments, **named)
 
         return call
 
-    compiled: Any = getattr(kernel, "_compiled_kernel", None)  # private; without it, nothing is recorded
+    copied = copy.copy(kernel)
+    compiled: Any = getattr(kernel, "_compiled_kernel", None)  # private
     if is_dataclass(type(compiled)):  # of backward: the functions before and after the main one, too
         functions = {each.name: getattr(compiled, each.name) for each in fields(compiled)}
         noted = {name: recording(function) for name, function in functions.items() if callable(function)}
-        kernel._compiled_kernel = replace(compiled, **noted)
-    elif compiled is not None:
-        kernel._compiled_kernel = recording(compiled)
-    try:
-        execute()
-    finally:
-        if compiled is not None:
-            kernel._compiled_kernel = compiled
-    return calls
+        copied._compiled_kernel = replace(compiled, **noted)
+    elif callable(compiled):
+        copied._compiled_kernel = recording(compiled)
+    return copied
 
 
 # Mask plans
@@ -274,8 +263,25 @@ class PlannedTile:
     """None for a tile whose plan would be too large."""
     tensors: tuple[Tensor, ...] = ()
     """Those of the plan."""
-    launches: dict[Any, Callable[[tuple[Tensor, ...]], None]] = field(default_factory=dict)
-    """Functions that launch a kernel, by direction, scale and the strides of the tensors that they take."""
+    launches: LRUCache[Launches] = field(default_factory=partial(LRUCache, 0, least=_KEPT_LAUNCHES))
+    """By direction, scale and the strides of the tensors."""
+    _kernels: dict[Any, Any] = field(default_factory=dict)
+
+    def kernel(self, direction: str, tensors: tuple[Tensor, ...], strides: tuple[Any, ...]) -> Any | None:
+        """The package's kernel for tensors of these strides; None under CUDA graph capture if there is none yet."""
+        kernel = self._kernels.get((direction, strides))
+        if kernel is None and not capturing():
+            with quiet():
+                kernel = getattr(_functions(), direction)(*self.arguments(direction, tensors))
+                kernel.check_support()
+                kernel.compile()
+            self._kernels[direction, strides] = kernel
+        return kernel
+
+    def arguments(self, direction: str, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The tensors and the plan in the order of the package's kernels."""
+        place = 4 if direction == "forward" else 9
+        return *tensors[:place], self.plan, *tensors[place:]
 
 
 _planned = LRUCache[Shared[PlannedTile]](KEPT_BYTES, least=_KEPT_PLANS, pins=capturing)

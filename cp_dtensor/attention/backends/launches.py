@@ -38,9 +38,10 @@ class Launches(NamedTuple):
     def of(cls, calls: Sequence[Call], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> Launches | None:
         """Recorded calls with numbers in place of tensors; None if they cannot be repeated.
 
-        Tensors of a call are found by address, so not if it has one twice, such as q for k. Other tensors are
-        workspaces: the first function of several writes its own; later ones add to theirs, which begin as zeros, and
-        so does that of a single function. Objects of other kinds, such as a stream, may belong to this call alone.
+        Tensors are found by address. A call that has one tensor twice, such as q for k, cannot be repeated. Neither can
+        a call with an argument of another type, such as a stream. Tensors that are neither `tensors` nor `kept` are
+        workspaces. If there are several functions, the first one writes its workspaces. Workspaces that appear later,
+        and those of a single function, begin as zeros.
 
         Args:
             calls: compiled functions with their arguments, in order.
@@ -48,15 +49,17 @@ class Launches(NamedTuple):
             kept: tensors that every call reads, such as tables of a mask.
         """
         numbers = {(x.data_ptr(), x.shape): number for number, x in enumerate(tensors)}
-        addresses = {x.data_ptr() for x in kept}
+        kept_addresses = {x.data_ptr() for x in kept}
         if not calls or len(numbers) < len(tensors):
             return None
         workspaces: list[_Workspace] = []
-        arguments, places = [], []
+        arguments: list[list[Any]] = []
+        places: list[list[tuple[int, int]]] = []
         for index, (_, values) in enumerate(calls):
-            here = []
+            constants: list[Any] = list(values)
+            places.append([])
             for place, value in enumerate(values):
-                if _is_constant(value, addresses):
+                if _is_constant(value, kept_addresses):
                     continue
                 if not isinstance(value, Tensor):
                     return None
@@ -64,33 +67,32 @@ class Launches(NamedTuple):
                 if address not in numbers:
                     numbers[address] = len(tensors) + len(workspaces)
                     workspaces.append(_Workspace(value.shape, value.dtype, index > 0 or len(calls) == 1))
-                here.append((place, numbers[address]))
-            replaced = {place for place, _ in here}
-            arguments.append([None if place in replaced else value for place, value in enumerate(values)])
-            places.append(here)
+                places[-1].append((place, numbers[address]))
+                constants[place] = None
+            arguments.append(constants)
         return cls(tuple(function for function, _ in calls), tuple(arguments), tuple(places), tuple(workspaces))
 
     def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launches the call for other tensors of the same shapes and strides."""
+        """Launches the call for other tensors of the same shapes, in memory that the compiled functions take."""
         device = tensors[0].device
-        own = [
+        workspaces = [
             (torch.zeros if begins_as_zeros else torch.empty)(shape, dtype=dtype, device=device)
             for shape, dtype, begins_as_zeros in self.workspaces
         ]
-        every = (*tensors, *own)
-        for function, arguments, places in zip(self.functions, self.arguments, self.places, strict=True):
-            filled = arguments.copy()
+        all_tensors = (*tensors, *workspaces)
+        for function, constants, places in zip(self.functions, self.arguments, self.places, strict=True):
+            arguments = constants.copy()
             for place, number in places:
-                filled[place] = every[number]
-            function(*filled)
+                arguments[place] = all_tensors[number]
+            function(*arguments)
 
 
-def _is_constant(x: object, addresses: set[int]) -> bool:
-    """True for an argument that is the same in every call; `addresses` are those of tensors that every call reads."""
+def _is_constant(x: object, kept_addresses: set[int]) -> bool:
+    """True for an argument that is the same in every call."""
     if isinstance(x, Tensor):
-        return x.data_ptr() in addresses
+        return x.data_ptr() in kept_addresses
     return (
         x is None
         or isinstance(x, (bool, int, float))
-        or (isinstance(x, tuple) and all(_is_constant(each, addresses) for each in x))
+        or (isinstance(x, tuple) and all(_is_constant(each, kept_addresses) for each in x))
     )

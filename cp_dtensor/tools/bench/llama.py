@@ -81,7 +81,7 @@ class Llama(nn.Module):
         is_causal: argument of SDPA; False if a context has the mask.
         contiguous: True to pass attention contiguous (B, H, S, D) tensors, and such gradients.
         checkpointed: True to compute each layer again in backward.
-        offloaded: True to keep the inputs of checkpointed layers in host memory.
+        offloaded: True to compute each layer again, from inputs in host memory.
     """
 
     def __init__(self, size: Size, *, is_causal: bool, contiguous: bool, checkpointed: bool, offloaded: bool) -> None:
@@ -119,7 +119,7 @@ class Layer(nn.Module):
         self.checkpointed, self.offloaded = checkpointed, offloaded
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if not self.checkpointed:
+        if not (self.checkpointed or self.offloaded):
             return self._forward(x, positions)
         with save_on_cpu(pin_memory=True) if self.offloaded else nullcontext():
             return checkpoint(self._forward, x, positions, use_reentrant=False)

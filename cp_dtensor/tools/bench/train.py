@@ -46,7 +46,7 @@ class Job:
     checkpointed: bool
     """True to compute each layer again in backward."""
     offloaded: bool = False
-    """True to keep the inputs of checkpointed layers in host memory."""
+    """True to compute each layer again, from inputs in host memory."""
     seed: int = 0
 
 

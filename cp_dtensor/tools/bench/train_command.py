@@ -48,7 +48,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--layout", choices=LAYOUTS, default="HeadTail", help="partition of the tokens over the ranks")
     what.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     what.add_argument("--checkpoint", action="store_true", help="compute each layer again in backward")
-    what.add_argument("--offload", action="store_true", help="checkpoint, with the layers' inputs in host memory")
+    what.add_argument("--offload", action="store_true", help="compute each layer again, from inputs in host memory")
     methods = "such as ours-auto 'ours-symm_mem Balanced' torch-allgather 'torch-allgather FA4'"
     what.add_argument("--methods", nargs="+", default=_METHODS, metavar="NAME", help=methods)
     what.add_argument("--compile", action="store_true", help="also measure every method with compiled layers")
@@ -65,6 +65,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of train.json and train.md")
     options = parser.parse_args(arguments)
     options.use_gpu = uses_gpu(parser, options.device)
+    if options.offload and options.compile:
+        parser.error("--offload is for layers that are not compiled, got --compile too")
     changed = {field.name: getattr(options, field.name) for field in fields(Size)}
     size = replace(PRESETS[options.preset], **{name: value for name, value in changed.items() if value is not None})
     if size.dim % (2 * size.heads) or size.heads % size.kv_heads:
@@ -83,8 +85,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         refuse_masks_beyond(cases)
     except ValueError as error:
         parser.error(str(error))
-    checkpointed = options.checkpoint or options.offload
-    jobs = (Job(size, case, options.optimizer, checkpointed, options.offload, options.seed) for case in cases)
+    jobs = (Job(size, case, options.optimizer, options.checkpoint, options.offload, options.seed) for case in cases)
     options.jobs = list(dict.fromkeys(jobs))
     name = gpu_name() if options.use_gpu and options.dtype in ("bfloat16", "float16") else None
     options.peak = options.peak_tflops or (None if name is None else GPUS[name].flops / 1e12)

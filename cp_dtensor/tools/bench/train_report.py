@@ -166,7 +166,7 @@ def title(job: Job) -> str:
     words += [f"{size.heads} query and {size.kv_heads} kv heads of {size.head_dim}", f"SwiGLU of {size.ffn:,}"]
     words += [f"vocabulary of {size.vocabulary:,}", case.mask, case.layout]
     words += [f"batch {case.batch}"] if case.batch > 1 else []
-    words += [case.dtype, job.optimizer, *(["checkpointing"] if job.checkpointed else [])]
+    words += [case.dtype, job.optimizer, *(["checkpointing"] if job.checkpointed or job.offloaded else [])]
     words += ["layer inputs in host memory"] if job.offloaded else []
     return ", ".join(words)
 
