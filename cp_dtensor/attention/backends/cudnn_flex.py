@@ -75,7 +75,7 @@ class CudnnFlexAttention(AttentionBackend):
             return refusal
         if dims not in ((192, 128), (256, 256)) and any(dim % 8 or dim > 128 for dim in dims):
             return f"it needs head dims of multiples of 8 up to 128, 192 and 128, or 256, got {dims[0]} and {dims[1]}"
-        if spec.q_heads != spec.kv_heads and dims[0] != dims[1] and spec.capability < (10, 0):
+        if spec.q_heads != spec.kv_heads and dims[0] != dims[1] and (spec.capability or (9, 0))[0] == 9:
             return f"its gradients of grouped heads need equal head dims on Hopper, got {dims[0]} and {dims[1]}"
         return _functions().obstacle
 
