@@ -93,7 +93,7 @@ def draw(results: Results, output: Path) -> None:
     title = f"Attention on {ranks} x {hardware}: {case.mask}, {heads}, {case.dtype}, batch {case.batch}"
     figure.suptitle(title, y=0.96, va="top", fontsize=12)
     handles: list[Any] = [Patch(color=colour, label=label) for label, colour in METHODS.values()]
-    handles.append(Line2D([], [], **picture.IDEAL_LINE, label=f"one GPU's time / {ranks}"))
+    handles.append(Line2D([], [], **picture.IDEAL_LINE, label=f"one GPU's cuDNN time / {ranks}"))
     figure.legend(handles=handles, loc="lower center", ncol=3, frameon=False, fontsize=9)
     versions = ", ".join(part for part in versions.split(", ") if "Python" not in part)
     kernels = "Kernels: ours by FlashAttention-4, torch's by cuDNN"
