@@ -1,12 +1,12 @@
-"""Milliseconds and memory of forward and backward by numbers of stages of backward, in turns.
+"""Milliseconds and memory of forward and backward by numbers of stages, in turns.
 
-torchrun --nproc-per-node 8 docs/scripts/stages.py --seq-lens 32768 --stages 1,1 1,2 1,4 --json stages.json
+torchrun --nproc-per-node 8 docs/scripts/stages.py --seq-lens 32768 --stages 1,1 1,2 1,4 --ulysses 1 2 --json stages.json
 
-A stage is a group of heads whose K/V travel together. "local,remote" are the numbers of stages of backward for tiles
-against a rank's own keys and for those against other keys; "now" are those of the library. Causal, bfloat16, a ring
-with `HeadTail` and symmetric memory; the slowest rank's median of eager calls and of CUDA graphs; the most memory of a
-rank above inputs, without symmetric memory. Without GPUs it runs small eager cases by all-gather, which tests this
-program.
+A stage is a group of heads that travels while another one is computed. Of rings, "local,remote" are the numbers of
+stages of backward for tiles against a rank's own keys and for those against other keys; of Ulysses, the number of
+stages of both passes. "now" are those of the library. Causal, bfloat16, `HeadTail`, symmetric memory; the slowest
+rank's median of eager calls and of CUDA graphs; the most memory of a rank above inputs, without symmetric memory.
+Without GPUs it runs small eager cases by all-gather, which tests this program.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,6 +30,7 @@ from cp_dtensor import context_parallel_attention
 from cp_dtensor.comm import select
 from cp_dtensor.comm.collective import AllGather, Staging
 from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.engine import planner
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.tools.bench.cases import Heads
@@ -37,7 +40,7 @@ from cp_dtensor.tools.ranks import Device, Ranks, leave, start
 
 GPU = torch.cuda.is_available()
 HEADS, TOKENS = ("32:8:128", 32_768) if GPU else ("8:4:16", 256)
-NOW = "now"
+NOW, ULYSSES = "now", "ulysses "
 WARM, CALLS, ROUNDS = (10, 20, 3) if GPU else (1, 1, 1)
 Call = Callable[[], object]
 
@@ -73,8 +76,10 @@ def stages_argument(text: str) -> str:
 def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.device) -> dict[str, Call]:
     """Forward and backward of the same inputs for each number of stages."""
     kind = SymmetricMemory if GPU else AllGather
-    given = [name for name in names if name != NOW]
-    ways = {name: kind(GivenStages(backward=Stages(*map(int, name.split(","))))) for name in given} | {NOW: kind()}
+    rings = [name for name in names if "," in name]
+    ways = {name: kind(GivenStages(backward=Stages(*map(int, name.split(","))))) for name in rings} | {NOW: kind()}
+    # Plans are kept by group, so that each number of stages of Ulysses needs a group of its own.
+    groups = {name: dist.new_group() for name in names if name.startswith(ULYSSES)}
     dim = heads.dim or 128
     v_dim = heads.v_dim or dim
     q, k, v, grad_out = (
@@ -84,11 +89,16 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
     leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
 
     def call(name: str) -> None:
-        with mock.patch.dict(select.ROTATE_METHODS, ways):
-            out = context_parallel_attention(
-                *leaves, mesh=dist.group.WORLD, is_causal=True, enable_gqa=True, seq_len=seq_len, method="ring",
-                rotate_method=name,
-            )  # fmt: skip
+        if name in groups:
+            count = name.removeprefix(ULYSSES)
+            options: dict[str, Any] = {"mesh": groups[name], "method": "ulysses"}
+            change: Any = mock.patch.object(planner, "head_stages", lambda *_, **__: int(count))
+            change = nullcontext() if count == NOW else change
+        else:
+            options = {"mesh": dist.group.WORLD, "method": "ring", "rotate_method": name}
+            change = mock.patch.dict(select.ROTATE_METHODS, ways)
+        with change:
+            out = context_parallel_attention(*leaves, is_causal=True, enable_gqa=True, seq_len=seq_len, **options)
         assert isinstance(out, torch.Tensor)
         torch.autograd.grad(out, leaves, grad_out.transpose(1, 2))
 
@@ -138,16 +148,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--heads", type=Heads.parse, nargs="+", default=[Heads.parse(HEADS)], metavar="Q:KV:DIM")
     parser.add_argument("--seq-lens", type=positive, nargs="+", default=[TOKENS], metavar="N")
     parser.add_argument("--stages", type=stages_argument, nargs="+", default=["1,1", "1,2"], metavar="LOCAL,REMOTE")
+    parser.add_argument("--ulysses", type=positive, nargs="+", default=[], metavar="STAGES")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     most, fewest = max(int(each.split(",")[1]) for each in options.stages), min(heads.kv for heads in options.heads)
     if most > fewest:
         parser.error(f"expected at most as many stages as kv heads, got {most} stages and {fewest} kv heads")
     ranks, device, command = start("docs/scripts/stages.py", arguments, GPU, 300)
-    rows = []
+    of_ulysses = [f"{ULYSSES}{each}" for each in (NOW, *options.ulysses)] if options.ulysses else []
+    names, rows = [NOW, *options.stages, *of_ulysses], []
     for heads in options.heads:
         for seq_len in options.seq_lens:
-            rows += rows_of(heads, seq_len, [NOW, *options.stages], ranks, device)
+            rows += rows_of(heads, seq_len, names, ranks, device)
             device.free_unused()
     if ranks.rank == 0:
         print(table_of(rows))

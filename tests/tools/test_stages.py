@@ -16,11 +16,12 @@ from cp_dtensor.plan.plan import Stages
 
 
 def test_a_row_for_each_number_of_stages(tmp_path: Path) -> None:
-    arguments = ["--heads", "4:4:8", "4:2:8/16", "--seq-lens", "32", "--stages", "1,1", "2,2", "--json", "out.json"]
+    arguments = ["--heads", "4:4:8", "4:2:8/16", "--seq-lens", "32", "--stages", "1,1", "2,2"]
+    arguments += ["--ulysses", "1", "2", "--json", "out.json"]
     text = launch(2, FOLDER / "stages.py", *arguments, folder=tmp_path)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["stages"] for row in rows] == ["now", "1,1", "2,2"] * 2
-    assert [row["heads"] for row in rows] == ["4:4 of 8"] * 3 + ["4:2 of 8/16"] * 3
+    assert [row["stages"] for row in rows] == ["now", "1,1", "2,2", "ulysses now", "ulysses 1", "ulysses 2"] * 2
+    assert [row["heads"] for row in rows] == ["4:4 of 8"] * 6 + ["4:2 of 8/16"] * 6
     assert all(row["eager, ms"] > 0 for row in rows)
     assert "| 4:2 of 8/16 | 32 | 2,2 |" in text
 
