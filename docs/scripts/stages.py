@@ -1,6 +1,6 @@
 """Milliseconds and memory of forward and backward by numbers of stages, in turns.
 
-torchrun --nproc-per-node 8 docs/scripts/stages.py --seq-lens 32768 --stages 1,1 1,2 1,4 --ulysses 1 2 --json stages.json
+torchrun --nproc-per-node 8 docs/scripts/stages.py --seq-lens 32768 --stages 1,1 1,2 --ulysses 1 2 --json stages.json
 
 A stage is a group of heads that travels while another one is computed. Of rings, "local,remote" are the numbers of
 stages of backward for tiles against a rank's own keys and for those against other keys; of Ulysses, the number of
@@ -92,8 +92,9 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
         if name in groups:
             count = name.removeprefix(ULYSSES)
             options: dict[str, Any] = {"mesh": groups[name], "method": "ulysses"}
-            change: Any = mock.patch.object(planner, "head_stages", lambda *_, **__: int(count))
-            change = nullcontext() if count == NOW else change
+            change: Any = nullcontext()
+            if count != NOW:
+                change = mock.patch.object(planner, "head_stages", return_value=int(count))
         else:
             options = {"mesh": dist.group.WORLD, "method": "ring", "rotate_method": name}
             change = mock.patch.dict(select.ROTATE_METHODS, ways)
