@@ -1,0 +1,144 @@
+"""Host time of a call by part: the library's labelled blocks in forward and in backward, and the rest.
+
+torchrun --nproc-per-node 2 docs/scripts/host_time.py --seq-len 8192 --json host_time.json
+
+Microseconds of rank 0, causal, bfloat16, medians over calls, each of which begins when the GPU has nothing left to do.
+Backward runs on the calling thread. The parts are measured under torch's profiler, which makes calls longer: the last
+row has the times without it. A part does not include the parts inside of it. Without GPUs it runs a small case, which
+tests this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cp_dtensor import context_parallel_attention
+from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.bench.report import table_of
+from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.ranks import Device, leave, start
+
+GPU = torch.cuda.is_available()
+HEADS, TOKENS = ("32:8:128", 8192) if GPU else ("4:2:16", 256)
+LABEL = "cp_dtensor: "
+FORWARD, BACKWARD = "forward", "backward"
+WARM_CALLS, CALLS = (20, 50) if GPU else (2, 3)
+Passes = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
+
+
+def passes_of(heads: Heads, seq_len: int, method: str, device: torch.device) -> Passes:
+    """Forward, and backward of its result."""
+    rows, dim = seq_len // dist.get_world_size(), heads.dim or 128
+    q, k, v, grad_out = (
+        torch.randn(1, rows, count, dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
+        for count in (heads.q, heads.kv, heads.kv, heads.q)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    group = dist.group.WORLD
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "seq_len": seq_len, "method": method}
+    forward = partial(context_parallel_attention, *leaves, mesh=group, **options)
+    return forward, lambda out: torch.autograd.grad(out, leaves, grad_out)  # type: ignore[return-value]
+
+
+def seconds_of_calls(passes: Passes, device: Device, calls: int) -> list[tuple[float, float]]:
+    """The host's seconds of forward and of backward of each call."""
+    found = []
+    for _ in range(calls):
+        device.synchronize()
+        dist.barrier()
+        device.synchronize()
+        begin = time.perf_counter()
+        with record_function(FORWARD):
+            out = passes[0]()
+        middle = time.perf_counter()
+        with record_function(BACKWARD), torch.autograd.set_multithreading_enabled(False):
+            passes[1](out)
+        found.append((middle - begin, time.perf_counter() - middle))
+    return found
+
+
+def part_of(name: str) -> str:
+    """The part of a label of the library.
+
+    >>> part_of("cp_dtensor: tile (0, 4) x (0, 4), heads (0, 2)"), part_of("cp_dtensor: sum dQ")
+    ('tile', 'sum dQ')
+    """
+    return name.removeprefix(LABEL).partition(" (")[0].partition(", heads")[0]
+
+
+def microseconds_by_part(event: Any) -> Counter[str]:
+    """The microseconds of the labelled blocks inside of a profiled block, without those inside of them."""
+    found: Counter[str] = Counter()
+    for child in event.cpu_children:
+        inside = microseconds_by_part(child)
+        if child.name.startswith(LABEL):
+            inside[part_of(child.name)] += child.cpu_time_total - inside.total()
+        found += inside
+    return found
+
+
+def rows_of(passes: Passes, device: Device) -> list[dict[str, object]]:
+    """A row for each part."""
+    seconds_of_calls(passes, device, WARM_CALLS)
+    seconds = seconds_of_calls(passes, device, CALLS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        seconds_of_calls(passes, device, CALLS)
+    parts: dict[str, dict[str, list[float]]] = {FORWARD: {}, BACKWARD: {}}
+    for event in profiler.events() or ():
+        if event.name in parts and event.cpu_parent is None:
+            found = microseconds_by_part(event)
+            rest = event.cpu_time_total - found.total()
+            for name, value in (*found.items(), ("the rest", rest), ("all, with the profiler", event.cpu_time_total)):
+                parts[event.name].setdefault(name, []).append(value)
+
+    def median(pass_name: str, part: str) -> str:
+        values = parts[pass_name].get(part)
+        return f"{statistics.median(values):.0f}" if values else "-"
+
+    names = list(dict.fromkeys([*parts[FORWARD], *parts[BACKWARD]]))
+    names.sort(key=lambda name: (name.startswith("all"), name == "the rest"))
+    rows: list[dict[str, object]] = [
+        {"part": name, **{f"{each}, us": median(each, name) for each in (FORWARD, BACKWARD)}} for name in names
+    ]
+    whole = (f"{1e6 * statistics.median(each):.0f}" for each in zip(*seconds, strict=True))
+    return [*rows, dict(zip(("part", f"{FORWARD}, us", f"{BACKWARD}, us"), ("all", *whole), strict=True))]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures each method; rank 0 prints and writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=Heads.parse, default=Heads.parse(HEADS), metavar="Q:KV:DIM")
+    parser.add_argument("--seq-len", type=positive, default=TOKENS)
+    parser.add_argument("--methods", nargs="+", default=["ring", "ulysses"])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    ranks, device, command = start("docs/scripts/host_time.py", arguments, GPU, 300)
+    tables = {}
+    for method in options.methods:
+        passes = passes_of(options.heads, options.seq_len, method, device.torch_device)
+        tables[method] = ranks.on_each(partial(rows_of, passes, device)) or []
+    if ranks.rank == 0:
+        for method, rows in tables.items():
+            print(f"{method}, {options.seq_len:,} tokens\n\n{table_of(rows)}\n")
+        if options.json:
+            name = torch.cuda.get_device_name() if GPU else "CPU"
+            found = {"machine": f"torch {torch.__version__}, {ranks.world_size} x {name}", "command": command}
+            options.json.write_text(json.dumps(found | {"tables": tables}, indent=1) + "\n")
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
