@@ -11,7 +11,6 @@ imported before; otherwise the first call that uses one would import it. A secon
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 from cp_dtensor import Balanced, Documents, context_parallel_attention  # noqa: E402
 from cp_dtensor.attention.backends import cudnn_flex, flash4  # noqa: E402
-from cp_dtensor.tools.bench.report import table_of  # noqa: E402
+from cp_dtensor.tools.bench.report import table_of, write_json  # noqa: E402
 from cp_dtensor.tools.parsing import lognormal_documents  # noqa: E402
 from cp_dtensor.tools.ranks import Device, leave, start  # noqa: E402
 
@@ -90,9 +89,7 @@ def main(arguments: Sequence[str]) -> None:
     if ranks.rank == 0:
         print(table_of([{**row, "seconds": f"{row['seconds']:.3f}"} for row in rows]))
         if options.json:
-            name = torch.cuda.get_device_name() if GPU else "CPU"
-            found = {"machine": f"torch {torch.__version__}, {ranks.world_size} x {name}", "rows": rows}
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_json(options.json, ranks.world_size, rows=rows)
     leave()
 
 

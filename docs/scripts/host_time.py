@@ -11,7 +11,6 @@ tests this program.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cp_dtensor import context_parallel_attention
 from cp_dtensor.tools.bench.cases import Heads
-from cp_dtensor.tools.bench.report import table_of
+from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import positive
 from cp_dtensor.tools.ranks import Device, leave, start
 
@@ -36,7 +35,7 @@ HEADS, TOKENS = ("32:8:128", 8192) if GPU else ("4:2:16", 256)
 LABEL = "cp_dtensor: "
 FORWARD, BACKWARD = "forward", "backward"
 WARM_CALLS, CALLS = (20, 50) if GPU else (2, 3)
-Passes = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
+Passes = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def passes_of(heads: Heads, seq_len: int, method: str, device: torch.device) -> Passes:
@@ -47,10 +46,9 @@ def passes_of(heads: Heads, seq_len: int, method: str, device: torch.device) -> 
         for count in (heads.q, heads.kv, heads.kv, heads.q)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    group = dist.group.WORLD
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "seq_len": seq_len, "method": method}
-    forward = partial(context_parallel_attention, *leaves, mesh=group, **options)
-    return forward, lambda out: torch.autograd.grad(out, leaves, grad_out)  # type: ignore[return-value]
+    forward = partial(context_parallel_attention, *leaves, mesh=dist.group.WORLD, **options)
+    return forward, lambda out: torch.autograd.grad(out, leaves, grad_out)
 
 
 def seconds_of_calls(passes: Passes, device: Device, calls: int) -> list[tuple[float, float]]:
@@ -134,9 +132,7 @@ def main(arguments: Sequence[str]) -> None:
         for method, rows in tables.items():
             print(f"{method}, {options.seq_len:,} tokens\n\n{table_of(rows)}\n")
         if options.json:
-            name = torch.cuda.get_device_name() if GPU else "CPU"
-            found = {"machine": f"torch {torch.__version__}, {ranks.world_size} x {name}", "command": command}
-            options.json.write_text(json.dumps(found | {"tables": tables}, indent=1) + "\n")
+            write_json(options.json, ranks.world_size, command=command, tables=tables)
     leave()
 
 

@@ -12,7 +12,6 @@ Without GPUs it runs small eager cases by all-gather, which tests this program.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -34,12 +33,14 @@ from cp_dtensor.engine import planner
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.tools.bench.cases import Heads
-from cp_dtensor.tools.bench.report import table_of
+from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import positive
 from cp_dtensor.tools.ranks import Device, Ranks, leave, start
 
 GPU = torch.cuda.is_available()
 HEADS, TOKENS = ("32:8:128", 32_768) if GPU else ("8:4:16", 256)
+DIM = 128
+"""Of heads without one."""
 NOW, ULYSSES = "now", "ulysses "
 WARM, CALLS, ROUNDS = (10, 20, 3) if GPU else (1, 1, 1)
 Call = Callable[[], object]
@@ -80,7 +81,7 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
     ways = {name: kind(GivenStages(backward=Stages(*map(int, name.split(","))))) for name in rings} | {NOW: kind()}
     # Plans are kept by group, so that each number of stages of Ulysses needs a group of its own.
     groups = {name: dist.new_group() for name in names if name.startswith(ULYSSES)}
-    dim = heads.dim or 128
+    dim = heads.dim or DIM
     v_dim = heads.v_dim or dim
     q, k, v, grad_out = (
         torch.randn(1, seq_len // dist.get_world_size(), count, each, dtype=torch.bfloat16, device=device)
@@ -134,7 +135,7 @@ def rows_of(heads: Heads, seq_len: int, names: Sequence[str], ranks: Ranks, devi
         for key in calls:
             ranks.together(partial(turn, key))
     ms = {key: max(ranks.gather(statistics.median(each))) for key, each in samples.items()}
-    of_heads = f"{heads.q}:{heads.kv} of {heads.dim}" + (f"/{heads.v_dim}" if heads.v_dim else "")
+    of_heads = f"{heads.q}:{heads.kv} of {heads.dim or DIM}" + (f"/{heads.v_dim}" if heads.v_dim else "")
     return [
         {"heads": of_heads, "tokens": seq_len, "stages": name}
         | {f"{kind}, ms": round(each, 3) for (of, kind), each in ms.items() if of == name}
@@ -165,9 +166,7 @@ def main(arguments: Sequence[str]) -> None:
     if ranks.rank == 0:
         print(table_of(rows))
         if options.json:
-            name = torch.cuda.get_device_name() if GPU else "CPU"
-            found = {"machine": f"torch {torch.__version__}, {ranks.world_size} x {name}", "command": command}
-            options.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+            write_json(options.json, ranks.world_size, command=command, rows=rows)
     leave()
 
 

@@ -34,13 +34,8 @@ from cp_dtensor.tools.ranks import Device, Ranks
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)
 CAUSAL = Job(SIZE, Case(24, Heads(4, 2), 4, 2, "float64", "causal", "HeadTail", "auto"), "adamw", checkpointed=False)
-DOCUMENTS = dataclasses.replace(
-    CAUSAL,
-    case=dataclasses.replace(CAUSAL.case, mask="documents 5"),
-    optimizer="sgd",
-    checkpointed=True,
-    offloaded=True,
-)
+OF_DOCUMENTS = dataclasses.replace(CAUSAL.case, mask="documents 5")
+DOCUMENTS = dataclasses.replace(CAUSAL, case=OF_DOCUMENTS, optimizer="sgd", checkpointed=True, offloaded=True)
 WARM, STEPS = 2, 1
 
 sdpa = F.scaled_dot_product_attention
@@ -134,18 +129,8 @@ def test_offloaded_layers_keep_their_inputs_in_host_memory_and_nothing_else(monk
 
 
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
-    arguments = [
-        "--preset",
-        "toy",
-        "--seq-lens",
-        "32",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--checkpoint",
-        "--offload",
-    ]
+    arguments = ["--preset", "toy", "--seq-lens", "32", "--device", "cpu", "--dtype", "float32", "--checkpoint"]
+    arguments += ["--offload"]
     arguments += ["--mask", "causal", "documents 8", "--steps", "1", "--warm-steps", "1", "--peak-tflops", "0.01"]
     methods = ["torch-allgather", "torch-alltoall FA4", "ours-auto", "ours-ulysses Balanced"]
     text = launch(2, "cp_dtensor", "train-bench", *arguments, "--methods", *methods, "--output", "out", folder=tmp_path)

@@ -24,7 +24,7 @@ from cp_dtensor._torch.tensors import aligned, empty_in_order_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
-from cp_dtensor.attention.backends.launches import Call, Launches
+from cp_dtensor.attention.backends.launches import Call, Launches, noting
 from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
@@ -75,7 +75,8 @@ class CudnnFlexAttention(AttentionBackend):
             return refusal
         if dims not in ((192, 128), (256, 256)) and any(dim % 8 or dim > 128 for dim in dims):
             return f"it needs head dims of multiples of 8 up to 128, 192 and 128, or 256, got {dims[0]} and {dims[1]}"
-        if spec.q_heads != spec.kv_heads and dims[0] != dims[1] and (spec.capability or (9, 0))[0] == 9:
+        assert spec.capability is not None
+        if spec.q_heads != spec.kv_heads and dims[0] != dims[1] and spec.capability[0] == 9:
             return f"its gradients of grouped heads need equal head dims on Hopper, got {dims[0]} and {dims[1]}"
         return _functions().obstacle
 
@@ -207,22 +208,14 @@ def _launch(planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], s
 
 def _recording(kernel: Any, calls: list[Call]) -> Any:
     """A copy of a kernel that appends the compiled functions that it calls to `calls`, with their arguments."""
-
-    def recording(function: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            calls.append((function, (*arguments, named) if named else arguments))  # a dict cannot be repeated
-            return function(*arguments, **named)
-
-        return call
-
     copied = copy.copy(kernel)
     compiled: Any = getattr(kernel, "_compiled_kernel", None)  # private
     if is_dataclass(type(compiled)):  # of backward: the functions before and after the main one, too
         functions = {each.name: getattr(compiled, each.name) for each in fields(compiled)}
-        noted = {name: recording(function) for name, function in functions.items() if callable(function)}
+        noted = {name: noting(function, calls) for name, function in functions.items() if callable(function)}
         copied._compiled_kernel = replace(compiled, **noted)
     elif callable(compiled):
-        copied._compiled_kernel = recording(compiled)
+        copied._compiled_kernel = noting(compiled, calls)
     return copied
 
 

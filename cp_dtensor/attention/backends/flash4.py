@@ -22,7 +22,7 @@ from cp_dtensor._torch.tensors import aligned, empty_in_order_of
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile
-from cp_dtensor.attention.backends.launches import Call, Launches
+from cp_dtensor.attention.backends.launches import Call, Launches, noting
 from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import ShapedMask, TileMask
@@ -141,10 +141,9 @@ def _launch(kind: tuple[Any, ...], tensors: tuple[Tensor, ...], wrapper: Callabl
     if launches is not None:
         launches.launch(tensors)
         return
-    calls = _recorded(wrapper)
-    recorded = Launches.of(calls, tensors)
-    if recorded is not None:
-        _launches.add(key, recorded)
+    launches = Launches.of(_recorded(wrapper), tensors)
+    if launches is not None:
+        _launches.add(key, launches)
 
 
 class _Recording:
@@ -160,12 +159,8 @@ class _Recording:
         self.cache[key] = function
 
     def __getitem__(self, key: Any) -> Any:
-        return partial(self._call, self.cache[key])
-
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        if get_ident() == self.thread:
-            self.calls.append((function, arguments))
-        return function(*arguments)
+        function = self.cache[key]
+        return noting(function, self.calls) if get_ident() == self.thread else function
 
 
 def _recorded(wrapper: Callable[[], None]) -> list[Call]:

@@ -6,7 +6,7 @@ and their arguments are recorded in the first call for some shapes and called di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,16 @@ from torch import Tensor
 
 Call = tuple[Any, tuple[Any, ...]]
 """A compiled function and its arguments."""
+
+
+def noting(function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+    """A function that calls `function` and appends it to `calls`, with its arguments."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls.append((function, (*arguments, named) if named else arguments))  # a dict cannot be repeated
+        return function(*arguments, **named)
+
+    return call
 
 
 class _Workspace(NamedTuple):
@@ -48,9 +58,11 @@ class Launches(NamedTuple):
             tensors: inputs and outputs of the call.
             kept: tensors that every call reads, such as tables of a mask.
         """
+        if not calls:
+            return None
         numbers = {(x.data_ptr(), x.shape): number for number, x in enumerate(tensors)}
         kept_addresses = {x.data_ptr() for x in kept}
-        if not calls or len(numbers) < len(tensors):
+        if len(numbers) < len(tensors):
             return None
         workspaces: list[_Workspace] = []
         arguments: list[list[Any]] = []

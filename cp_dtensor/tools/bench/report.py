@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,6 +204,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 def table_of(rows: Sequence[Mapping[str, object]]) -> str:
     """A Markdown table of rows with equal names."""
     return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def write_json(path: Path, world_size: int, **found: object) -> None:
+    """Writes what a program of docs/scripts has measured, with the machine."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    machine = f"torch {torch.__version__}, {world_size} x {name}"
+    path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n")
 
 
 def markdown(results: Results) -> str:
