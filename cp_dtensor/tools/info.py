@@ -129,10 +129,16 @@ def environment() -> str:
     if torch.cuda.is_available():
         lines[0] += f", triton {_version('triton')}, CUDA {torch.version.cuda}, cuDNN {_cudnn_version()}"
         lines[0] += f", NCCL {nccl}" if (nccl := _nccl_version()) else ""
+        lines[0] += packages_of_kernels()
         lines.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} visible")
     else:
         lines.append(f"CPU only ({platform.machine()})")
     return "  \n".join(lines)
+
+
+def packages_of_kernels() -> str:
+    """Names and versions of the installed packages of the extra `kernels`, each after a comma."""
+    return "".join(f", {package.distribution} {package.version}" for package in PACKAGES if package.version)
 
 
 def _cudnn_version() -> str:

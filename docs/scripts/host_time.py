@@ -3,9 +3,10 @@
 torchrun --nproc-per-node 2 docs/scripts/host_time.py --seq-len 8192 --json host_time.json
 
 Microseconds of rank 0, causal, bfloat16, medians over calls, each of which begins when the GPU has nothing left to do.
-Backward runs on the calling thread. The parts are measured under torch's profiler, which makes calls longer: the last
-row has the times without it. A part does not include the parts inside of it. Without GPUs it runs a small case, which
-tests this program.
+Backward runs on the calling thread. The parts are measured under torch's profiler, which makes calls longer. A part
+does not include the parts inside of it. The last rows have the times without the profiler: of such calls, and of calls
+in a row, before which nothing waits for the GPU, so that the host's caches hold what a call needs. Without GPUs it runs
+a small case, which tests this program.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ def passes_of(heads: Heads, seq_len: int, method: str, device: torch.device) -> 
     return forward, lambda out: torch.autograd.grad(out, leaves, grad_out)
 
 
-def seconds_of_calls(passes: Passes, device: Device, calls: int) -> list[tuple[float, float]]:
+def seconds_of_calls(passes: Passes, device: Device, calls: int, in_a_row: bool = False) -> list[tuple[float, float]]:
     """The host's seconds of forward and of backward of each call."""
     found = []
-    for _ in range(calls):
-        device.synchronize()
-        dist.barrier()
-        device.synchronize()
+    for number in range(calls):
+        if number == 0 or not in_a_row:
+            device.synchronize()
+            dist.barrier()
+            device.synchronize()
         begin = time.perf_counter()
         with record_function(FORWARD):
             out = passes[0]()
@@ -91,8 +93,11 @@ def microseconds_by_part(event: Any) -> Counter[str]:
 def rows_of(passes: Passes, device: Device) -> list[dict[str, object]]:
     """A row for each part."""
     seconds_of_calls(passes, device, WARM_CALLS)
-    seconds = seconds_of_calls(passes, device, CALLS)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    whole = {
+        name: zip(*seconds_of_calls(passes, device, CALLS, in_a_row), strict=True)
+        for name, in_a_row in (("all", False), ("all, calls in a row", True))
+    }
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         seconds_of_calls(passes, device, CALLS)
     parts: dict[str, dict[str, list[float]]] = {FORWARD: {}, BACKWARD: {}}
     for event in profiler.events() or ():
@@ -108,11 +113,9 @@ def rows_of(passes: Passes, device: Device) -> list[dict[str, object]]:
 
     names = list(dict.fromkeys([*parts[FORWARD], *parts[BACKWARD]]))
     names.sort(key=lambda name: (name.startswith("all"), name == "the rest"))
-    rows: list[dict[str, object]] = [
-        {"part": name, **{f"{each}, us": median(each, name) for each in (FORWARD, BACKWARD)}} for name in names
-    ]
-    whole = (f"{1e6 * statistics.median(each):.0f}" for each in zip(*seconds, strict=True))
-    return [*rows, dict(zip(("part", f"{FORWARD}, us", f"{BACKWARD}, us"), ("all", *whole), strict=True))]
+    table: list[tuple[str, ...]] = [(name, median(FORWARD, name), median(BACKWARD, name)) for name in names]
+    table += [(name, *(f"{1e6 * statistics.median(each):.0f}" for each in both)) for name, both in whole.items()]
+    return [dict(zip(("part", f"{FORWARD}, us", f"{BACKWARD}, us"), row, strict=True)) for row in table]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ to wake than tables of masks to be computed. Without a GPU all is small: a test 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -32,7 +31,7 @@ from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import Masking
-from cp_dtensor.tools.bench.report import table_of
+from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import lognormal_documents
 
 GPU = torch.cuda.is_available()
@@ -155,7 +154,7 @@ def _wait() -> None:
 
 def report(found: dict[str, Any]) -> str:
     """The tables in Markdown."""
-    return f"{found['machine']}\n\n{table_of(found['price'])}\n\nMiB after masks:\n\n{table_of(found['memory'])}"
+    return f"{table_of(found['price'])}\n\nMiB after masks:\n\n{table_of(found['memory'])}"
 
 
 def main() -> None:
@@ -172,11 +171,10 @@ def main() -> None:
     with torch.no_grad():
         prices = [price(Rank(ranks), draw, 4, masks) for ranks in (2, 8) for masks in (3, 1)]
         rows = memory(Rank(8), draw, arguments.masks, until)
-    device = torch.cuda.get_device_name() if GPU else "CPU"
-    found = {"machine": f"torch {torch.__version__}, {device}", "price": prices, "memory": rows}
+    found = {"price": prices, "memory": rows}
     print(report(found))
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(arguments.json, 1, **found)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ Without GPUs it runs small eager cases by all-gather, which tests this program.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from turns import Call, in_turns
 
 from cp_dtensor import context_parallel_attention
 from cp_dtensor.comm import select
@@ -42,8 +42,6 @@ HEADS, TOKENS = ("32:8:128", 32_768) if GPU else ("8:4:16", 256)
 DIM = 128
 """Of heads without one."""
 NOW, ULYSSES = "now", "ulysses "
-WARM, CALLS, ROUNDS = (10, 20, 3) if GPU else (1, 1, 1)
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,39 +107,9 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
 
 def rows_of(heads: Heads, seq_len: int, names: Sequence[str], ranks: Ranks, device: Device) -> list[dict[str, object]]:
     """A row for each number of stages."""
-    calls: dict[tuple[str, str], Call] = {}
-    samples: dict[tuple[str, str], list[float]] = {}
-    memory = {}
-
-    def prepare(name: str, call: Call) -> int | None:
-        call()  # kernels are compiled, symmetric memory is mapped
-        calls[name, "eager"] = call
-        extra = device.extra_bytes(call)
-        if GPU:
-            calls[name, "graph"] = device.captured(call)
-        return extra
-
-    def turn(key: tuple[str, str]) -> None:
-        for number in range(WARM + CALLS):
-            device.synchronize()
-            dist.barrier()
-            ms = device.time_ms(calls[key])
-            if number >= WARM:
-                samples.setdefault(key, []).append(ms)
-
-    for name, call in attention(heads, seq_len, names, device.torch_device).items():
-        memory[name] = max(extra or 0 for extra in ranks.together(partial(prepare, name, call)))
-    for _ in range(ROUNDS):
-        for key in calls:
-            ranks.together(partial(turn, key))
-    ms = {key: max(ranks.gather(statistics.median(each))) for key, each in samples.items()}
+    found = in_turns(attention(heads, seq_len, names, device.torch_device), ranks, device)
     of_heads = f"{heads.q}:{heads.kv} of {heads.dim or DIM}" + (f"/{heads.v_dim}" if heads.v_dim else "")
-    return [
-        {"heads": of_heads, "tokens": seq_len, "stages": name}
-        | {f"{kind}, ms": round(each, 3) for (of, kind), each in ms.items() if of == name}
-        | {"MiB": memory[name] >> 20}
-        for name in names
-    ]
+    return [{"heads": of_heads, "tokens": seq_len, "stages": name} | measured for name, measured in found.items()]
 
 
 def main(arguments: Sequence[str]) -> None:

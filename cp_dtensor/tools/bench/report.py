@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cp_dtensor.tools.bench.cases import PASSES, Case, Heads
+from cp_dtensor.tools.info import packages_of_kernels
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 
 IDEAL = "ideal"
@@ -208,8 +209,9 @@ def table_of(rows: Sequence[Mapping[str, object]]) -> str:
 
 def write_json(path: Path, world_size: int, **found: object) -> None:
     """Writes what a program of docs/scripts has measured, with the machine."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    machine = f"torch {torch.__version__}, {world_size} x {name}"
+    gpu = torch.cuda.is_available()
+    packages = packages_of_kernels() if gpu else ""
+    machine = f"torch {torch.__version__}{packages}, {world_size} x {torch.cuda.get_device_name() if gpu else 'CPU'}"
     path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n")
 
 

@@ -144,7 +144,7 @@ def _with_fewer_results() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _flash_attention_4(device: torch.device) -> Iterator[None]:
+def _flash_attention_4(case: Case, device: torch.device) -> Iterator[None]:
     """Torch's flash is FlashAttention-4, and nothing else is allowed."""
     try:
         with ExitStack() as stack:
@@ -152,11 +152,13 @@ def _flash_attention_4(device: torch.device) -> Iterator[None]:
             try:
                 stack.enter_context(_with_fewer_results())
                 activate_flash_attention_impl("FA4")
-                tile = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
-                F.scaled_dot_product_attention(tile, tile, tile).backward(tile.detach())
+                options: Any = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
+                q, v = (torch.zeros(1, 1, 128, dim, **options) for dim in case.dims)
+                out = F.scaled_dot_product_attention(q, q, v)
+                out.backward(out.detach())
             except Exception as error:  # any: the private functions of the package change
                 raise NotImplementedError(
-                    f"torch {torch.__version__} cannot run the installed flash-attn-4 by "
+                    f"torch {torch.__version__} cannot run the installed flash-attn-4 with head dims {case.dims} by "
                     f'activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
                 ) from error
             yield
@@ -177,7 +179,7 @@ def ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None]
     rotate_method, _, flash4 = ring.partition(" ")
     options = _attention._cp_options
     before = options.rotate_method, options.enable_load_balance
-    with _flash_attention_4(device) if flash4 else allowed_backend(case, device):
+    with _flash_attention_4(case, device) if flash4 else allowed_backend(case, device):
         _attention.set_rotate_method(rotate_method)
         options.enable_load_balance = case.mask == "causal" and case.layout == "HeadTail"
         try:

@@ -1,0 +1,94 @@
+"""Multi-head latent attention by what travels between ranks: latents, or the heads that they expand to; in turns.
+
+torchrun --nproc-per-node 2 docs/scripts/mla_speed.py --heads 16 128 --seq-lens 8192 32768 --json mla.json
+
+Head dims of DeepSeek-V3: latents of 512, 64 rotary dims, heads of 192/128. Causal, bfloat16, `HeadTail`, with the
+gradient of the up-projection. "latents": `context_parallel_mla`, which sends 576 values of a token. "heads": the same
+latents are expanded by a linear layer, and `context_parallel_attention` sends 320 values of a token and head. "auto" is
+what `context_parallel_mla` takes by itself. Without GPUs it runs a small case, which tests this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from turns import Call, in_turns
+
+from cp_dtensor import context_parallel_attention, context_parallel_mla
+from cp_dtensor.tools.bench.report import table_of, write_json
+from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.ranks import leave, start
+
+GPU = torch.cuda.is_available()
+LATENT, PLAIN, ROTARY, VALUE = (512, 128, 64, 128) if GPU else (32, 8, 8, 8)
+HEADS, TOKENS = ([16, 128], [8192, 32_768]) if GPU else ([4], [256])
+PASSES = ("forward", "both")
+
+
+def attention(heads: int, seq_len: int, device: torch.device) -> dict[str, Call]:
+    """Both passes of each way, by the names of the way and the passes."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    rows, group = seq_len // dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    q, grad_out = (normal(1, rows, heads, dim).transpose(1, 2) for dim in (PLAIN + ROTARY, VALUE))
+    latent, k_rope, up = normal(1, rows, LATENT), normal(1, rows, ROTARY), normal(heads * (PLAIN + VALUE), LATENT)
+    leaves = [x.requires_grad_() for x in (q, latent, k_rope, up.mul_(LATENT**-0.5))]
+    options: dict[str, Any] = {"mesh": group, "is_causal": True, "seq_len": seq_len}
+
+    def by_latents(method: str) -> Any:
+        return context_parallel_mla(q, latent, k_rope, up=up, method=method, **options)
+
+    def by_heads(method: str) -> Any:
+        keys, values = F.linear(latent, up).unflatten(2, (heads, -1)).transpose(1, 2).split((PLAIN, VALUE), -1)
+        keys = torch.cat((keys, k_rope.unsqueeze(1).expand(-1, heads, -1, -1)), -1)
+        return context_parallel_attention(q, keys, values, method=method, **options)
+
+    def run(way: Any, method: str, passes: str) -> None:
+        with torch.set_grad_enabled(passes == "both"):
+            out = way(method)
+        if passes == "both":
+            torch.autograd.grad(out, leaves, grad_out)
+
+    ways = [("latents", by_latents, each) for each in ("auto", "ring", "ulysses")]
+    ways += [("heads", by_heads, each) for each in ("ring", "ulysses")]
+    return {
+        f"{name}, {each}, {passes}": partial(run, way, each, passes) for name, way, each in ways for passes in PASSES
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures all cases; rank 0 prints and writes them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=positive, nargs="+", default=HEADS)
+    parser.add_argument("--seq-lens", type=positive, nargs="+", default=TOKENS, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    ranks, device, command = start("docs/scripts/mla_speed.py", arguments, GPU, 300)
+    rows: list[dict[str, object]] = []
+    for heads in options.heads:
+        for seq_len in options.seq_lens:
+            found = in_turns(attention(heads, seq_len, device.torch_device), ranks, device)
+            for name, measured in found.items():
+                what = dict(zip(("travels", "method", "passes"), name.split(", "), strict=True))
+                rows.append({"heads": heads, "tokens": seq_len, **what, **measured})
+            device.free_unused()
+    if ranks.rank == 0:
+        print(table_of(rows))
+        if options.json:
+            write_json(options.json, ranks.world_size, command=command, rows=rows)
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
