@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cp_dtensor.tools.ranks import Device, Ranks
 
 Call = Callable[[], object]
-WARM, CALLS, ROUNDS = (10, 20, 3) if torch.cuda.is_available() else (1, 1, 1)
+WARM, CALLS, ROUNDS = (5, 10, 3) if torch.cuda.is_available() else (1, 1, 1)
 
 
 def in_turns(calls: Mapping[str, Call], ranks: Ranks, device: Device) -> dict[str, dict[str, object]]:

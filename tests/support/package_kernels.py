@@ -76,12 +76,12 @@ def check(
     wide = [x.double() for x in (q, k, v)]
     out, lse = backend.forward(q, k, v, mask, scale)
     want_out, want_lse = reference.forward(*wide, mask, scale)
-    assert out.dtype == dtype
+    assert out.dtype in (dtype, torch.float32), "partial results may be wider than inputs"
     assert lse.dtype == torch.float32
-    assert torch.equal(lse.isfinite(), want_lse.isfinite()), "rows that see nothing have lse -inf"
-    assert bool((out[~want_lse.isfinite()] == 0).all()), "rows that see nothing have out 0"
     seen = want_lse.isfinite()
-    assert float((lse.double() - want_lse)[seen].abs().max()) < 2e-2
+    assert torch.equal(lse.isfinite(), seen), "rows that see nothing have lse -inf"
+    assert bool((out[~seen] == 0).all()), "rows that see nothing have out 0"
+    assert bool(((lse.double() - want_lse)[seen].abs() < 2e-2).all())
     # The rest of the keys, so that the final out and lse are not those of the tile.
     rest_k, rest_v = (drawn(batch, kv_heads, 11, dim, dtype, seed + 4).double() for dim in dims)
     rest_out, rest_lse = MathAttention().forward(wide[0], rest_k, rest_v, ShapedMask(is_causal=False), scale)
@@ -97,9 +97,10 @@ def check(
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Returns the norm of the error over the norm of what is wanted."""
+    """Returns the norm of the error over the norm of what is wanted; 0 for zeros that are wanted."""
     assert got.shape == want.shape
-    return float((got.double() - want).norm() / want.norm())
+    error = float((got.double() - want).norm())
+    return error / float(want.norm()) if error else 0.0
 
 
 def flash4(deterministic: bool = False) -> Flash4Attention:
