@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.logs import log_once
 
-_MOST_BYTES_A_RANK, _MOST_BYTES = 16 << 20, 256 << 20
+_GATHERED_BYTES = 128 << 20
+"""0.2 ms and more for the GPUs of a node, longer than the host takes to submit an all-gather."""
 _REPEATS = 4
 
 _BY_CAPABILITY = {8: Hardware.of("A100"), 9: Hardware.of("H200"), 10: Hardware.of("B200")}
@@ -49,18 +51,20 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
 
 
 def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardware:
-    """The hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures."""
-    count = min(_MOST_BYTES_A_RANK, _MOST_BYTES // group.size())
+    """The hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures.
+
+    From the end of one all-gather to the end of the next, which the host has submitted meanwhile: with an idle GPU
+    before it, an all-gather would seem to take the host's time, too.
+    """
+    count = _GATHERED_BYTES // group.size()
     rows = torch.zeros(count, dtype=torch.uint8, device=device)
     gathered = torch.empty(group.size() * count, dtype=torch.uint8, device=device)
-    best = float("inf")
-    for _ in range(_REPEATS):  # the first makes connections
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(1 + _REPEATS)]
+    for end in ends:  # the first makes connections
         all_gather_single(gathered, rows, group=group)
-        stop.record()
-        stop.synchronize()
-        best = min(best, start.elapsed_time(stop) / 1e3)
+        end.record()
+    ends[-1].synchronize()
+    best = min(one.elapsed_time(next_one) for one, next_one in pairwise(ends)) / 1e3
     properties = torch.cuda.get_device_properties(device)
     speed = (group.size() - 1) * count / best if group.size() > 1 else float("inf")
     mine = [speed, properties.major, properties.multi_processor_count]

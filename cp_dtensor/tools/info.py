@@ -125,20 +125,18 @@ _KERNELS = {
 
 def environment() -> str:
     """Hardware and versions as Markdown, for reports of measurements."""
-    lines = [f"torch {torch.__version__}, Python {platform.python_version()}"]
-    if torch.cuda.is_available():
-        lines[0] += f", triton {_version('triton')}, CUDA {torch.version.cuda}, cuDNN {_cudnn_version()}"
-        lines[0] += f", NCCL {nccl}" if (nccl := _nccl_version()) else ""
-        lines[0] += packages_of_kernels()
-        lines.append(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()} visible")
-    else:
-        lines.append(f"CPU only ({platform.machine()})")
-    return "  \n".join(lines)
+    versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    if not torch.cuda.is_available():
+        return f"{', '.join(versions)}  \nCPU only ({platform.machine()})"
+    versions += [f"triton {_version('triton')}", f"CUDA {torch.version.cuda}", f"cuDNN {_cudnn_version()}"]
+    versions += [f"NCCL {nccl}"] if (nccl := _nccl_version()) else []
+    versions += versions_of_packages()
+    return f"{', '.join(versions)}  \n{torch.cuda.device_count()} x {torch.cuda.get_device_name()} visible"
 
 
-def packages_of_kernels() -> str:
-    """Names and versions of the installed packages of the extra `kernels`, each after a comma."""
-    return "".join(f", {package.distribution} {package.version}" for package in PACKAGES if package.version)
+def versions_of_packages() -> list[str]:
+    """Names and versions of the installed packages of the extra `kernels`."""
+    return [f"{package.distribution} {package.version}" for package in PACKAGES if package.version]
 
 
 def _cudnn_version() -> str:

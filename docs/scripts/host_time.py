@@ -5,8 +5,7 @@ torchrun --nproc-per-node 2 docs/scripts/host_time.py --seq-len 8192 --json host
 Microseconds of rank 0, causal, bfloat16, medians over calls, each of which begins when the GPU has nothing left to do.
 Backward runs on the calling thread. The parts are measured under torch's profiler, which makes calls longer. A part
 does not include the parts inside of it. The last rows have the times without the profiler: of such calls, and of calls
-in a row, before which nothing waits for the GPU, so that the host's caches hold what a call needs. Without GPUs it runs
-a small case, which tests this program.
+in a row, before which nothing waits for the GPU. Without GPUs it runs a small case, which tests this program.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def rows_of(passes: Passes, device: Device) -> list[dict[str, object]]:
     """A row for each part."""
     seconds_of_calls(passes, device, WARM_CALLS)
     whole = {
-        name: zip(*seconds_of_calls(passes, device, CALLS, in_a_row), strict=True)
+        name: list(zip(*seconds_of_calls(passes, device, CALLS, in_a_row), strict=True))
         for name, in_a_row in (("all", False), ("all, calls in a row", True))
     }
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

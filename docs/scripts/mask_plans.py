@@ -31,6 +31,7 @@ from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.cache import estimated_bytes
 from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import lognormal_documents
 
@@ -119,12 +120,12 @@ def _parts(rank: Rank, mask: Documents) -> dict[str, float]:
     backend, made = rank.plan(mask)
     tiles = [tile for step in made.forward for tile in step.tiles]
     tables = milliseconds(lambda: [interval.tile_rows(tile.mask, DEVICE) for tile in tiles])
-    before, flex = cudnn_flex._planned.nbytes, 0.0
+    flex, nbytes = 0.0, 0
     if isinstance(backend, cudnn_flex.CudnnFlexAttention):
         geometries = [(tile.mask, cudnn_flex.Geometry.of(*rank.inputs(tile))) for tile in tiles]
         flex = milliseconds(lambda: [cudnn_flex.planned_tile(*each) for each in geometries])
-    mib = (cudnn_flex._planned.nbytes - before) / 2**20
-    return {**dict(zip(PARTS, (layout, plan, tables, flex), strict=True)), "MiB of plans": mib}
+        nbytes = estimated_bytes(*(cudnn_flex.planned_tile(*each) for each in geometries))
+    return {**dict(zip(PARTS, (layout, plan, tables, flex), strict=True)), "MiB of plans": nbytes / 2**20}
 
 
 def memory(rank: Rank, draw: Callable[[], Documents], masks: int, until: float) -> list[dict[str, int]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,19 +13,20 @@ import torch.distributed as dist
 from cp_dtensor.tools.ranks import Device, Ranks
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 WARM, CALLS, ROUNDS = (5, 10, 3) if torch.cuda.is_available() else (1, 1, 1)
 
 
-def in_turns(calls: Mapping[str, Call], ranks: Ranks, device: Device) -> dict[str, dict[str, object]]:
+def in_turns(calls: Mapping[Name, Call], ranks: Ranks, device: Device) -> dict[Name, dict[str, object]]:
     """For each call, by name: the slowest rank's median of eager calls and of CUDA graphs, and the MiB of a rank.
 
     The MiB are the most above inputs of eager calls, without symmetric memory. Without GPUs there are no graphs.
     """
-    ways: dict[tuple[str, str], Call] = {}
-    samples: dict[tuple[str, str], list[float]] = {}
-    memory: dict[str, int] = {}
+    ways: dict[tuple[Name, str], Call] = {}
+    samples: dict[tuple[Name, str], list[float]] = {}
+    memory: dict[Name, int] = {}
 
-    def prepare(name: str, call: Call) -> int | None:
+    def prepare(name: Name, call: Call) -> int | None:
         call()  # kernels are compiled, symmetric memory is mapped
         ways[name, "eager"] = call
         extra = device.extra_bytes(call)
@@ -32,7 +34,7 @@ def in_turns(calls: Mapping[str, Call], ranks: Ranks, device: Device) -> dict[st
             ways[name, "graph"] = device.captured(call)
         return extra
 
-    def turn(key: tuple[str, str]) -> None:
+    def turn(key: tuple[Name, str]) -> None:
         for number in range(WARM + CALLS):
             device.synchronize()
             dist.barrier()

@@ -17,7 +17,7 @@ from cp_dtensor.attention.backends.aten import CudnnAttention
 from cp_dtensor.tools.accuracy import cases, report
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.report import Results, Row
-from cp_dtensor.tools.info import facts, kernels
+from cp_dtensor.tools.info import facts, kernels, versions_of_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,7 +93,8 @@ def test_info_says_what_the_packages_compute() -> None:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(CudnnAttention, "refusal", lambda *arguments: None)
-        rows = dict(kernels())
+        rows, versions = dict(kernels()), versions_of_packages()
+    assert versions == ["flash-attn-4 4.0.0b36", "nvidia-cudnn-frontend 1.32.0"]
     assert rows["kernels, bfloat16, 192/128"].split("; ") == [
         "causal, full: FlashAttention-4", "masks: cuDNN's FlexAttention", "bias, dropout: ours in Triton",
         "deterministic: FlashAttention-4",

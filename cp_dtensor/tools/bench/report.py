@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cp_dtensor.tools.bench.cases import PASSES, Case, Heads
-from cp_dtensor.tools.info import packages_of_kernels
+from cp_dtensor.tools.info import versions_of_packages
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 
 IDEAL = "ideal"
@@ -209,9 +209,10 @@ def table_of(rows: Sequence[Mapping[str, object]]) -> str:
 
 def write_json(path: Path, world_size: int, **found: object) -> None:
     """Writes what a program of docs/scripts has measured, with the machine."""
-    gpu = torch.cuda.is_available()
-    packages = packages_of_kernels() if gpu else ""
-    machine = f"torch {torch.__version__}{packages}, {world_size} x {torch.cuda.get_device_name() if gpu else 'CPU'}"
+    device, packages = "CPU", list[str]()
+    if torch.cuda.is_available():
+        device, packages = torch.cuda.get_device_name(), versions_of_packages()
+    machine = ", ".join((f"torch {torch.__version__}", *packages, f"{world_size} x {device}"))
     path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n")
 
 
