@@ -23,8 +23,10 @@ from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.logs import log_once
 
-_GATHERED_BYTES = 128 << 20
-"""0.2 ms and more for the GPUs of a node, longer than the host takes to submit an all-gather."""
+_GATHERED_BYTES = 256 << 20
+"""0.4 ms and more over NVLink 4, longer than the host takes to submit an all-gather."""
+_PART = 4096
+"""Bytes of which the parts of the ranks are multiples: NCCL is slow with others."""
 _REPEATS = 4
 
 _BY_CAPABILITY = {8: Hardware.of("A100"), 9: Hardware.of("H200"), 10: Hardware.of("B200")}
@@ -53,14 +55,14 @@ def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -
 def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardware:
     """The hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures.
 
-    From the end of one all-gather to the end of the next, which the host has submitted meanwhile: with an idle GPU
-    before it, an all-gather would seem to take the host's time, too.
+    All-gathers are submitted one after the other. The time of one is that from the end of the one before it to its own
+    end, so that the host's time to submit it does not count. The first one, which makes connections, is left out.
     """
-    count = _GATHERED_BYTES // group.size()
+    count = _GATHERED_BYTES // group.size() // _PART * _PART
     rows = torch.zeros(count, dtype=torch.uint8, device=device)
     gathered = torch.empty(group.size() * count, dtype=torch.uint8, device=device)
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(1 + _REPEATS)]
-    for end in ends:  # the first makes connections
+    for end in ends:
         all_gather_single(gathered, rows, group=group)
         end.record()
     ends[-1].synchronize()

@@ -39,17 +39,16 @@ Way = tuple[str, str]
 
 def attention(heads: int, seq_len: int, device: torch.device) -> dict[Way, Callable[[str], Tensors]]:
     """For each way a function of the passes: out, and after both also the gradients of the rank's inputs and of up."""
-    rank = dist.get_rank()
+    alike, own = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
 
-    def normal(*shape: int, seed: int = 1 + rank) -> torch.Tensor:
-        generator = torch.Generator(device).manual_seed(seed)
+    def normal(*shape: int, generator: torch.Generator = own) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.bfloat16, device=device)
 
     rows, group = seq_len // dist.get_world_size(), dist.group.WORLD
     assert group is not None
     q, grad_out = (normal(1, rows, heads, dim).transpose(1, 2) for dim in (PLAIN + ROTARY, VALUE))
     latent, k_rope = normal(1, rows, LATENT), normal(1, rows, ROTARY)
-    up = normal(heads * (PLAIN + VALUE), LATENT, seed=0) * LATENT**-0.5  # equal on all ranks
+    up = normal(heads * (PLAIN + VALUE), LATENT, generator=alike) * LATENT**-0.5
     leaves = [x.requires_grad_() for x in (q, latent, k_rope, up)]
     options: dict[str, Any] = {"mesh": group, "is_causal": True, "seq_len": seq_len}
 

@@ -19,11 +19,12 @@ from cp_dtensor import (
     context_parallel_shard,
     local_positions,
 )
+from cp_dtensor.comm.select import measure_bandwidth
 from cp_dtensor.tools.bench.errors import seen_keys
 from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding, gpu_name
 
-_EXCHANGED = {"cpu": 4 << 20, "cuda": 16 << 20}
-"""Bytes of each rank in a timed all-gather."""
+_EXCHANGED = 4 << 20
+"""Bytes of each rank in an all-gather."""
 _LEAST_OF_LINK = 0.5
 _HEAD_DIM, _TOKENS = 64, 128
 """Of the small calls; tokens of each rank."""
@@ -51,21 +52,16 @@ def bandwidth(group: dist.ProcessGroup, device: torch.device, hosts: int) -> Ite
     """All-gathers bytes, checks them, and compares the bandwidth with that of the link; a collective."""
     world_size, rank = group.size(), group.rank()
     name = "gloo" if device.type == "cpu" else "NCCL"
-    count = _EXCHANGED[device.type]
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the former since torch 2.13
-    rows = torch.full((count,), rank + 1, dtype=torch.uint8, device=device)
-    gathered = torch.zeros(world_size * count, dtype=torch.uint8, device=device)
+    rows = torch.full((_EXCHANGED,), rank + 1, dtype=torch.uint8, device=device)
+    gathered = torch.zeros(world_size * _EXCHANGED, dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(3):  # the first makes connections
         dist.barrier(group)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         began = time.perf_counter()
         gather(gathered, rows, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
-    if not torch.equal(gathered[::count].cpu(), torch.arange(1, world_size + 1, dtype=torch.uint8)) or any(
+    if not torch.equal(gathered[::_EXCHANGED].cpu(), torch.arange(1, world_size + 1, dtype=torch.uint8)) or any(
         (each != each[0]).any() for each in gathered.view(world_size, -1)
     ):
         yield Finding(name, PROBLEM, f"an all-gather gave rank {rank} other bytes than were sent", "check the links")
@@ -73,8 +69,10 @@ def bandwidth(group: dist.ProcessGroup, device: torch.device, hosts: int) -> Ite
     if world_size == 1:
         yield Finding(name, OK, "works; one rank has nothing to exchange")
     else:
-        gpu = gpu_name() if device.type == "cuda" else None
-        yield link(name, gpu, world_size, hosts, (world_size - 1) * count / best)
+        gpu, per_second = None, (world_size - 1) * _EXCHANGED / best
+        if device.type == "cuda":
+            gpu, per_second = gpu_name(), measure_bandwidth(group, device).link_speed
+        yield link(name, gpu, world_size, hosts, per_second)
 
 
 def link(name: str, gpu: str | None, world_size: int, hosts: int, per_second: float) -> Finding:
