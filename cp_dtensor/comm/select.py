@@ -38,7 +38,8 @@ _measured = GroupCache[Hardware]()
 def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Hardware:
     """The speed of the group's devices and links, equal on all ranks; each value is the smallest of any rank.
 
-    The first call for a group is a collective of some milliseconds, which measures the links.
+    The first call for a group is a collective, which measures the links: milliseconds over NVLink, up to a second over
+    Ethernet.
 
     Raises:
         RuntimeError: the first call is in the capture of a CUDA graph.
