@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from shards import drawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cp_dtensor import context_parallel_attention
@@ -40,12 +41,7 @@ Passes = tuple[Callable[[], Any], Callable[[Any], object]]
 
 def passes_of(heads: Heads, seq_len: int, method: str, device: torch.device) -> Passes:
     """Forward, and backward of its result."""
-    rows, dim = seq_len // dist.get_world_size(), heads.dim or 128
-    q, k, v, grad_out = (
-        torch.randn(1, rows, count, dim, dtype=torch.bfloat16, device=device).transpose(1, 2)
-        for count in (heads.q, heads.kv, heads.kv, heads.q)
-    )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    leaves, grad_out = drawn(heads, seq_len, device)
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "seq_len": seq_len, "method": method}
     forward = partial(context_parallel_attention, *leaves, mesh=dist.group.WORLD, **options)
     return forward, lambda out: torch.autograd.grad(out, leaves, grad_out)

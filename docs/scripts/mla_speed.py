@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from turns import in_turns
+from turns import finish, in_turns
 
 from cp_dtensor import context_parallel_attention, context_parallel_mla
-from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import positive
-from cp_dtensor.tools.ranks import leave, start
+from cp_dtensor.tools.ranks import start
 
 GPU = torch.cuda.is_available()
 LATENT, PLAIN, ROTARY, VALUE = (512, 128, 64, 128) if GPU else (32, 8, 8, 8)
@@ -34,7 +33,7 @@ HEADS, TOKENS = ([16, 128], [8192, 32_768]) if GPU else ([4], [256])
 FORWARD, BOTH = "forward", "both"
 Tensors = tuple[torch.Tensor, ...]
 Way = tuple[str, str]
-"""What ranks send, and the method."""
+"""The tensors that ranks send, "latents" or "K/V", and the method."""
 
 
 def attention(heads: int, seq_len: int, device: torch.device) -> dict[Way, Callable[[str], Tensors]]:
@@ -87,11 +86,7 @@ def main(arguments: Sequence[str]) -> None:
                 what = {"heads": heads, "tokens": seq_len, "sent": sent, "method": method, "passes": passes}
                 rows.append(what | measured)
             device.free_unused()
-    if ranks.rank == 0:
-        print(table_of(rows))
-        if options.json:
-            write_json(options.json, ranks.world_size, command=command, rows=rows)
-    leave()
+    finish(rows, ranks, command, options.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from turns import Call, in_turns
+from shards import DIM, drawn
+from turns import Call, finish, in_turns
 
 from cp_dtensor import context_parallel_attention
 from cp_dtensor.comm import select
@@ -33,14 +34,11 @@ from cp_dtensor.engine import planner
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.tools.bench.cases import Heads
-from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import positive
-from cp_dtensor.tools.ranks import Device, Ranks, leave, start
+from cp_dtensor.tools.ranks import Device, Ranks, start
 
 GPU = torch.cuda.is_available()
 HEADS, TOKENS = ("32:8:128", 32_768) if GPU else ("8:4:16", 256)
-DIM = 128
-"""Of heads without one."""
 NOW, ULYSSES = "now", "ulysses "
 
 
@@ -79,13 +77,7 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
     ways = {name: kind(GivenStages(backward=Stages(*map(int, name.split(","))))) for name in rings} | {NOW: kind()}
     # Plans are kept by group, so that each number of stages of Ulysses needs a group of its own.
     groups = {name: dist.new_group() for name in names if name.startswith(ULYSSES)}
-    dim = heads.dim or DIM
-    v_dim = heads.v_dim or dim
-    q, k, v, grad_out = (
-        torch.randn(1, seq_len // dist.get_world_size(), count, each, dtype=torch.bfloat16, device=device)
-        for count, each in ((heads.q, dim), (heads.kv, dim), (heads.kv, v_dim), (heads.q, v_dim))
-    )
-    leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    leaves, grad_out = drawn(heads, seq_len, device)
 
     def call(name: str) -> None:
         if name in groups:
@@ -100,7 +92,7 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
         with change:
             out = context_parallel_attention(*leaves, is_causal=True, enable_gqa=True, seq_len=seq_len, **options)
         assert isinstance(out, torch.Tensor)
-        torch.autograd.grad(out, leaves, grad_out.transpose(1, 2))
+        torch.autograd.grad(out, leaves, grad_out)
 
     return {name: partial(call, name) for name in names}
 
@@ -131,11 +123,7 @@ def main(arguments: Sequence[str]) -> None:
         for seq_len in options.seq_lens:
             rows += rows_of(heads, seq_len, names, ranks, device)
             device.free_unused()
-    if ranks.rank == 0:
-        print(table_of(rows))
-        if options.json:
-            write_json(options.json, ranks.world_size, command=command, rows=rows)
-    leave()
+    finish(rows, ranks, command, options.json)
 
 
 if __name__ == "__main__":

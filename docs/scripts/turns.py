@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.ranks import Device, Ranks
+from cp_dtensor.tools.bench.report import table_of, write_json
+from cp_dtensor.tools.ranks import Device, Ranks, leave
 
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
@@ -53,3 +55,12 @@ def in_turns(calls: Mapping[Name, Call], ranks: Ranks, device: Device) -> dict[N
         | {"MiB": memory[name] >> 20}
         for name in calls
     }
+
+
+def finish(rows: Sequence[Mapping[str, object]], ranks: Ranks, command: str, json: Path | None) -> None:
+    """Prints the table, and writes it to a file if there is one, on rank 0; ends the process group."""
+    if ranks.rank == 0:
+        print(table_of(rows))
+        if json:
+            write_json(json, ranks.world_size, command=command, rows=rows)
+    leave()

@@ -44,7 +44,7 @@ class Clocks:
 
 
 def measured(ranks: int, submission: float, slowest: float, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a rank measures whose slowest peer has measured `slowest` bytes a second."""
+    """Returns the hardware that a rank measures if its slowest peer measures `slowest` bytes a second."""
     clocks = Clocks(submission)
 
     def all_reduce(values: torch.Tensor, operation: Any, group: Any) -> None:

@@ -7,8 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from support.docs_scripts import FOLDER, docs_script
 from support.forked_programs import launch
+from support.ranks import run_ranks
+
+from cp_dtensor.tools.bench.cases import Heads
 
 
 def test_tables_of_two_ranks(tmp_path: Path) -> None:
@@ -22,6 +26,15 @@ def test_tables_of_two_ranks(tmp_path: Path) -> None:
         assert rows["tile"][1] == rows["backward of tile"][0] == "-"
         assert all(float(us) > 0 for us in (*rows["all"], *rows["all, calls in a row"]))
         assert f"{method}, 64 tokens" in text
+
+
+def test_values_have_their_own_head_dim() -> None:
+    def shapes(rank: int) -> list[tuple[int, ...]]:
+        forward, backward = docs_script("host_time").passes_of(Heads(4, 2, 8, 16), 32, "ring", torch.device("cpu"))
+        out = forward()
+        return [tuple(x.shape) for x in (out, *backward(out))]
+
+    assert run_ranks(2, shapes) == 2 * [[(1, 4, 16, 16), (1, 4, 16, 8), (1, 2, 16, 8), (1, 2, 16, 16)]]
 
 
 def block(name: str, us: float, *children: Any) -> Any:

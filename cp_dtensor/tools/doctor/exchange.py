@@ -55,12 +55,18 @@ def bandwidth(group: dist.ProcessGroup, device: torch.device, hosts: int) -> Ite
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the former since torch 2.13
     rows = torch.full((_EXCHANGED,), rank + 1, dtype=torch.uint8, device=device)
     gathered = torch.zeros(world_size * _EXCHANGED, dtype=torch.uint8, device=device)
-    best = float("inf")
-    for _ in range(3):  # the first makes connections
-        dist.barrier(group)
-        began = time.perf_counter()
-        gather(gathered, rows, group=group)
-        best = min(best, time.perf_counter() - began)
+    gather(gathered, rows, group=group)
+    # Before the check: a rank that finds a problem leaves, and others must not wait for it.
+    if device.type == "cuda" and world_size > 1:
+        gpu, per_second = gpu_name(), measure_bandwidth(group, device).link_speed
+    else:
+        gpu, best = None, float("inf")
+        for _ in range(2):
+            dist.barrier(group)
+            began = time.perf_counter()
+            gather(gathered, rows, group=group)
+            best = min(best, time.perf_counter() - began)
+        per_second = (world_size - 1) * _EXCHANGED / best
     if not torch.equal(gathered[::_EXCHANGED].cpu(), torch.arange(1, world_size + 1, dtype=torch.uint8)) or any(
         (each != each[0]).any() for each in gathered.view(world_size, -1)
     ):
@@ -69,9 +75,6 @@ def bandwidth(group: dist.ProcessGroup, device: torch.device, hosts: int) -> Ite
     if world_size == 1:
         yield Finding(name, OK, "works; one rank has nothing to exchange")
     else:
-        gpu, per_second = None, (world_size - 1) * _EXCHANGED / best
-        if device.type == "cuda":
-            gpu, per_second = gpu_name(), measure_bandwidth(group, device).link_speed
         yield link(name, gpu, world_size, hosts, per_second)
 
 
