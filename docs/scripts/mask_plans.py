@@ -50,10 +50,8 @@ class Rank:
             return torch.randn(1, rows, heads, DIM, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)
 
         self.ranks, rows = ranks, TOKENS // ranks
-        self.q, self.grad, self.k, self.v = (
-            normal(heads, length)
-            for heads, length in ((HEADS, rows), (HEADS, rows), (KV_HEADS, TOKENS), (KV_HEADS, TOKENS))
-        )
+        self.q, self.out, self.grad = (normal(HEADS, rows) for _ in range(3))
+        self.k, self.v = normal(KV_HEADS, TOKENS), normal(KV_HEADS, TOKENS)
         self.lse = torch.full((1, HEADS, rows), 8.0, device=DEVICE)
 
     def plan(self, mask: Documents) -> tuple[AttentionBackend, TilePlan]:
@@ -79,8 +77,8 @@ class Rank:
                 backend.forward(*self.inputs(tile), tile.mask, DIM**-0.5)
         for tiles in layers * [[tile for step in plan.backward for tile in step.tiles]]:
             for tile in tiles:
-                grad, lse = self.grad[:, :, slice(*tile.q)], self.lse[:, :, slice(*tile.q)]
-                backend.backward(grad, *self.inputs(tile), grad, lse, tile.mask, DIM**-0.5)
+                grad, out, lse = (x[:, :, slice(*tile.q)] for x in (self.grad, self.out, self.lse))
+                backend.backward(grad, *self.inputs(tile), out, lse, tile.mask, DIM**-0.5)
 
 
 def milliseconds(work: Callable[[], Any]) -> float:

@@ -277,16 +277,17 @@ def test_what_they_compute_is_not_refused(fresh: Patch, spec: CallSpec) -> None:
     assert CudnnFlexAttention().refusal(replace(BLACKWELL, head_dim=192)) is None
 
 
-def test_causal_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch) -> None:
+def test_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch) -> None:
     install(fresh, FlashModule(), FlexModule())
     fresh.setattr(CudnnAttention, "refusal", lambda self, spec: None)
     wide = replace(HOPPER, head_dim=256, v_head_dim=256)
     left = [backend.left for backend in map(choose_backend, (wide, HOPPER)) if isinstance(backend, Flash4Attention)]
-    assert left == [{("backward", True)}, frozenset()]
+    assert left == [{("backward", True), ("backward", False)}, frozenset()]
     module = FlashModule()
     install(fresh, module)
     flash4._functions.cache_clear()
-    check(Flash4Attention(MATH, left=left[0]), CAUSAL_TILE, tensors())
+    for mask in (CAUSAL_TILE, FULL_TILE):
+        check(Flash4Attention(MATH, left=left[0]), mask, tensors())
     assert set(module.calls) == {"forward"}
 
 

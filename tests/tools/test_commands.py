@@ -99,7 +99,9 @@ def test_info_says_what_the_packages_compute() -> None:
         "causal, full: FlashAttention-4", "masks: cuDNN's FlexAttention", "bias, dropout: ours in Triton",
         "deterministic: FlashAttention-4",
     ]  # fmt: skip
-    assert rows["kernels, bfloat16, 256"].startswith("causal, full: FlashAttention-4 (causal backward: cuDNN); masks:")
+    assert rows["kernels, bfloat16, 256"].startswith(
+        "causal, full: FlashAttention-4 (full backward: cuDNN, causal backward: cuDNN); masks:"
+    )
     assert rows["kernels, bfloat16, 512"].startswith("causal, full: cuDNN; masks: torch operations;")
     assert rows["kernels, float32, 128"].startswith("causal, full: cuDNN; masks: ours in Triton;")
 

@@ -39,9 +39,9 @@ MOST_BYTES = 512 << 20
 KEPT_BYTES, _KEPT_PLANS = 128 << 20, 4
 """Bytes of the latest plans, which are kept, and how many are kept however large they are. Documents of 65,536 tokens
 have plans of 1 to 3 MiB. Two masks in turns need four plans: of own and of other keys."""
-FEWEST_FLOPS = 0.1e12
-"""Of forward of a tile. In smaller ones the host time of this package's wrapper, 0.3 ms, is longer than our kernels
-take. Not measured again since launches are repeated without the wrapper."""
+FEWEST_FLOPS = 2e9
+"""Of forward of a tile. From here on these kernels were faster than ours (docs/kernels.md). A plan takes a millisecond
+of host time, so smaller tiles, such as those of one token after the other, are left to our kernels."""
 _KEPT_LAUNCHES = 16
 """Of a plan: forward and backward, other scales and other memory orders of the tensors."""
 _BLOCK = 128

@@ -44,8 +44,9 @@ _WIDE_GRADIENTS = WideGradients()
 # Orders of preference for full and causal tiles, measured (docs/kernels.md).
 _PACKAGE_GPU_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 """Hopper and datacenter Blackwell. FlashAttention-4, the package, comes before these if FLASH_ATTENTION is allowed."""
-_LEFT_TO_CUDNN = frozenset({("backward", True)})
-"""Causal backward of head dim 256 on Hopper: 361 TFLOP/s by FlashAttention-4, 410 by cuDNN."""
+_LEFT_TO_CUDNN = frozenset({("backward", True), ("backward", False)})
+"""Backward of head dim 256 on Hopper: 283 to 314 TFLOP/s by FlashAttention-4 and 333 to 406 by cuDNN on an H100, 317 to
+384 and 343 to 425 on an H200."""
 _DEFAULT_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 """Other GPUs. On Ampere and workstation Blackwell torch's flash is faster than cuDNN."""
 
