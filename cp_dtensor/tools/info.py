@@ -68,16 +68,18 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def kernels() -> Iterator[tuple[str, str]]:
-    """Yields which kernel computes what on the first device, by dtype and head dims of q and v.
+    """Yields which kernel computes what on the first device, by dtype, head dims of q and v, and key heads.
 
     FlashAttention-4 and cuDNN's FlexAttention step back where their first results in a process are wrong.
     """
     device, capability = "cpu", None
     if torch.cuda.is_available():
         device, capability = "cuda:0", torch.cuda.get_device_capability(0)
-    for dtype, dims in (("bfloat16", _HEAD_DIMS), ("float32", _HEAD_DIMS[1:2])):
-        for dim, v_dim in dims:
-            spec = CallSpec(_PARTITION, Causal(), 1, 4, 4, dim, v_dim, dtype, device=device, capability=capability)
+    for dtype, shapes in (("bfloat16", _SHAPES), ("float32", _SHAPES[1:2])):
+        for kv_heads, dim, v_dim in shapes:
+            spec = CallSpec(
+                _PARTITION, Causal(), 1, 4, kv_heads, dim, v_dim, dtype, device=device, capability=capability
+            )
             masked = replace(spec, masking=Masking.INTERVALS)
             biased = replace(spec, masking=Masking.INTERVALS_UNBROKEN)
             served = {
@@ -86,7 +88,7 @@ def kernels() -> Iterator[tuple[str, str]]:
             }  # fmt: skip
             if device != "cpu":  # where all are deterministic
                 served["deterministic"] = _chosen_if_deterministic(spec)
-            shown = dim if dim == v_dim else f"{dim}/{v_dim}"
+            shown = str(dim) if dim == v_dim else f"{dim}/{v_dim}{', grouped' if kv_heads < 4 else ''}"
             text = "; ".join(f"{what}: {_kernel(backend, spec)}" for what, backend in served.items())
             yield f"kernels, {dtype}, {shown}", text
 
@@ -110,7 +112,8 @@ def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
     return f"{name} ({', '.join(left)})"
 
 
-_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+_SHAPES = ((1, 64, 64), (1, 128, 128), (4, 192, 128), (1, 192, 128), (1, 256, 256), (1, 512, 512))
+"""Key heads for four query heads, head dims of q and of v. Only with two head dims do groups have other kernels."""
 _PARTITION = LayoutPartition(Contiguous(), 8, 8, 1, 1)
 _KERNELS = {
     "FLASH_ATTENTION_4": "FlashAttention-4",

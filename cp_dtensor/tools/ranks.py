@@ -38,7 +38,8 @@ _LONG_SECONDS = 10.0
 _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
-    "pytorch_flash": "FlashAttention-2", "fmha_cutlass": "efficient", "cudnn": "cuDNN", "nccl": "NCCL",
+    "cudnnflex_attention": "cuDNN's FlexAttention", "cudnn": "cuDNN", "pytorch_flash": "FlashAttention-2",
+    "fmha_cutlass": "efficient", "nccl": "NCCL",
 }  # fmt: skip
 """Libraries by a part of their kernels' names."""
 _MOST_CHARACTERS = 40

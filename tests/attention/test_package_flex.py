@@ -29,7 +29,7 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture
 def flex(fresh: Patch) -> Patch:
     """Tiles of any size."""
-    fresh.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
+    fresh.setattr(cudnn_flex, "SHORTEST", 1)
     return fresh
 
 
@@ -147,7 +147,7 @@ def test_a_tile_of_several_intervals(flex: Patch, batch: int, kernels: str) -> N
         check(IntervalAttention(), mask, values, Dense())
         return
     if kernels == "ours, small":
-        flex.setattr(cudnn_flex, "FEWEST_FLOPS", 1e12)
+        flex.setattr(cudnn_flex, "SHORTEST", 301)
     else:
         flex.setattr(cudnn_flex, "_INTERVALS", Unwanted())
     assert CudnnFlexAttention().joins_intervals
@@ -261,10 +261,10 @@ def test_flex_kernels_that_leave_results_of_empty_blocks_unwritten_are_not_used(
 def test_flex_leaves_small_tiles_and_deterministic_gradients_to_our_kernels(flex: Patch) -> None:
     module = FlexModule()
     install(flex, flex=module)
-    flex.setattr(cudnn_flex, "FEWEST_FLOPS", 1e12)
-    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
+    flex.setattr(cudnn_flex, "SHORTEST", 256)
+    for rows, columns in ((255, 280), (280, 255), (1, 280), (280, 1)):
+        check(CudnnFlexAttention(), interval_mask(rows, columns), tensors(rows, columns), IntervalAttention())
     assert not module.plans
-    flex.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
     flex.setattr(module.FlexAttentionBwd, "execute", None)
     cudnn_flex._functions.cache_clear()
     flex.setattr(cudnn_flex, "check_parameters", lambda *names: None)

@@ -13,31 +13,33 @@ from cp_dtensor import HeadTail, ring_attention
 from cp_dtensor._torch import collectives
 
 pytestmark = pytest.mark.gpu(1)
-RANKS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 8, 16_384, 8, 2, 128
+RANKS, LENGTH = 8, 16_384
+HEADS = [(8, 2, 128), (4, 1, 256)]
+"""Of q, of k and v, and their dim."""
 NAMES = ("out", "dq", "dk", "dv")
 Tensors = list[torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def problem() -> tuple[Tensors, Tensors, list[float]]:
+@pytest.fixture(scope="module", params=HEADS, ids=str)
+def problem(request: pytest.FixtureRequest) -> tuple[Tensors, Tensors, list[float]]:
     """q, k, v and the gradient of out; out, dq, dk and dv in float64; errors of bfloat16 SDPA."""
     with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread has no context for cuBLAS yet
-        found = _problem()
+        found = _problem(*request.param)
     torch.cuda.empty_cache()  # 10 GiB of float64, which other workers may need
     return found
 
 
-def _problem() -> tuple[Tensors, Tensors, list[float]]:
+def _problem(q_heads: int, kv_heads: int, dim: int) -> tuple[Tensors, Tensors, list[float]]:
     generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(1, heads, LENGTH, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    shapes = [(1, heads, LENGTH, dim) for heads in (q_heads, kv_heads, kv_heads, q_heads)]
     whole = [torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes]
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)
     found: list[Tensors] = [[], [], [], []]
-    for kv_head in range(KV_HEADS):
+    for kv_head in range(kv_heads):
         k, v = (x[:, kv_head].double().requires_grad_() for x in whole[1:3])
-        for head in range(kv_head * HEADS // KV_HEADS, (kv_head + 1) * HEADS // KV_HEADS):
+        for head in range(kv_head * q_heads // kv_heads, (kv_head + 1) * q_heads // kv_heads):
             q = whole[0][:, head].double().requires_grad_()
-            logits = (q @ k.mT * HEAD_DIM**-0.5).masked_fill_(hidden, float("-inf"))
+            logits = (q @ k.mT * dim**-0.5).masked_fill_(hidden, float("-inf"))
             out = logits.softmax(-1) @ v
             out.backward(whole[3][:, head].double())
             found[0].append(out.detach())
@@ -77,5 +79,5 @@ def test_errors_are_near_those_of_one_gpu(
         parts = [shard(truth[index], HeadTail(), rank, RANKS) for rank in range(RANKS)]
         square = sum((results[rank][index].double() - part).square().sum() for rank, part in enumerate(parts))
         ratios[name] = ((square**0.5) / truth[index].norm()).item() / single[index]  # type: ignore[union-attr]
-    print(f"\n{transport}, {RANKS} ranks:", {name: round(ratio, 3) for name, ratio in ratios.items()})
+    print(f"\n{transport}, {RANKS} ranks, {whole[0].shape}:", {name: round(each, 3) for name, each in ratios.items()})
     assert max(ratios.values()) <= limit, ratios

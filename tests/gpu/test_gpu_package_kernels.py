@@ -63,13 +63,15 @@ def test_torch_kernels_in_memory_that_is_not_aligned(backend: AttentionBackend) 
 
 @needs_flash4
 @pytest.mark.parametrize("shape", [(1, 4, 2, 1, 300), (1, 4, 2, 300, 1), (1, 4, 2, 1, 1), (1, 4, 2, 255, 255)])
-def test_short_tiles(shape: tuple[int, int, int, int, int]) -> None:
-    check(Flash4Attention(CudnnAttention()), FULL_TILE, shape, (128, 128))
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+def test_short_tiles(shape: tuple[int, int, int, int, int], dims: tuple[int, int]) -> None:
+    check(Flash4Attention(CudnnAttention()), FULL_TILE, shape, dims)
 
 
 @needs_flash4
-def test_groups_with_two_head_dims() -> None:
-    check(Flash4Attention(CudnnAttention()), FULL_TILE, (1, 4, 2, 300, 500), (192, 128))
+@pytest.mark.parametrize(("mask", "rows", "columns"), [(CAUSAL_TILE, 523, 523), (FULL_TILE, 300, 500)])
+def test_groups_with_two_head_dims(mask: TileMask, rows: int, columns: int) -> None:
+    check(flash4(), mask, (1, 8, 2, rows, columns), (192, 128))
 
 
 def gradients(backend: AttentionBackend, mask: TileMask, length: int) -> list[tuple[torch.Tensor, ...]]:
@@ -270,9 +272,8 @@ def test_graphs_replay_what_was_used_before_them() -> None:
 
 @needs_flex
 @pytest.mark.parametrize("has_plan", [True, False])
-def test_graphs_of_several_intervals(has_plan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_of_several_intervals(has_plan: bool) -> None:
     """Without a plan, which may have been dropped, our kernels compute the tile from tables of before the capture."""
-    monkeypatch.setattr(cudnn_flex, "FEWEST_FLOPS", 0)
     mask = Causal() & (SlidingWindow(300, 0) | Keys(((0, 40), (100, 164))))
     (tile,) = tiles_of(mask, LENGTH, 1, Contiguous(), 0, 1, Masking.INTERVALS_TOGETHER)
     q, grad_out = (drawn(1, 8, LENGTH, 128, torch.bfloat16, seed) for seed in (0, 1))

@@ -102,7 +102,7 @@ def _errors(rank: int, name: str) -> tuple[list[float], set[str]]:
 
     with (
         mock.patch.object(planner, "choose_backend", noted),
-        mock.patch.object(cudnn_flex, "FEWEST_FLOPS", 0),
+        mock.patch.object(cudnn_flex, "SHORTEST", 1),
         mock.patch.object(cudnn_flex, "_INTERVALS", Unwanted()),
     ):
         out = context_parallel_attention(

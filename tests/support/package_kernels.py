@@ -112,7 +112,7 @@ def flash4(deterministic: bool = False) -> Flash4Attention:
 @contextmanager
 def only_cudnn_flex() -> Iterator[None]:
     """While open, cuDNN's FlexAttention computes tiles of any size and may not step back."""
-    with mock.patch.object(cudnn_flex, "FEWEST_FLOPS", 0), mock.patch.object(cudnn_flex, "_INTERVALS", Unwanted()):
+    with mock.patch.object(cudnn_flex, "SHORTEST", 1), mock.patch.object(cudnn_flex, "_INTERVALS", Unwanted()):
         yield
 
 

@@ -99,6 +99,8 @@ def test_info_says_what_the_packages_compute() -> None:
         "causal, full: FlashAttention-4", "masks: cuDNN's FlexAttention", "bias, dropout: ours in Triton",
         "deterministic: FlashAttention-4",
     ]  # fmt: skip
+    grouped = rows["kernels, bfloat16, 192/128, grouped"]
+    assert grouped.startswith("causal, full: FlashAttention-4; masks: ours in Triton;")
     assert rows["kernels, bfloat16, 256"].startswith(
         "causal, full: FlashAttention-4 (full backward: cuDNN, causal backward: cuDNN); masks:"
     )

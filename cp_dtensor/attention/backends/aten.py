@@ -53,10 +53,8 @@ class CudnnAttention(AttentionBackend):
 
     Equal head dims up to 128 always. Others up to 256, such as 256 and 192/128, where a small tile has been right.
 
-    The flash kernel computes tiles of one query or one key: cuDNN crashes on them, and uneven shards may have them.
+    Other kernels compute tiles of one query or one key: cuDNN crashes on them, and uneven shards may have them.
     """
-
-    _flash = FlashAttention()
 
     name = "CUDNN_ATTENTION"
 
@@ -88,7 +86,7 @@ class CudnnAttention(AttentionBackend):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         if _has_single_row(q, k):
-            return self._flash.forward(q, k, v, mask, scale)
+            return _for_single_rows(q, v).forward(q, k, v, mask, scale)
         q, k, v = _aligned(q, k, v)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, mask.is_causal, False, scale=scale
@@ -99,7 +97,7 @@ class CudnnAttention(AttentionBackend):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if _has_single_row(q, k):
-            return self._flash.backward(grad_out, q, k, v, out, lse, mask, scale)
+            return _for_single_rows(q, v).backward(grad_out, q, k, v, out, lse, mask, scale)
         grad_out, q, k, v, out = _aligned(grad_out, q, k, v, out)
         # torch 2.13 and older look up cuDNN's plans by the strides of q, k and v alone, and would run a plan made for
         # other strides of out. The strides of out must therefore follow from q's. (grad_out must have those of out.)
@@ -118,6 +116,11 @@ def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _has_single_row(q: Tensor, k: Tensor) -> bool:
     return q.size(2) == 1 or k.size(2) == 1
+
+
+def _for_single_rows(q: Tensor, v: Tensor) -> AttentionBackend:
+    """The backend of tiles of one query or one key in place of cuDNN: torch's flash has one head dim."""
+    return FlashAttention() if q.size(3) == v.size(3) else EfficientAttention()
 
 
 class EfficientAttention(AttentionBackend):

@@ -25,7 +25,7 @@ from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
 from cp_dtensor.attention.backends.launches import Call, Launches, noting
-from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
+from cp_dtensor.attention.backends.packages import SHORTEST, Package, check_parameters, quiet
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask, UnionMask
@@ -39,9 +39,6 @@ MOST_BYTES = 512 << 20
 KEPT_BYTES, _KEPT_PLANS = 128 << 20, 4
 """Bytes of the latest plans, which are kept, and how many are kept however large they are. Documents of 65,536 tokens
 have plans of 1 to 3 MiB. Two masks in turns need four plans: of own and of other keys."""
-FEWEST_FLOPS = 2e9
-"""Of forward of a tile. From here on these kernels were faster than ours (docs/kernels.md). A plan takes a millisecond
-of host time, so smaller tiles, such as those of one token after the other, are left to our kernels."""
 _KEPT_LAUNCHES = 16
 """Of a plan: forward and backward, other scales and other memory orders of the tensors."""
 _BLOCK = 128
@@ -55,8 +52,8 @@ _INTERVALS = IntervalAttention()
 class CudnnFlexAttention(AttentionBackend):
     """cuDNN's FlexAttention: bfloat16 and float16, GQA natively, head dims up to 128, 192/128 and 256/256.
 
-    The kernels of this package compute small tiles, tiles whose plans would be too large, tiles without a plan under
-    CUDA graph capture, and all tiles if the first results of cuDNN's kernels were wrong.
+    The kernels of this package compute tiles shorter than `SHORTEST`, tiles whose plans would be too large, tiles
+    without a plan under CUDA graph capture, and all tiles if the first results of cuDNN's kernels were wrong.
     """
 
     deterministic: bool = False
@@ -98,7 +95,7 @@ class CudnnFlexAttention(AttentionBackend):
         """True if these kernels may compute a tile. At their first use they and ours are compiled, for a small tile."""
         assert isinstance(mask, (IntervalMask, UnionMask))
         group, dims, has_several = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.parts) > 1
-        if 2 * mask.pairs * q.size(0) * q.size(1) * sum(dims) < FEWEST_FLOPS:
+        if min(q.size(2), k.size(2)) < SHORTEST:
             return False
 
         def problem() -> str:

@@ -20,17 +20,15 @@ from torch import Tensor
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import aligned, empty_in_order_of
 from cp_dtensor.attention.backends.aten import MathAttention
-from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads, reduce_kv_heads
 from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.launches import Call, Launches, noting
-from cp_dtensor.attention.backends.packages import Package, check_parameters, quiet
+from cp_dtensor.attention.backends.packages import SHORTEST, Package, check_parameters, quiet
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import ShapedMask, TileMask
 from cp_dtensor.spec.cache import LRUCache
 
 PACKAGE = Package("flash-attn-4", "FlashAttention-4")
-SHORTEST = 256
-"""Fewest rows and keys of a tile. Shorter ones would be compiled again, and other kernels are as fast there."""
 _ALIGNMENT = 16
 
 
@@ -38,8 +36,9 @@ _ALIGNMENT = 16
 class Flash4Attention(AttentionBackend):
     """FlashAttention-4: bfloat16 and float16, GQA natively, head dims that are multiples of 8.
 
-    Another backend computes what these kernels do not: tiles shorter than `SHORTEST`, gradients of grouped heads with
-    two head dims, kernels whose first results were wrong, and kernels that would be new under CUDA graph capture.
+    Another backend computes what these kernels do not: tiles shorter than `SHORTEST`, kernels whose first results were
+    wrong, and kernels that would be new under CUDA graph capture. For gradients of grouped heads with two head dims,
+    each query head gets its own copy of K/V.
     """
 
     instead: AttentionBackend
@@ -65,15 +64,19 @@ class Flash4Attention(AttentionBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self._serves("backward", q, k, v, mask):
             return self.instead.backward(grad_out, q, k, v, out, lse, mask, scale)
-        return _backward(grad_out, q, k, v, out, lse, mask, scale, self.deterministic)
+        kv_heads = k.size(1)
+        if q.size(3) != v.size(3):
+            k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
+        dq, dk, dv = _backward(grad_out, q, k, v, out, lse, mask, scale, self.deterministic)
+        return dq, reduce_kv_heads(dk, kv_heads), reduce_kv_heads(dv, kv_heads)
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
         """True if these kernels compute a tile. At their first use they are compiled and compute a small tile."""
         group, dims, is_causal = q.size(1) // k.size(1), (q.size(3), v.size(3)), mask.is_causal
         if min(q.size(2), k.size(2)) < SHORTEST or (direction, is_causal) in self.left:
             return False
-        if direction == "backward" and group > 1 and dims[0] != dims[1]:
-            return False
+        if direction == "backward" and dims[0] != dims[1]:
+            group = 1  # each query head has K/V of its own then
         deterministic = direction == "backward" and self.deterministic
 
         def problem() -> str:

@@ -21,6 +21,10 @@ from cp_dtensor.plan.partition import CallSpec
 
 _log = logging.getLogger("cp_dtensor.attention")
 
+SHORTEST = 256
+"""Fewest rows and keys of a tile that a package computes: FlashAttention-4 has other kernels for shorter ones, whose
+first use would be in the middle of a run, and a mask plan takes milliseconds of host time."""
+
 
 @dataclass(frozen=True)
 class Package:

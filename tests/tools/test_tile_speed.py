@@ -1,0 +1,41 @@
+"""The program that times kernels on tiles, with small tiles on CPUs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.docs_scripts import docs_script
+
+from cp_dtensor import SlidingWindow
+from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.ranks import Device
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU")
+
+
+def test_every_kernel_that_computes_a_tile_has_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, file = docs_script("tile_speed"), tmp_path / "tiles.json"
+    monkeypatch.setattr(sys, "argv", ["tile_speed.py", "--json", str(file)])
+    program.main()
+    found = json.loads(file.read_text())
+    assert [row["torch's flash"] == "-" for row in found["shaped"]] == [False, True], "it has one head dim"
+    assert all(row["ours"] != "-" for row in found["shaped"])
+    assert [row["mask"] for row in found["masked"]] == [mask for *_, mask in program.MASKED]
+    assert all(float(us) > 0 for row in found["masked"] for us in row["ours, eager us"].split(" / "))
+    assert program.mask_of("window 8", 64) == SlidingWindow(7, 0)
+
+
+def test_times_are_of_the_kernel_and_pass_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = docs_script("tile_speed")
+    calls: list[str] = []
+    passes = {name: tuple(lambda text=f"{name} {each}": calls.append(text) for each in (0, 1)) for name in ("a", "b")}
+    milliseconds = {"a 0": 1.0, "a 1": 2.0, "b 0": 4.0, "b 1": 5.0}
+    monkeypatch.setattr(Device, "time_ms", lambda self, call: (call(), milliseconds[calls[-1]])[1])
+    speeds = program.speeds(passes, 0.02, Device(False))
+    assert speeds == {"a": "20 / 25", "b": "5 / 10"}
+    assert calls == 2 * ["a 0", "a 1", "b 0", "b 1"], "in turns"
+    assert program.teraflop(Heads.parse("4:2:16/8"), 1e9) == pytest.approx(2 * 4 * 24 / 1e3)
