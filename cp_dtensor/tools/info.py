@@ -113,7 +113,7 @@ def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
 
 
 _SHAPES = ((1, 64, 64), (1, 128, 128), (4, 192, 128), (1, 192, 128), (1, 256, 256), (1, 512, 512))
-"""Key heads for four query heads, head dims of q and of v. Only with two head dims do groups have other kernels."""
+"""Key heads for four query heads, head dims of q and of v. Groups change the kernel only where the dims differ."""
 _PARTITION = LayoutPartition(Contiguous(), 8, 8, 1, 1)
 _KERNELS = {
     "FLASH_ATTENTION_4": "FlashAttention-4",

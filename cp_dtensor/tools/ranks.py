@@ -41,7 +41,7 @@ _LIBRARIES = {
     "cudnnflex_attention": "cuDNN's FlexAttention", "cudnn": "cuDNN", "pytorch_flash": "FlashAttention-2",
     "fmha_cutlass": "efficient", "nccl": "NCCL",
 }  # fmt: skip
-"""Libraries by a part of their kernels' names."""
+"""Libraries by a part of their kernels' names; the first that fits counts."""
 _MOST_CHARACTERS = 40
 """Of the names of other kernels."""
 
@@ -178,6 +178,19 @@ def _kind(error: str) -> str:
     return "".join(letter for letter in error if not letter.isdigit())[:50]
 
 
+def library_of(kernel: str) -> str:
+    """The library of an attention kernel by the kernel's name; of other kernels the beginning of the name.
+
+    >>> library_of("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64")
+    'cuDNN'
+    >>> library_of("kernel_cutlass_kernel_cudnnflex_attentionkernels")
+    "cuDNN's FlexAttention"
+    >>> library_of("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForward")
+    'FlashAttention-4'
+    """
+    return next((shown for part, shown in _LIBRARIES.items() if part in kernel), kernel[:_MOST_CHARACTERS])
+
+
 class Device:
     """Clock and memory counter of the current CUDA device or, with `use_gpu=False`, of the CPU."""
 
@@ -263,8 +276,7 @@ class Device:
             self.synchronize()
         times: Counter[str] = Counter()
         for event in profiler.key_averages():
-            library = (shown for part, shown in _LIBRARIES.items() if part in event.key)
-            times[next(library, event.key[:_MOST_CHARACTERS])] += event.self_device_time_total
+            times[library_of(event.key)] += event.self_device_time_total
         return tuple(name for name, time in times.most_common() if time > 0 and time >= 0.1 * times.total())
 
     def free_unused(self) -> None:

@@ -25,7 +25,11 @@ from cp_dtensor import Causal, Contiguous, Full, HeadTail, Layout, Mask, PrefixL
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
-from cp_dtensor.attention.backends.flash4 import Flash4Attention
+from cp_dtensor.attention.backends.flash4 import (
+    Flash4Attention,
+    has_no_groups_in_backward,
+    tiles_that_do_not_compile,
+)
 from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
 from cp_dtensor.attention.backends.select import backend_by_name
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
@@ -38,8 +42,8 @@ from cp_dtensor.tools.ranks import Call, Device
 
 GPU = torch.cuda.is_available()
 ROUNDS, CALLS = (9, 10) if GPU else (1, 1)
-Passes = tuple[Call, Call]
-"""Forward and backward of a tile."""
+Passes = dict[str, Call]
+"""Forward and backward of a tile, those that a kernel computes."""
 Served = dict[str, tuple[AttentionBackend, TileMask]]
 
 if GPU:
@@ -79,15 +83,17 @@ class Inputs(NamedTuple):
         return Inputs(*(torch.randn(1, *each, dtype=torch.bfloat16, device=device).transpose(1, 2) for each in shapes))
 
     def passes(self, backend: AttentionBackend, mask: TileMask) -> Passes:
-        """Forward and backward by a backend."""
+        """The passes that a backend computes by its own kernels."""
         q, k, v, grad_out = self
         scale = q.size(3) ** -0.5
         out, lse = backend.forward(q, k, v, mask, scale)
         out, lse = out.to(q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)  # final ones, of rows that see some keys
-        return (
-            partial(backend.forward, q, k, v, mask, scale),
-            partial(backend.backward, grad_out, q, k, v, out, lse, mask, scale),
-        )
+        calls: Passes = {
+            "forward": partial(backend.forward, q, k, v, mask, scale),
+            "backward": partial(backend.backward, grad_out, q, k, v, out, lse, mask, scale),
+        }
+        serves = getattr(backend, "_serves", lambda *tile: True)
+        return {name: call for name, call in calls.items() if serves(name, q, k, v, mask)}
 
 
 def mask_of(text: str, length: int) -> Mask:
@@ -115,15 +121,16 @@ def tiles(mask: Mask, layout: Layout, rows: int, columns: int, ranks: int) -> It
 def served(heads: Heads, rows: int, columns: int, device: torch.device, shape: TileMask, by_row: TileMask) -> Served:
     """The backends that compute tiles of a call, each with the kind of mask that it takes."""
     capability = torch.cuda.get_device_capability() if GPU else None
-    partition, dims = (
-        LayoutPartition(Contiguous(), rows, columns, 1, 1),
-        (heads.dim or 0, heads.v_dim or heads.dim or 0),
-    )
+    partition = LayoutPartition(Contiguous(), rows, columns, 1, 1)
+    dims = heads.dim or 0, heads.v_dim or heads.dim or 0
     spec = CallSpec(
         partition, Full(), 1, heads.q, heads.kv, *dims, "bfloat16", device=str(device), capability=capability
     )
-    kinds: dict[str, tuple[AttentionBackend, TileMask]] = {
-        "FlashAttention-4": (Flash4Attention(MathAttention()), shape),
+    flash4 = Flash4Attention(
+        MathAttention(), left=tiles_that_do_not_compile(spec), copies_kv=has_no_groups_in_backward(spec)
+    )
+    kinds: Served = {
+        "FlashAttention-4": (flash4, shape),
         "cuDNN": (backend_by_name("CUDNN_ATTENTION", device.type), shape),
         "torch's flash": (backend_by_name("FLASH_ATTENTION", device.type), shape),
         "cuDNN's FlexAttention": (CudnnFlexAttention(), by_row),
@@ -132,12 +139,12 @@ def served(heads: Heads, rows: int, columns: int, device: torch.device, shape: T
     return {name: kind for name, kind in kinds.items() if kind[0].refusal(spec) is None}
 
 
-def milliseconds(passes: Mapping[str, Passes], device: Device) -> dict[tuple[str, int], float]:
-    """Medians of forward (0) and backward (1) of each kernel, as CUDA graphs if there is a GPU, in turns."""
-    calls = {(name, number): call for name, both in passes.items() for number, call in enumerate(both)}
+def milliseconds(passes: Mapping[str, Passes], device: Device) -> dict[tuple[str, str], float]:
+    """Medians of each kernel and pass, as CUDA graphs if there is a GPU, in turns."""
+    calls = {(name, of): call for name, both in passes.items() for of, call in both.items()}
     if GPU:
         calls = {key: device.captured(call) for key, call in calls.items()}
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for _ in range(1 + ROUNDS):
         for key, call in calls.items():
             found[key].append(device.time_ms(call))
@@ -146,8 +153,18 @@ def milliseconds(passes: Mapping[str, Passes], device: Device) -> dict[tuple[str
 
 def speeds(passes: Mapping[str, Passes], teraflop: float, device: Device) -> dict[str, str]:
     """TFLOP/s of each kernel, forward / backward."""
-    ms = milliseconds(passes, device)
-    return {name: f"{1e3 * teraflop / ms[name, 0]:.0f} / {2.5e3 * teraflop / ms[name, 1]:.0f}" for name in passes}
+    work = {"forward": 1e3 * teraflop, "backward": 2.5e3 * teraflop}
+    found = {key: work[key[1]] / ms for key, ms in milliseconds(passes, device).items()}
+    return {name: pair(found.get((name, "forward")), found.get((name, "backward"))) for name in passes}
+
+
+def pair(forward: float | None, backward: float | None) -> str:
+    """Both figures, "-" for one that is missing.
+
+    >>> pair(12.3, None)
+    '12 / -'
+    """
+    return " / ".join("-" if x is None else f"{x:.0f}" for x in (forward, backward))
 
 
 def microseconds_in_a_row(call: Call, device: Device) -> float:
@@ -187,10 +204,10 @@ def masked_row(text: str, tokens: int, mask: str, device: Device) -> dict[str, s
     kinds = {name: kind for name, kind in kinds.items() if kind[1] is by_row} | {"ours": (IntervalAttention(), by_row)}
     passes = {name: inputs.passes(*kind) for name, kind in kinds.items()}
     work = teraflop(heads, by_row.pairs)
-    eager = {
-        f"{name}, eager us": " / ".join(f"{microseconds_in_a_row(call, device):.0f}" for call in both)
-        for name, both in passes.items()
-    }
+    eager = {}
+    for name, both in passes.items():
+        us = {of: microseconds_in_a_row(call, device) for of, call in both.items()}
+        eager[f"{name}, eager us"] = pair(us.get("forward"), us.get("backward"))
     return {
         "heads": text, "tokens": f"{tokens:,}", "mask": mask, "tile": f"{rows:,} x {columns:,}",
         "TFLOP": f"{work:.3f}", **speeds(passes, work, device), **eager,

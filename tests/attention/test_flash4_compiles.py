@@ -10,7 +10,12 @@ from dataclasses import replace
 import pytest
 from support.pretended_packages import BLACKWELL, HOPPER
 
-from cp_dtensor.attention.backends.flash4 import PACKAGE, _dims_refusal, tiles_that_do_not_compile
+from cp_dtensor.attention.backends.flash4 import (
+    PACKAGE,
+    _dims_refusal,
+    has_no_groups_in_backward,
+    tiles_that_do_not_compile,
+)
 
 PROGRAM = """
 import sys
@@ -37,13 +42,15 @@ class HardwareInfo:
 
 cutlass.utils.HardwareInfo = HardwareInfo
 from cp_dtensor.attention.backends import flash4
+from cp_dtensor.attention.backends.base import expand_kv_heads
 from cp_dtensor.plan.tiles import ShapedMask
 
 dim, v_dim, group, rows, columns, causal = map(int, sys.argv[1:7])
+dtype, copies_kv = sys.argv[7:9]
 
 
 def empty(heads, dim, length):
-    return torch.empty(1, length, heads, dim, dtype=getattr(torch, sys.argv[7]), device="cuda").transpose(1, 2)
+    return torch.empty(1, length, heads, dim, dtype=getattr(torch, dtype), device="cuda").transpose(1, 2)
 
 
 assert flash4._functions().obstacle is None
@@ -51,14 +58,14 @@ with FakeTensorMode():
     q, k, v = empty(2 * group, dim, rows), empty(2, dim, columns), empty(2, v_dim, columns)
     mask = ShapedMask(is_causal=bool(causal))
     out, lse = flash4._forward(q, k, v, mask, 0.1)
-    has_backward = group == 1 or dim == v_dim
-    if has_backward:
-        try:
-            flash4._backward(torch.empty_like(out), q, k, v, out, lse, mask, 0.1, False)
-        except Exception:
-            print("backward does not compile")
-            raise
-for function in flash4._functions().cached[: 3 if has_backward else 1]:
+    if copies_kv == "True":
+        k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
+    try:
+        flash4._backward(torch.empty_like(out), q, k, v, out, lse, mask, 0.1, False)
+    except Exception:
+        print("backward does not compile")
+        raise
+for function in flash4._functions().cached[:3]:
     assert function.compile_cache.cache, function.__name__
 """
 SQUARE, WIDE = (512, 512), (301, 777)
@@ -93,8 +100,9 @@ def test_it_compiles(
     if refusal := _dims_refusal(spec):
         pytest.skip(refusal)
     environment = {"CUTE_DSL_ARCH": arch + "a", "FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": "132"}
+    call = *dims, group, *size, causal, dtype, has_no_groups_in_backward(spec)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, (*dims, group, *size, causal, dtype))],
+        [sys.executable, "-c", PROGRAM, *map(str, call)],
         env=os.environ | environment, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     if ("backward", bool(causal)) in tiles_that_do_not_compile(spec):

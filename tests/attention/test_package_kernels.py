@@ -119,9 +119,17 @@ def test_flash4_has_no_groups_in_backward_with_two_head_dims(fresh: Patch) -> No
     """Its kernels do not compile for them on Hopper, so each query head gets its own K/V."""
     module = FlashModule()
     install(fresh, module)
+    spec = replace(HOPPER, head_dim=24, v_head_dim=16)
+    assert flash4.has_no_groups_in_backward(spec)
+    assert not flash4.has_no_groups_in_backward(replace(spec, capability=(10, 0)))
+    backend = Flash4Attention(Unwanted(), copies_kv=True)
     for mask in (FULL_TILE, CAUSAL_TILE):
-        check(Flash4Attention(Unwanted()), mask, tensors(dims=(24, 16)))
+        check(backend, mask, tensors(dims=(24, 16)))
     assert set(module.calls) == {"forward", "backward"}
+    fresh.setattr(flash4, "MOST_COPIED", 2 * 4 * 300 * 40 * 2 - 1)
+    module.calls.clear()
+    check(replace(backend, instead=MATH), FULL_TILE, tensors(310, dims=(24, 16)))
+    assert set(module.calls) == {"forward"}, "copies would be too large"
 
 
 def test_flash4_copies_tensors_that_are_not_aligned(fresh: Patch) -> None:

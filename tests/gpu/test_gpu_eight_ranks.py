@@ -55,9 +55,9 @@ def _problem(q_heads: int, kv_heads: int, dim: int) -> tuple[Tensors, Tensors, l
     return whole, truth, single
 
 
-@pytest.mark.parametrize(("transport", "limit"), [("allgather", 1.13), ("alltoall", 1.25)])
+@pytest.mark.parametrize("transport", ["allgather", "alltoall"])
 def test_errors_are_near_those_of_one_gpu(
-    problem: tuple[Tensors, Tensors, list[float]], transport: str, limit: float, monkeypatch: pytest.MonkeyPatch
+    problem: tuple[Tensors, Tensors, list[float]], transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, truth, single = problem
     device = torch.cuda.current_device()
@@ -80,4 +80,5 @@ def test_errors_are_near_those_of_one_gpu(
         square = sum((results[rank][index].double() - part).square().sum() for rank, part in enumerate(parts))
         ratios[name] = ((square**0.5) / truth[index].norm()).item() / single[index]  # type: ignore[union-attr]
     print(f"\n{transport}, {RANKS} ranks, {whole[0].shape}:", {name: round(each, 3) for name, each in ratios.items()})
-    assert max(ratios.values()) <= limit, ratios
+    # Own tiles have gradients in float32 with `allgather`, but not at head dim 256 with the packages.
+    assert max(ratios.values()) <= (1.13 if transport == "allgather" and whole[0].size(3) == 128 else 1.25), ratios

@@ -11,6 +11,9 @@ import torch
 from support.docs_scripts import docs_script
 
 from cp_dtensor import SlidingWindow
+from cp_dtensor.attention.backends.aten import MathAttention
+from cp_dtensor.attention.backends.flash4 import Flash4Attention
+from cp_dtensor.plan.tiles import FULL_TILE
 from cp_dtensor.tools.bench.cases import Heads
 from cp_dtensor.tools.ranks import Device
 
@@ -29,13 +32,24 @@ def test_every_kernel_that_computes_a_tile_has_a_figure(tmp_path: Path, monkeypa
     assert program.mask_of("window 8", 64) == SlidingWindow(7, 0)
 
 
+def test_passes_that_step_back_have_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = docs_script("tile_speed")
+    inputs = program.Inputs.drawn(Heads.parse("2:1:16"), 8, 8, torch.device("cpu"))
+    monkeypatch.setattr(Flash4Attention, "_serves", lambda self, direction, *tile: direction == "forward")
+    monkeypatch.setattr("cp_dtensor.attention.backends.flash4._forward", MathAttention().forward)
+    assert set(inputs.passes(Flash4Attention(MathAttention()), FULL_TILE)) == {"forward"}
+    assert set(inputs.passes(MathAttention(), FULL_TILE)) == {"forward", "backward"}
+
+
 def test_times_are_of_the_kernel_and_pass_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     program = docs_script("tile_speed")
     calls: list[str] = []
-    passes = {name: tuple(lambda text=f"{name} {each}": calls.append(text) for each in (0, 1)) for name in ("a", "b")}
-    milliseconds = {"a 0": 1.0, "a 1": 2.0, "b 0": 4.0, "b 1": 5.0}
+    names = "forward", "backward"
+    passes = {name: {of: lambda text=f"{name} {of}": calls.append(text) for of in names} for name in ("a", "b")}
+    del passes["b"]["backward"]
+    milliseconds = {"a forward": 1.0, "a backward": 2.0, "b forward": 4.0}
     monkeypatch.setattr(Device, "time_ms", lambda self, call: (call(), milliseconds[calls[-1]])[1])
     speeds = program.speeds(passes, 0.02, Device(False))
-    assert speeds == {"a": "20 / 25", "b": "5 / 10"}
-    assert calls == 2 * ["a 0", "a 1", "b 0", "b 1"], "in turns"
+    assert speeds == {"a": "20 / 25", "b": "5 / -"}
+    assert calls == 2 * list(milliseconds), "in turns"
     assert program.teraflop(Heads.parse("4:2:16/8"), 1e9) == pytest.approx(2 * 4 * 24 / 1e3)

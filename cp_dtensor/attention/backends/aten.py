@@ -119,7 +119,7 @@ def _has_single_row(q: Tensor, k: Tensor) -> bool:
 
 
 def _for_single_rows(q: Tensor, v: Tensor) -> AttentionBackend:
-    """The backend of tiles of one query or one key in place of cuDNN: torch's flash has one head dim."""
+    """The backend of tiles of one query or one key, on which cuDNN crashes. torch's flash needs equal head dims."""
     return FlashAttention() if q.size(3) == v.size(3) else EfficientAttention()
 
 

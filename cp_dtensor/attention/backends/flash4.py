@@ -29,6 +29,8 @@ from cp_dtensor.plan.tiles import ShapedMask, TileMask
 from cp_dtensor.spec.cache import LRUCache
 
 PACKAGE = Package("flash-attn-4", "FlashAttention-4")
+MOST_COPIED = 512 << 20
+"""Bytes of the copies of K/V for the gradients of a tile, which take as many again."""
 _ALIGNMENT = 16
 
 
@@ -36,18 +38,19 @@ _ALIGNMENT = 16
 class Flash4Attention(AttentionBackend):
     """FlashAttention-4: bfloat16 and float16, GQA natively, head dims that are multiples of 8.
 
-    Another backend computes what these kernels do not: tiles shorter than `SHORTEST`, kernels whose first results were
-    wrong, and kernels that would be new under CUDA graph capture. For gradients of grouped heads with two head dims,
-    each query head gets its own copy of K/V.
+    Another backend, `instead`, computes tiles in `left`, tiles shorter than `SHORTEST`, tiles whose copies of K/V would
+    be too large, tiles of kernels whose first results were wrong, and of kernels that would be new under CUDA graph
+    capture.
     """
 
     instead: AttentionBackend
-    """That other backend."""
     deterministic: bool = False
     """True for gradients that are the same bits in every run."""
     left: frozenset[tuple[str, bool]] = frozenset()
-    """Tiles that the other backend computes, since it is faster or these kernels do not compile: "forward" or
-    "backward", and True for causal ones."""
+    """Tiles for which the other backend is faster or these kernels do not compile: "forward" or "backward", and True
+    for causal ones."""
+    copies_kv: bool = False
+    """True for gradients by a copy of K/V for each query head: these kernels do not compile for groups then."""
 
     name = "FLASH_ATTENTION_4"
 
@@ -65,7 +68,7 @@ class Flash4Attention(AttentionBackend):
         if not self._serves("backward", q, k, v, mask):
             return self.instead.backward(grad_out, q, k, v, out, lse, mask, scale)
         kv_heads = k.size(1)
-        if q.size(3) != v.size(3):
+        if self.copies_kv:
             k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
         dq, dk, dv = _backward(grad_out, q, k, v, out, lse, mask, scale, self.deterministic)
         return dq, reduce_kv_heads(dk, kv_heads), reduce_kv_heads(dv, kv_heads)
@@ -75,8 +78,10 @@ class Flash4Attention(AttentionBackend):
         group, dims, is_causal = q.size(1) // k.size(1), (q.size(3), v.size(3)), mask.is_causal
         if min(q.size(2), k.size(2)) < SHORTEST or (direction, is_causal) in self.left:
             return False
-        if direction == "backward" and dims[0] != dims[1]:
-            group = 1  # each query head has K/V of its own then
+        if direction == "backward" and self.copies_kv and group > 1:
+            if q.size(0) * q.size(1) * k.size(2) * sum(dims) * k.itemsize > MOST_COPIED:
+                return False
+            group = 1
         deterministic = direction == "backward" and self.deterministic
 
         def problem() -> str:
@@ -206,6 +211,11 @@ def tiles_that_do_not_compile(spec: CallSpec) -> frozenset[tuple[str, bool]]:
     if gcd(dim, 64) > gcd(v_dim, 64):  # V has blocks of fewer columns than Q in shared memory
         return frozenset({("backward", True), ("backward", False)})
     return frozenset({("backward", False)} if 96 < dim < 128 else ())
+
+
+def has_no_groups_in_backward(spec: CallSpec) -> bool:
+    """True if gradients do not compile for grouped heads, as `Flash4Attention.copies_kv`: on Hopper, two head dims."""
+    return spec.capability is not None and spec.capability[0] == 9 and spec.head_dim != spec.v_head_dim
 
 
 class _Functions(NamedTuple):

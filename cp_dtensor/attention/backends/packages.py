@@ -22,8 +22,9 @@ from cp_dtensor.plan.partition import CallSpec
 _log = logging.getLogger("cp_dtensor.attention")
 
 SHORTEST = 256
-"""Fewest rows and keys of a tile that a package computes: FlashAttention-4 has other kernels for shorter ones, whose
-first use would be in the middle of a run, and a mask plan takes milliseconds of host time."""
+"""Fewest rows and keys of a tile that a package computes. For shorter ones FlashAttention-4 has other kernels, which
+would be compiled in the middle of a run. Shorter ones under masks, such as those of one token after the other, are
+not worth a mask plan, which takes milliseconds."""
 
 
 @dataclass(frozen=True)

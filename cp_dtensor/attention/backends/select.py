@@ -45,8 +45,8 @@ _WIDE_GRADIENTS = WideGradients()
 _PACKAGE_GPU_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 """Hopper and datacenter Blackwell. FlashAttention-4, the package, comes before these if FLASH_ATTENTION is allowed."""
 _LEFT_TO_CUDNN = frozenset({("backward", True), ("backward", False)})
-"""Backward of head dim 256 on Hopper: 283 to 314 TFLOP/s by FlashAttention-4 and 333 to 406 by cuDNN on an H100, 317 to
-384 and 343 to 425 on an H200."""
+"""Backward of head dim 256 on Hopper: on an H100 cuDNN is 14 to 35% faster, on an H200 from 6% slower to 14% faster
+(docs/kernels.md)."""
 _DEFAULT_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 """Other GPUs. On Ampere and workstation Blackwell torch's flash is faster than cuDNN."""
 
@@ -207,9 +207,10 @@ def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -
 
 def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:
     """FlashAttention-4 with the backend of what it does not compute; our kernels are deterministic."""
-    dims, left = (spec.head_dim, spec.v_head_dim), flash4.tiles_that_do_not_compile(spec)
+    left, copies_kv = flash4.tiles_that_do_not_compile(spec), flash4.has_no_groups_in_backward(spec)
     if spec.deterministic:
-        return Flash4Attention(_WIDE_GRADIENTS, deterministic=True, left=left)
+        return Flash4Attention(_WIDE_GRADIENTS, True, left, copies_kv)
+    dims = spec.head_dim, spec.v_head_dim
     if isinstance(instead, CudnnAttention) and dims == (256, 256) and spec.capability == (9, 0):
         left |= _LEFT_TO_CUDNN
-    return Flash4Attention(instead, left=left)
+    return Flash4Attention(instead, left=left, copies_kv=copies_kv)
