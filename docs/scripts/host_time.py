@@ -4,8 +4,10 @@ torchrun --nproc-per-node 2 docs/scripts/host_time.py --seq-len 8192 --json host
 
 Microseconds of rank 0, causal, bfloat16, medians over calls, each of which begins when the GPU has nothing left to do.
 Backward runs on the calling thread. The parts are measured under torch's profiler, which makes calls longer. A part
-does not include the parts inside of it. The last rows have the times without the profiler: of such calls, and of calls
-in a row, before which nothing waits for the GPU. Without GPUs it runs a small case, which tests this program.
+does not include the parts inside of it. The next rows have the times without the profiler: of such calls, and of calls
+in a row, before which nothing waits for the GPU. The last rows are of calls in a row, too: in a context, which
+intercepts SDPA, and of a plan that computes nothing, which leaves checks, look-ups and the autograd node. Without GPUs
+it runs a small case, which tests this program.
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from shards import drawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cp_dtensor import context_parallel_attention
+from cp_dtensor import context_parallel, context_parallel_attention
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.tools.bench.cases import Heads
 from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import positive
@@ -45,6 +52,46 @@ def passes_of(heads: Heads, seq_len: int, method: str, device: torch.device) -> 
     options: dict[str, Any] = {"is_causal": True, "enable_gqa": True, "seq_len": seq_len, "method": method}
     forward = partial(context_parallel_attention, *leaves, mesh=dist.group.WORLD, **options)
     return forward, lambda out: torch.autograd.grad(out, leaves, grad_out)
+
+
+@contextmanager
+def in_context(heads: Heads, seq_len: int, method: str, device: torch.device) -> Iterator[Passes]:
+    """The same in a context, which is open meanwhile and intercepts SDPA."""
+    leaves, grad_out = drawn(heads, seq_len, device)
+    (q, k, v), group = leaves, dist.group.WORLD
+    assert group is not None
+    with context_parallel(group, seq_len=seq_len, method=method):
+        forward = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+        yield forward, lambda out: torch.autograd.grad(out, leaves, grad_out)
+
+
+@contextmanager
+def plans_that_compute_nothing(passes: Passes) -> Iterator[None]:
+    """While open, plans return the results of one call, which is made before."""
+    found: dict[str, Any] = {}
+
+    def noted(plan: type, name: str) -> Callable[..., Any]:
+        compute = getattr(plan, name)
+
+        def call(*arguments: Any) -> Any:
+            found[name] = compute(*arguments)
+            return found[name]
+
+        return call
+
+    def forward(*arguments: Any) -> Any:
+        out, lse, saved = found[FORWARD]
+        return out.detach(), lse.detach(), saved
+
+    with ExitStack() as stack:
+        for plan in (RingPlan, UlyssesPlan):
+            for name in (FORWARD, BACKWARD):
+                stack.enter_context(mock.patch.object(plan, name, noted(plan, name)))
+        passes[1](passes[0]())
+        for plan in (RingPlan, UlyssesPlan):
+            stack.enter_context(mock.patch.object(plan, FORWARD, forward))
+            stack.enter_context(mock.patch.object(plan, BACKWARD, return_value=found[BACKWARD]))
+        yield
 
 
 def seconds_of_calls(passes: Passes, device: Device, calls: int, in_a_row: bool = False) -> list[tuple[float, float]]:
@@ -85,13 +132,22 @@ def microseconds_by_part(event: Any) -> Counter[str]:
     return found
 
 
-def rows_of(passes: Passes, device: Device) -> list[dict[str, object]]:
+def rows_of(heads: Heads, seq_len: int, method: str, device: Device) -> list[dict[str, object]]:
     """A row for each part."""
-    seconds_of_calls(passes, device, WARM_CALLS)
-    whole = {
-        name: list(zip(*seconds_of_calls(passes, device, CALLS, in_a_row), strict=True))
-        for name, in_a_row in (("all", False), ("all, calls in a row", True))
-    }
+    case = heads, seq_len, method, device.torch_device
+    passes = passes_of(*case)
+
+    def times(passes: Passes, in_a_row: bool = True) -> list[tuple[float, ...]]:
+        seconds_of_calls(passes, device, WARM_CALLS)
+        return list(zip(*seconds_of_calls(passes, device, CALLS, in_a_row), strict=True))
+
+    whole = {"all": times(passes, in_a_row=False), "all, calls in a row": times(passes)}
+    with in_context(*case) as same:
+        whole["the same in a context"] = times(same)
+    with plans_that_compute_nothing(passes):
+        whole["without the plan"] = times(passes)
+        with in_context(*case) as same:
+            whole["the same in a context, without the plan"] = times(same)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         seconds_of_calls(passes, device, CALLS)
     parts: dict[str, dict[str, list[float]]] = {FORWARD: {}, BACKWARD: {}}
@@ -124,8 +180,8 @@ def main(arguments: Sequence[str]) -> None:
     ranks, device, command = start("docs/scripts/host_time.py", arguments, GPU, 300)
     tables = {}
     for method in options.methods:
-        passes = passes_of(options.heads, options.seq_len, method, device.torch_device)
-        tables[method] = ranks.on_each(partial(rows_of, passes, device)) or []
+        measure = partial(rows_of, options.heads, options.seq_len, method, device)
+        tables[method] = ranks.on_each(measure) or []
     if ranks.rank == 0:
         for method, rows in tables.items():
             print(f"{method}, {options.seq_len:,} tokens\n\n{table_of(rows)}\n")

@@ -22,9 +22,12 @@ def test_tables_of_two_ranks(tmp_path: Path) -> None:
     for method, parts in (("ring", {"send K/V", "sum dQ"}), ("ulysses", {"send heads", "send rows"})):
         rows = {row["part"]: (row["forward, us"], row["backward, us"]) for row in tables[method]}
         assert parts | {"tile", "backward of tile", "the rest"} <= set(rows)
-        assert list(rows)[-3:] == ["all, with the profiler", "all", "all, calls in a row"]
+        assert list(rows)[-6:] == [
+            "all, with the profiler", "all", "all, calls in a row", "the same in a context", "without the plan",
+            "the same in a context, without the plan",
+        ]  # fmt: skip
+        assert all(float(us) > 0 for name in list(rows)[-5:] for us in rows[name])
         assert rows["tile"][1] == rows["backward of tile"][0] == "-"
-        assert all(float(us) > 0 for us in (*rows["all"], *rows["all, calls in a row"]))
         assert f"{method}, 64 tokens" in text
 
 
