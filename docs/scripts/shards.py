@@ -13,8 +13,7 @@ DIM = 128
 
 def drawn(heads: Heads, seq_len: int, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
     """q, k and v, which require gradients, and the gradient of out: (B, H, S, D), in (B, S, H, D) memory, bfloat16."""
-    rows, dim = seq_len // dist.get_world_size(), heads.dim or DIM
-    v_dim = heads.v_dim or dim
+    rows, (dim, v_dim) = seq_len // dist.get_world_size(), heads.dims(DIM)
     generator = torch.Generator(device).manual_seed(dist.get_rank())  # contexts refuse shards that are equal on ranks
     *qkv, grad_out = (
         torch.randn(1, rows, count, width, dtype=torch.bfloat16, device=device, generator=generator).transpose(1, 2)

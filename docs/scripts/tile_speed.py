@@ -16,28 +16,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from shards import DIM
 
-from cp_dtensor import Causal, Contiguous, Full, HeadTail, Layout, Mask, PrefixLM, SlidingWindow
+from cp_dtensor import Causal, Contiguous, Full, HeadTail, Layout, Mask
+from cp_dtensor.attention.backends import select
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
-from cp_dtensor.attention.backends.flash4 import (
-    Flash4Attention,
-    has_no_groups_in_backward,
-    tiles_that_do_not_compile,
-)
 from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
-from cp_dtensor.attention.backends.select import backend_by_name
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, TileMask
 from cp_dtensor.plan.tiling import Masking, tiling_of
-from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.bench.cases import Heads, Inputs
 from cp_dtensor.tools.bench.report import table_of, write_json
-from cp_dtensor.tools.parsing import lognormal_documents
+from cp_dtensor.tools.parsing import mask_by_name
 from cp_dtensor.tools.ranks import Call, Device
 
 GPU = torch.cuda.is_available()
@@ -59,53 +53,32 @@ if GPU:
     MASKED = [
         ("32:8:128", 1024, "documents 300"), ("32:8:128", 2048, "documents 700"), ("32:8:128", 4096, "documents 700"),
         ("32:8:128", 8192, "documents 700"), ("64:8:128", 65536, "documents 2048"), ("64:8:128", 65536, "window 4096"),
-        ("32:8:128", 32768, "prefix 8192"), ("32:8:64", 32768, "documents 2048"),
+        ("32:8:128", 32768, "prefix:8192"), ("32:8:64", 32768, "documents 2048"),
         ("16:16:192/128", 32768, "documents 2048"), ("16:4:256", 32768, "documents 2048"),
     ]  # fmt: skip
 else:
     SHAPED = [("4:2:16", 32, 32, True), ("2:2:16/8", 32, 16, False)]
-    MASKED = [("4:2:16", 64, "documents 20"), ("4:2:16", 64, "window 8"), ("4:2:16", 64, "prefix 9")]
+    MASKED = [("4:2:16", 64, "documents 20"), ("4:2:16", 64, "window 8"), ("4:2:16", 64, "prefix:9")]
 
 
-class Inputs(NamedTuple):
-    """Random tensors of a tile, (B, H, S, D)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    grad_out: Tensor
-
-    @staticmethod
-    def drawn(heads: Heads, rows: int, columns: int, device: torch.device) -> Inputs:
-        dim = heads.dim or 0
-        v_dim = heads.v_dim or dim
-        shapes = (rows, heads.q, dim), (columns, heads.kv, dim), (columns, heads.kv, v_dim), (rows, heads.q, v_dim)
-        return Inputs(*(torch.randn(1, *each, dtype=torch.bfloat16, device=device).transpose(1, 2) for each in shapes))
-
-    def passes(self, backend: AttentionBackend, mask: TileMask) -> Passes:
-        """The passes that a backend computes by its own kernels."""
-        q, k, v, grad_out = self
-        scale = q.size(3) ** -0.5
-        out, lse = backend.forward(q, k, v, mask, scale)
-        out, lse = out.to(q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)  # final ones, of rows that see some keys
-        calls: Passes = {
-            "forward": partial(backend.forward, q, k, v, mask, scale),
-            "backward": partial(backend.backward, grad_out, q, k, v, out, lse, mask, scale),
-        }
-        serves = getattr(backend, "_serves", lambda *tile: True)
-        return {name: call for name, call in calls.items() if serves(name, q, k, v, mask)}
+def drawn(heads: Heads, rows: int, columns: int, device: torch.device) -> Inputs:
+    """Random tensors of a tile."""
+    dim, v_dim = heads.dims(DIM)
+    shapes = (rows, heads.q, dim), (columns, heads.kv, dim), (columns, heads.kv, v_dim), (rows, heads.q, v_dim)
+    return Inputs(*(torch.randn(1, *each, dtype=torch.bfloat16, device=device).transpose(1, 2) for each in shapes))
 
 
-def mask_of(text: str, length: int) -> Mask:
-    """A mask over so many tokens.
-
-    >>> mask_of("window 8", 64)
-    SlidingWindow(left=7, right=0)
-    """
-    name, number = text.split()
-    if name == "window":
-        return SlidingWindow(int(number) - 1, 0)
-    return PrefixLM(int(number)) if name == "prefix" else lognormal_documents(length, int(number), sigma=1.0, seed=0)
+def passes_of(inputs: Inputs, backend: AttentionBackend, mask: TileMask) -> Passes:
+    """The passes that a backend computes by its own kernels."""
+    q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.q.size(3) ** -0.5
+    out, lse = backend.forward(q, k, v, mask, scale)
+    out, lse = out.to(q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)  # final ones, of rows that see some keys
+    calls: Passes = {
+        "forward": partial(backend.forward, q, k, v, mask, scale),
+        "backward": partial(backend.backward, inputs.grad_out, q, k, v, out, lse, mask, scale),
+    }
+    serves = getattr(backend, "_serves", lambda *tile: True)
+    return {name: call for name, call in calls.items() if serves(name, q, k, v, mask)}
 
 
 def tiles(mask: Mask, layout: Layout, rows: int, columns: int, ranks: int) -> Iterator[tuple[int, int, IntervalMask]]:
@@ -122,17 +95,13 @@ def served(heads: Heads, rows: int, columns: int, device: torch.device, shape: T
     """The backends that compute tiles of a call, each with the kind of mask that it takes."""
     capability = torch.cuda.get_device_capability() if GPU else None
     partition = LayoutPartition(Contiguous(), rows, columns, 1, 1)
-    dims = heads.dim or 0, heads.v_dim or heads.dim or 0
     spec = CallSpec(
-        partition, Full(), 1, heads.q, heads.kv, *dims, "bfloat16", device=str(device), capability=capability
-    )
-    flash4 = Flash4Attention(
-        MathAttention(), left=tiles_that_do_not_compile(spec), copies_kv=has_no_groups_in_backward(spec)
+        partition, Full(), 1, heads.q, heads.kv, *heads.dims(DIM), "bfloat16", device=str(device), capability=capability
     )
     kinds: Served = {
-        "FlashAttention-4": (flash4, shape),
-        "cuDNN": (backend_by_name("CUDNN_ATTENTION", device.type), shape),
-        "torch's flash": (backend_by_name("FLASH_ATTENTION", device.type), shape),
+        "FlashAttention-4": (select._flash4(spec, MathAttention()), shape),
+        "cuDNN": (select.backend_by_name("CUDNN_ATTENTION", device.type), shape),
+        "torch's flash": (select.backend_by_name("FLASH_ATTENTION", device.type), shape),
         "cuDNN's FlexAttention": (CudnnFlexAttention(), by_row),
         "ours": (WideGradients(), shape),
     }
@@ -153,7 +122,7 @@ def milliseconds(passes: Mapping[str, Passes], device: Device) -> dict[tuple[str
 
 def speeds(passes: Mapping[str, Passes], teraflop: float, device: Device) -> dict[str, str]:
     """TFLOP/s of each kernel, forward / backward."""
-    work = {"forward": 1e3 * teraflop, "backward": 2.5e3 * teraflop}
+    work = {"forward": 1e3 * teraflop, "backward": 1e3 * teraflop * BACKWARD_FLOPS}
     found = {key: work[key[1]] / ms for key, ms in milliseconds(passes, device).items()}
     return {name: pair(found.get((name, "forward")), found.get((name, "backward"))) for name in passes}
 
@@ -181,10 +150,10 @@ def shaped_row(text: str, rows: int, columns: int, is_causal: bool, device: Devi
     """The speeds of a full or causal tile."""
     heads = Heads.parse(text)
     mask, shape = (Causal(), CAUSAL_TILE) if is_causal else (Full(), FULL_TILE)
-    inputs = Inputs.drawn(heads, rows, columns, device.torch_device)
+    inputs = drawn(heads, rows, columns, device.torch_device)
     (_, _, by_row), *_ = tiles(mask, Contiguous(), rows, columns, 1)
     kinds = served(heads, rows, columns, device.torch_device, shape, by_row)
-    passes = {name: inputs.passes(*kind) for name, kind in kinds.items()}
+    passes = {name: passes_of(inputs, *kind) for name, kind in kinds.items()}
     pairs = rows * columns / (2 if is_causal else 1)
     return {
         "heads": text,
@@ -197,12 +166,12 @@ def masked_row(text: str, tokens: int, mask: str, device: Device) -> dict[str, s
     """The speeds of the largest tile of a rank under a mask."""
     heads = Heads.parse(text)
     rows, columns, by_row = max(
-        tiles(mask_of(mask, tokens), HeadTail(), tokens, tokens, 2), key=lambda tile: tile[2].pairs
+        tiles(mask_by_name(mask, tokens), HeadTail(), tokens, tokens, 2), key=lambda tile: tile[2].pairs
     )
-    inputs = Inputs.drawn(heads, rows, columns, device.torch_device)
+    inputs = drawn(heads, rows, columns, device.torch_device)
     kinds = served(heads, rows, columns, device.torch_device, FULL_TILE, by_row)
     kinds = {name: kind for name, kind in kinds.items() if kind[1] is by_row} | {"ours": (IntervalAttention(), by_row)}
-    passes = {name: inputs.passes(*kind) for name, kind in kinds.items()}
+    passes = {name: passes_of(inputs, *kind) for name, kind in kinds.items()}
     work = teraflop(heads, by_row.pairs)
     eager = {}
     for name, both in passes.items():
@@ -216,8 +185,7 @@ def masked_row(text: str, tokens: int, mask: str, device: Device) -> dict[str, s
 
 def teraflop(heads: Heads, pairs: float) -> float:
     """Operations of forward."""
-    dim = heads.dim or 0
-    return 2 * heads.q * pairs * (dim + (heads.v_dim or dim)) / 1e12
+    return 2 * heads.q * pairs * sum(heads.dims(DIM)) / 1e12
 
 
 def equal_names(rows: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.docs_scripts import docs_script
 
-from cp_dtensor import SlidingWindow
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.plan.tiles import FULL_TILE
@@ -29,16 +28,15 @@ def test_every_kernel_that_computes_a_tile_has_a_figure(tmp_path: Path, monkeypa
     assert all(row["ours"] != "-" for row in found["shaped"])
     assert [row["mask"] for row in found["masked"]] == [mask for *_, mask in program.MASKED]
     assert all(float(us) > 0 for row in found["masked"] for us in row["ours, eager us"].split(" / "))
-    assert program.mask_of("window 8", 64) == SlidingWindow(7, 0)
 
 
 def test_passes_that_step_back_have_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     program = docs_script("tile_speed")
-    inputs = program.Inputs.drawn(Heads.parse("2:1:16"), 8, 8, torch.device("cpu"))
+    inputs = program.drawn(Heads.parse("2:1:16"), 8, 8, torch.device("cpu"))
     monkeypatch.setattr(Flash4Attention, "_serves", lambda self, direction, *tile: direction == "forward")
     monkeypatch.setattr("cp_dtensor.attention.backends.flash4._forward", MathAttention().forward)
-    assert set(inputs.passes(Flash4Attention(MathAttention()), FULL_TILE)) == {"forward"}
-    assert set(inputs.passes(MathAttention(), FULL_TILE)) == {"forward", "backward"}
+    assert set(program.passes_of(inputs, Flash4Attention(MathAttention()), FULL_TILE)) == {"forward"}
+    assert set(program.passes_of(inputs, MathAttention(), FULL_TILE)) == {"forward", "backward"}
 
 
 def test_times_are_of_the_kernel_and_pass_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,9 +208,9 @@ def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -
 def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:
     """FlashAttention-4 with the backend of what it does not compute; our kernels are deterministic."""
     left, copies_kv = flash4.tiles_that_do_not_compile(spec), flash4.has_no_groups_in_backward(spec)
-    if spec.deterministic:
-        return Flash4Attention(_WIDE_GRADIENTS, True, left, copies_kv)
     dims = spec.head_dim, spec.v_head_dim
-    if isinstance(instead, CudnnAttention) and dims == (256, 256) and spec.capability == (9, 0):
+    if spec.deterministic:
+        instead = _WIDE_GRADIENTS
+    elif isinstance(instead, CudnnAttention) and dims == (256, 256) and spec.capability == (9, 0):
         left |= _LEFT_TO_CUDNN
-    return Flash4Attention(instead, left=left, copies_kv=copies_kv)
+    return Flash4Attention(instead, deterministic=spec.deterministic, left=left, copies_kv=copies_kv)

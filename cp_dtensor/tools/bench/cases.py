@@ -56,6 +56,15 @@ class Heads:
             raise ValueError(f"expected the number of query heads to be a multiple of the kv heads, got {text!r}")
         return cls(q, kv, dim, v_dim)
 
+    def dims(self, otherwise: int) -> tuple[int, int]:
+        """Head dims of q and k, and of v; `otherwise` where these heads have none.
+
+        >>> Heads(16, 16, 192, 128).dims(64), Heads(32, 8, 256).dims(64), Heads(32, 8).dims(64)
+        ((192, 128), (256, 256), (64, 64))
+        """
+        dim = self.dim or otherwise
+        return dim, self.v_dim or dim
+
 
 @dataclass(frozen=True)
 class Case:
@@ -86,8 +95,7 @@ class Case:
     @property
     def dims(self) -> tuple[int, int]:
         """Head dims of q and k, and of v."""
-        dim = self.heads.dim or self.head_dim
-        return dim, self.heads.v_dim or dim
+        return self.heads.dims(self.head_dim)
 
     @property
     def mask_value(self) -> Mask:
