@@ -18,7 +18,7 @@ from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
 from cp_dtensor.plan.plan import RoutePiece, Stages, Step, TilePlan, gathered_plan, ring_plan
-from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.plan.tiling import Masking, rows_in_order
 
 Places = list[list[torch.Tensor | None]]
 """Rows for, or from, each rank: `places[slot][rank]`, None where there are none. A slot is one collective."""
@@ -183,8 +183,8 @@ class Staging:
     """Bytes of all ranks' K/V in a stage of forward; the local tile hides a transfer of this size."""
     grad_stage_bytes: int = 32 << 20
     """Bytes of all ranks' K/V in a stage of backward, where nothing hides the gradients of the last stage."""
-    grad_local_bytes: int = 128 << 20
-    """Bytes of all ranks' K/V for each group of heads of the local tile in backward; kernels copy it in float32."""
+    grad_local_bytes: int = 64 << 20
+    """Bytes of a rank's K/V for each group of heads of the local tile in backward; kernels copy it in float32."""
     flops_per_stage: float = 0.3e12
     """FLOPs of a rank that a stage of forward has at least (half a millisecond on an H200): launches cost time."""
     grad_flops_per_stage: float = 0.6e12
@@ -207,6 +207,7 @@ class Staging:
         tiling = spec.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
+        own = rows_in_order(groups[0].kv_by_rank).longest * spec.head_bytes * spec.kv_heads
         total = gathered * spec.head_bytes * spec.kv_heads
         flops = spec.flops(groups) / world_size
         filling = queries // world_size * spec.batch_size * spec.q_heads // self.queries_per_stage
@@ -214,15 +215,15 @@ class Staging:
             filling = min(filling, gathered * spec.batch_size * spec.kv_heads // self.keys_per_stage_by_row)
         grad_filling = min(filling, gathered * spec.batch_size * spec.q_heads // self.grad_keys_per_stage)
 
-        def count(limit: int, worthwhile: float, most_filling: int) -> int:
-            most = max(1, min(spec.kv_heads, -(-total // limit), int(worthwhile), most_filling))
+        def count(size: int, limit: int, worthwhile: float, most_filling: int) -> int:
+            most = max(1, min(spec.kv_heads, -(-size // limit), int(worthwhile), most_filling))
             # Stages of equal size fill a GPU equally well.
             return next((few for few in range(most, most // 2, -1) if spec.kv_heads % few == 0), most)
 
         worthwhile = BACKWARD_FLOPS * flops / self.grad_flops_per_stage
-        local = min(4, count(self.grad_local_bytes, worthwhile, grad_filling))
-        remote = count(self.grad_stage_bytes, worthwhile, grad_filling)
-        forward = count(self.stage_bytes, flops / self.flops_per_stage, filling)
+        local = min(4, count(own, self.grad_local_bytes, worthwhile, grad_filling))
+        remote = count(total, self.grad_stage_bytes, worthwhile, grad_filling)
+        forward = count(total, self.stage_bytes, flops / self.flops_per_stage, filling)
         return Stages(1, forward), Stages(local, max(local, remote))
 
 

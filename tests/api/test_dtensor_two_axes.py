@@ -112,7 +112,7 @@ def test_uneven_shards_over_two_axes(names: Names, shape: Shape) -> None:
 
 def test_stages_of_heads_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "head_stages", partial(head_stages, flops_per_stage=1e-3, most=2))
-    problem = Problem(24, 24, q_heads=8, kv_heads=2, head_dim=4, is_causal=True)
+    problem = Problem(24, 24, q_heads=8, kv_heads=4, head_dim=4, is_causal=True)
     check(ULYSSES_RING, (2, 2), [problem], ((CP, CP),) * 3)
 
 

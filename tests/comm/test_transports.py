@@ -83,14 +83,14 @@ def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> No
         (fine(stage_bytes=4 * 3072 - 1), Stages(1, 2), Stages(1, 1)),
         (fine(stage_bytes=3072, grad_stage_bytes=2 * 3072), Stages(1, 4), Stages(1, 2)),
         (fine(stage_bytes=2 * 3072, grad_stage_bytes=1), Stages(1, 2), Stages(1, 4)),
-        (fine(grad_local_bytes=2 * 3072), Stages(1, 1), Stages(2, 2)),
+        (fine(grad_local_bytes=3072), Stages(1, 1), Stages(2, 2)),
         (Staging(stage_bytes=1, grad_stage_bytes=1), Stages(1, 1), Stages(1, 1)),  # too little work to cut
         (BY_HEAD, Stages(1, 4), Stages(4, 4)),
     ],
     ids=str,
 )
 def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: Stages, backward: Stages) -> None:
-    """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes."""
+    """24 tokens of 4 heads of K and V, 8 elements of 8 bytes each, are 4 x 3072 bytes; a rank of 2 has half of them."""
     spec = CallSpec(LayoutPartition(HeadTail(), 24, 24, 1, 2), Full(), 1, 4, 4, 8, 8, "float64")
     assert staging.stages(spec) == (forward, backward)
     problem = Problem(24, 24, q_heads=4, kv_heads=4)

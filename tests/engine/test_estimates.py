@@ -63,12 +63,17 @@ def test_bytes_of_ulysses_by_hand() -> None:
 @pytest.mark.parametrize(("length", "usual", "little"), [(16384, 1, 1), (24576, 4, 1), (32768, 4, 2), (65536, 4, 4)])
 def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usual: int, little: int) -> None:
     """0.55, 1.2, 2.2 and 8.8e12 operations of a rank of 4, with 8 query heads."""
-    causal = shape(length, 4)
+    causal = dataclasses.replace(shape(length, 4), kv_heads=32)
     for masking in Masking:
         by_row = dataclasses.replace(causal, masking=masking)
         hides_little = masking is not Masking.BY_SHAPE
         assert head_stages(by_row, 4, publishes=True) == (little if hides_little else usual)
         assert head_stages(by_row, 4, publishes=False) == usual
+
+
+def test_a_stage_has_whole_kv_heads() -> None:
+    """8 kv heads; parts of one would each need its keys and values."""
+    assert [head_stages(shape(1 << 20, ranks), ranks, publishes=True) for ranks in (1, 2, 4, 8, 16)] == [4, 4, 2, 1, 1]
 
 
 def test_bytes_of_a_ring_by_hand() -> None:

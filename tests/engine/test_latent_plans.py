@@ -176,9 +176,9 @@ def found(length: int, ranks: int, heads: int, link_speed: float) -> dict[str, E
 
 def test_slow_links_send_latents_and_fast_links_expanded_rows() -> None:
     """A ring on 8 ranks expands 8 times as many rows, and a third more products."""
-    slow, fast = (fastest(found(32768, 8, 16, speed)) for speed in (20e9, 5e12))
-    assert not slow.startswith(EXPANDED)
-    assert fast == EXPANDED + "ring"
+    slow, fast = (found(32768, 8, 16, speed) for speed in (5e9, 5e12))
+    assert fastest(slow) == "ring"
+    assert fast[EXPANDED + "ring"].seconds < 0.8 * fast["ring"].seconds
 
 
 def test_by_heads_latents_cost_one_product_more() -> None:
