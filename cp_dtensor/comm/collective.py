@@ -18,7 +18,7 @@ from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
 from cp_dtensor.plan.plan import RoutePiece, Stages, Step, TilePlan, gathered_plan, ring_plan
-from cp_dtensor.plan.tiling import Masking, rows_in_order
+from cp_dtensor.plan.tiling import Masking
 
 Places = list[list[torch.Tensor | None]]
 """Rows for, or from, each rank: `places[slot][rank]`, None where there are none. A slot is one collective."""
@@ -207,7 +207,7 @@ class Staging:
         tiling = spec.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
-        own = rows_in_order(groups[0].kv_by_rank).longest * spec.head_bytes * spec.kv_heads
+        own = tiling.gathered_rows(0).longest * spec.head_bytes * spec.kv_heads
         total = gathered * spec.head_bytes * spec.kv_heads
         flops = spec.flops(groups) / world_size
         filling = queries // world_size * spec.batch_size * spec.q_heads // self.queries_per_stage

@@ -30,8 +30,10 @@ _BACKWARD_TIME = 2.8
 """GPU time of backward over forward: five matrix products instead of two, and slower kernels."""
 _BACKWARD_LAUNCH = 2.4
 """Host time of a launch of backward over one of forward (from the benchmark tables)."""
-_TRIANGLE = (0.53, 0.5)
-"""GPU time of a triangle over that of the whole rectangle, in forward and in backward (measured on H200s)."""
+_TRIANGLE_TIME = 0.53
+"""GPU time of forward of a triangle over that of the whole rectangle (measured on H200s)."""
+_TRIANGLE_BACKWARD_TIME = 0.5
+"""GPU time of backward of a triangle over that of the whole rectangle."""
 _INTERVALS_TIME = 1.3
 """GPU time of interval-masked tiles over tiles by shape (measured on H200s, docs/benchmarks/2xH200-masks)."""
 _INTERVALS_LAUNCH = 1.7
@@ -92,7 +94,8 @@ def _compute_seconds(step: Step, plan: TilePlan, spec: CallSpec, hardware: Hardw
 def _tile_seconds(tile: Tile, heads: int, spec: CallSpec, hardware: Hardware, backward: bool) -> float:
     rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
     if isinstance(tile.mask, ShapedMask):
-        pairs = rows * columns * (1.0 if tile.mask.is_full else _TRIANGLE[backward])
+        triangle = _TRIANGLE_BACKWARD_TIME if backward else _TRIANGLE_TIME
+        pairs = rows * columns * (1.0 if tile.mask.is_full else triangle)
     else:
         pairs = _INTERVALS_TIME * tile.mask.pairs
     flops = 2.0 * batch * heads * pairs * (spec.head_dim + spec.v_head_dim) * (_BACKWARD_TIME if backward else 1.0)
@@ -100,7 +103,7 @@ def _tile_seconds(tile: Tile, heads: int, spec: CallSpec, hardware: Hardware, ba
     waves = blocks / hardware.multiprocessors
     if not waves:
         return 0.0
-    # The blocks of a triangle are of different lengths; multiprocessors wait about half of the longest.
+    # Blocks of triangles and of interval-masked tiles differ in length; multiprocessors wait about half of the longest.
     idle = -(-blocks // hardware.multiprocessors) / waves if tile.mask.is_full else 1.0 + 0.5 / waves
     return flops / hardware.flops * idle + _KERNEL
 

@@ -333,8 +333,8 @@ class HeadPartition:
 def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadPartition:
     """The partition with the fewest query heads on the busiest rank, and then the least replication.
 
-    If heads do not divide by the ranks, some ranks have fewer heads or none. A stage has at least one group of each
-    rank; with more `stages` than that, there are fewer.
+    If heads do not divide by the ranks, some ranks have fewer heads or none. Every rank that has a group has one in
+    each stage; if there are too many `stages` for that, there are fewer.
     """
     if kv_heads == 0:  # possible where heads are sharded unevenly over another axis
         return HeadPartition(q_heads, kv_heads, world_size, replication=1, stages=1)
@@ -362,17 +362,17 @@ _MORE_UNHIDDEN = 3.0
 def head_stages(
     spec: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.3e12, most: int = 4
 ) -> int:
-    """The number of stages of Ulysses that are worthwhile and divide a rank's KV heads.
+    """The number of stages of Ulysses that are worthwhile and divide a rank's KV-head groups.
 
     Exchanges of heads overlap the computation of other stages. Launches cost time, so a stage has at least
-    `flops_per_stage` FLOPs of a rank (half a millisecond on an H200). Stages with a part of a KV head's query heads
-    would each need its K/V, and were no faster on 8 H200s (docs/log.md, 2026-11-26).
+    `flops_per_stage` FLOPs of a rank (half a millisecond on an H200). A stage has whole groups: parts of a group would
+    each need its K/V, and were no faster on 8 H200s (docs/log.md, 2026-11-26).
     """
     groups = spec.partition.groups()
     least = flops_per_stage * (1.0 if hides_exchanges(spec, publishes) else _MORE_UNHIDDEN)
     worthwhile = int(spec.flops(groups) / groups[0].world_size / least)
-    heads = max(spec.kv_heads // world_size, 1)
-    return next(count for count in range(max(1, min(most, worthwhile)), 0, -1) if heads % count == 0)
+    of_rank = max(partition_heads(spec.q_heads, spec.kv_heads, world_size).kv_group_count // world_size, 1)
+    return next(count for count in range(max(1, min(most, worthwhile)), 0, -1) if of_rank % count == 0)
 
 
 def hides_exchanges(spec: CallSpec, publishes: bool) -> bool:

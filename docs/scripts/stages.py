@@ -117,6 +117,11 @@ def main(arguments: Sequence[str]) -> None:
     if most > fewest:
         parser.error(f"expected at most as many stages as kv heads, got {most} stages and {fewest} kv heads")
     ranks, device, command = start("docs/scripts/stages.py", arguments, GPU, 300)
+    if max(options.ulysses, default=1) > max(fewest // ranks.world_size, 1):
+        parser.error(
+            f"expected at most as many stages of Ulysses as a rank has kv heads, got {max(options.ulysses)} stages, "
+            f"{fewest} kv heads and {ranks.world_size} ranks"
+        )
     of_ulysses = [f"{ULYSSES}{each}" for each in (NOW, *options.ulysses)] if options.ulysses else []
     names, rows = [NOW, *options.stages, *of_ulysses], []
     for heads in options.heads:

@@ -163,7 +163,7 @@ def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change)
 
 @each_way
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 3, 3), (12, 1, 4)]
+    ("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 9, 3), (24, 12, 4)]
 )
 def test_stages_of_heads(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
     """Each stage has regular parts of all heads; K/V heads are replicated for the ranks, and so are their rows."""

@@ -174,11 +174,11 @@ def found(length: int, ranks: int, heads: int, link_speed: float) -> dict[str, E
     return estimates(shape(length, ranks, heads), axis, None, AUTO)
 
 
-def test_slow_links_send_latents_and_fast_links_expanded_rows() -> None:
+def test_rings_send_latents_over_slow_links_and_are_faster_with_expanded_rows_over_fast_ones() -> None:
     """A ring on 8 ranks expands 8 times as many rows, and a third more products."""
     slow, fast = (found(32768, 8, 16, speed) for speed in (5e9, 5e12))
     assert fastest(slow) == "ring"
-    assert fast[EXPANDED + "ring"].seconds < 0.8 * fast["ring"].seconds
+    assert fast[EXPANDED + "ring"].seconds < 0.85 * fast["ring"].seconds
 
 
 def test_by_heads_latents_cost_one_product_more() -> None:

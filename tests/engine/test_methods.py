@@ -68,7 +68,7 @@ def test_any_number_of_heads(q_heads: int, kv_heads: int, names: tuple[str, ...]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 4), (12, 4), (9, 3)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 4), (12, 6), (10, 5)])
 @each_mask
 def test_stages_of_heads_change_nothing(
     is_causal: bool, q_heads: int, kv_heads: int, stages: int, monkeypatch: pytest.MonkeyPatch

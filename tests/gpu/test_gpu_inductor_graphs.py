@@ -37,7 +37,7 @@ def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, in
 
     counters.clear()
     staging = partial(head_stages, flops_per_stage=1e-3, most=4 if way == "ulysses in stages" else 1)
-    problem = Problem(512, 512, 1, 16, 8, 64, is_causal=mask is None, dtype=torch.float32)
+    problem = Problem(512, 512, 1, 8 * WORLD_SIZE, 4 * WORLD_SIZE, 64, is_causal=mask is None, dtype=torch.float32)
     group = dist.new_group()  # of which nothing has been found out or prepared
     masked: dict[str, Any] = {"is_causal": True} if mask is None else {"mask": mask}
 

@@ -34,7 +34,7 @@ from cp_dtensor.plan.partition import head_stages
 
 pytestmark = pytest.mark.gpu(WORLD_SIZE)
 PROBLEMS = (
-    Problem(256, 256, 2, 8, 4, 32, is_causal=True),
+    Problem(256, 256, 2, 4 * WORLD_SIZE, 2 * WORLD_SIZE, 32, is_causal=True),
     Problem(203, 203, 1, 4, 4, 64, is_causal=True),
     Problem(96, 160, 2, 4, 1, 16),
     Problem(40, 40, 1, 3, 3, 8, is_causal=True),
@@ -109,7 +109,7 @@ def test_random_delays_on_random_ranks_change_nothing(
 
 
 def _compiled(rank: int, method: str, stages: int, deterministic: bool) -> list[float]:
-    problem = Problem(512, 512, 1, 8, 4, 64, is_causal=True, dtype=torch.bfloat16)
+    problem = Problem(512, 512, 1, 4 * WORLD_SIZE, 2 * WORLD_SIZE, 64, is_causal=True, dtype=torch.bfloat16)
     inputs = shards(problem, 0, HeadTail(), rank)
     with ExitStack() as stack:
         staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
@@ -142,7 +142,7 @@ def test_compiled_equals_eager(gpus: Processes, method: str, stages: int, determ
 
 def _error(rank: int) -> float:
     """The largest difference in a call after one that has raised in its second stage."""
-    problem = Problem(512, 512, 1, 8, 8, 64, is_causal=True, dtype=torch.float32)
+    problem = Problem(512, 512, 1, 2 * WORLD_SIZE, 2 * WORLD_SIZE, 64, is_causal=True, dtype=torch.float32)
     inputs = shards(problem, 0, HeadTail(), rank)
     calls = []
     forward = RingPlan.forward
@@ -177,7 +177,7 @@ def _graph(rank: int, stages: int) -> list[float]:
 
 
 def _replayed(rank: int) -> list[float]:
-    problem = Problem(512, 512, 1, 16, 8, 64, is_causal=True, dtype=torch.float32)
+    problem = Problem(512, 512, 1, 8 * WORLD_SIZE, 4 * WORLD_SIZE, 64, is_causal=True, dtype=torch.float32)
 
     def call(inputs: Tensors, **options: Any) -> Tensors:
         return attend(inputs, problem, HeadTail(), dist.group.WORLD, **options)

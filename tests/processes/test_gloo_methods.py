@@ -61,7 +61,7 @@ def place_on(mesh: DeviceMesh) -> int:
 
 
 def random_problem(draw: random.Random) -> Problem:
-    kv_heads, q_len = draw.randint(1, 4), draw.randint(1, 40)
+    kv_heads, q_len = draw.choice([1, 2, 3, 4, 8]), draw.randint(1, 40)
     return Problem(
         q_len=q_len,
         kv_len=draw.choice([q_len, q_len, draw.randint(1, 40)]),

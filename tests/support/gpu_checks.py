@@ -60,7 +60,7 @@ def delay(draw: random.Random) -> None:
 
 def layers(rank: int, ways: Sequence[dict[str, Any]], seed: int, delays: random.Random | None) -> list[torch.Tensor]:
     """Returns out of layers that use `ways` (options of calls) in turns, and gradients of one backward through all."""
-    problem = Problem(512, 512, 1, 16, 8, 64, is_causal=True, dtype=torch.float32)
+    problem = Problem(512, 512, 1, 8 * WORLD_SIZE, 4 * WORLD_SIZE, 64, is_causal=True, dtype=torch.float32)
     q, k, v, grad_out = shards(problem, seed, HeadTail(), rank)
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     outs = []

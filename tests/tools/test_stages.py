@@ -16,14 +16,14 @@ from cp_dtensor.plan.plan import Stages
 
 
 def test_a_row_for_each_number_of_stages(tmp_path: Path) -> None:
-    arguments = ["--heads", "4:4:8", "4:2:8/16", "--seq-lens", "32", "--stages", "1,1", "2,2"]
+    arguments = ["--heads", "4:4:8", "8:4:8/16", "--seq-lens", "32", "--stages", "1,1", "2,2"]
     arguments += ["--ulysses", "1", "2", "--json", "out.json"]
     text = launch(2, FOLDER / "stages.py", *arguments, folder=tmp_path)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["stages"] for row in rows] == ["now", "1,1", "2,2", "ulysses now", "ulysses 1", "ulysses 2"] * 2
-    assert [row["heads"] for row in rows] == ["4:4 of 8"] * 6 + ["4:2 of 8/16"] * 6
+    assert [row["heads"] for row in rows] == ["4:4 of 8"] * 6 + ["8:4 of 8/16"] * 6
     assert all(row["eager, ms"] > 0 for row in rows)
-    assert "| 4:2 of 8/16 | 32 | 2,2 |" in text
+    assert "| 8:4 of 8/16 | 32 | 2,2 |" in text
 
 
 @pytest.mark.parametrize("stages", ["2,3", "1", "a,b", "0,0", "1,8"])
@@ -33,6 +33,11 @@ def test_stages_that_cannot_be_are_refused(stages: str, capsys: pytest.CaptureFi
     said = capsys.readouterr().err
     expected = "at most as many stages as kv heads, got 8 stages and 4" if stages == "1,8" else f"got {stages!r}"
     assert expected in said
+
+
+def test_a_rank_of_ulysses_has_a_kv_head_in_each_stage(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="as a rank has kv heads, got 2 stages, 2 kv heads and 2 ranks"):
+        launch(2, FOLDER / "stages.py", "--heads", "4:2:8", "--ulysses", "2", folder=tmp_path)
 
 
 def test_backward_has_the_stages_that_are_given() -> None:
