@@ -131,7 +131,7 @@ RECOMPUTE: dict[str, Callable[..., torch.Tensor]] = {
 )
 def test_recompute_in_autograds_own_threads_is_ring_attention(gpus: Processes, how: str, backward_inside: bool) -> None:
     for errors in gpus.run(_recompute_body, how, backward_inside):
-        assert max(errors) < 1e-10
+        assert all(each < 1e-10 for each in errors)
 
 
 def _dtensor_body(
@@ -187,6 +187,8 @@ def test_a_recompute_that_is_not_torchs_is_refused(gpus: Processes) -> None:
 
 
 SEQUENCE, MIXED = (Shard(2), Shard(2), Shard(2)), (Shard(2), Replicate(), Replicate())
+LIMIT = max(1.5, (1 + WORLD_SIZE / 2) ** 0.5)
+"""Of errors: all-reduces of gradients of replicated tensors round at each hop, and shards of few rows vary more."""
 LENGTHS = [256, pytest.param(101, marks=with_nccl)]
 """DTensor gathers gradients of uneven shards in torch 2.11, and those of replicated tensors."""
 
@@ -209,7 +211,7 @@ def test_sdpa_of_dtensors_is_that_of_the_full_tensors(
     gpus: Processes, backend: str, dtype: torch.dtype, head_dim: int, placements: tuple[Placement, ...], length: int
 ) -> None:
     for ours, single in gpus.run(_dtensor_body, backend, dtype, head_dim, placements, length):
-        assert all(a <= 1.5 * b + 1e-12 for a, b in zip(ours, single, strict=True)), (ours, single)
+        assert all(a <= LIMIT * b + 1e-12 for a, b in zip(ours, single, strict=True)), (ours, single)
 
 
 def _fused_op_body(rank: int, op: str, length: int) -> list[list[float]]:

@@ -18,7 +18,7 @@ from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, 
 from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_qkvpacked_func
 
 pytestmark = pytest.mark.gpu(WORLD_SIZE)
-LENGTH = 1024
+LENGTH, HEADS = 1024, 2 * WORLD_SIZE
 
 
 def _entries(rank: int) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _attend(attend: Any, qkv: torch.Tensor, grad_out: torch.Tensor, **options: A
 
 def _complaints(rank: int) -> list[str]:
     generator = torch.Generator(torch.device("cuda", torch.cuda.current_device())).manual_seed(rank)
-    shapes = ((2, LENGTH, 3, 4, 64), (2, LENGTH, 4, 64))
+    shapes = ((2, LENGTH, 3, HEADS, 64), (2, LENGTH, HEADS, 64))
     qkv, grad_out = (torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes)
     draw, found = random.Random(rank), []
     for name, attend in _entries(rank).items():

@@ -81,4 +81,5 @@ def test_errors_are_near_those_of_one_gpu(
         ratios[name] = ((square**0.5) / truth[index].norm()).item() / single[index]  # type: ignore[union-attr]
     print(f"\n{transport}, {RANKS} ranks, {whole[0].shape}:", {name: round(each, 3) for name, each in ratios.items()})
     # Own tiles have gradients in float32 with `allgather`, but not at head dim 256 with the packages.
-    assert max(ratios.values()) <= (1.13 if transport == "allgather" and whole[0].size(3) == 128 else 1.25), ratios
+    limit = 1.13 if transport == "allgather" and whole[0].size(3) == 128 else 1.25
+    assert all(each <= limit for each in ratios.values()), ratios

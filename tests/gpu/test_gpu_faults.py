@@ -39,7 +39,7 @@ def ranks() -> Iterator[Processes]:
 
 
 def _run(rank: int, group: Any, way: str) -> tuple[torch.Tensor, ...]:
-    return attend(shards(PROBLEM, 5, HeadTail(), rank), PROBLEM, HeadTail(), group, **WAYS[way])
+    return attend(shards(PROBLEM, 5, HeadTail(), rank, 2), PROBLEM, HeadTail(), group, **WAYS[way])
 
 
 def _check_right(rank: int, group: Any, way: str) -> None:
@@ -93,7 +93,7 @@ def _comes_late(rank: int, way: str, share: float) -> None:
 
 def _skips_a_replay(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    inputs = shards(PROBLEM, 5, HeadTail(), rank)
+    inputs = shards(PROBLEM, 5, HeadTail(), rank, 2)
     for _ in range(2):
         attend(inputs, PROBLEM, HeadTail(), group, **WAYS["symm_mem"])
     torch.cuda.synchronize()

@@ -74,7 +74,7 @@ def _steps(rank: int, way: str, mask: Mask | None) -> tuple[list[float], int, in
 @pytest.mark.parametrize("way", captured(WAYS))
 def test_first_calls_may_be_in_graphs(gpus: Processes, way: str, mask: str) -> None:
     for worst, graphs, skipped in gpus.run(_steps, way, MASKS[mask]):
-        assert max(worst) < 1e-4, worst
+        assert all(each < 1e-4 for each in worst), worst
         assert graphs >= 2, "forward and backward"
         assert not skipped
 
@@ -116,4 +116,4 @@ def _in_regions(rank: int, with_grad: bool) -> list[float]:
 def test_masks_of_contexts_are_those_of_each_step(gpus: Processes, with_grad: bool) -> None:
     """They are known when the code runs, so attention is left out of graphs."""
     for worst in gpus.run(_in_regions, with_grad):
-        assert max(worst) < 1e-3, worst
+        assert all(each < 1e-3 for each in worst), worst

@@ -236,7 +236,7 @@ def _graph(rank: int, name: str, way: str) -> list[float]:
 @pytest.mark.parametrize("way", captured(WAYS))
 def test_a_captured_masked_call_replays_with_fresh_inputs(gpus: Processes, way: str) -> None:
     for worst in gpus.run(_graph, "documents", way):
-        assert max(worst) < 1e-2, worst  # ways round differently
+        assert all(each < 1e-2 for each in worst), worst  # ways round differently
 
 
 PLAIN = Kind(Causal(), _causal)

@@ -72,10 +72,10 @@ def alike(ours: Tensors, want: Tensors, *, bits: bool = False) -> bool:
     return close and all(a.stride() == b.stride() and (not bits or torch.equal(a, b)) for a, b in pairs)
 
 
-def _steps(rank: int, way: str, has_sinks: bool, dtype: torch.dtype) -> tuple[bool, int, float]:
-    """Steps of new inputs, replayed and eager: True if they are alike, graphs, and the largest error in float64."""
+def _steps(rank: int, way: str, has_sinks: bool, dtype: torch.dtype) -> tuple[bool, int, list[float]]:
+    """Steps of new inputs, replayed and eager: True if they are alike, graphs, and the largest errors in float64."""
     problem = Problem(512, 512, 2, 8, 2, 64, is_causal=True, dtype=dtype)
-    group, same, worst = dist.new_group(range(WORLD_SIZE)), [], 0.0
+    group, same, errors = dist.new_group(range(WORLD_SIZE)), list[bool](), list[float]()
     torch.use_deterministic_algorithms(way == "torch's switch")  # empty tensors are NaN then
     with counted() as graphs:
         for seed in range(STEPS):
@@ -90,9 +90,9 @@ def _steps(rank: int, way: str, has_sinks: bool, dtype: torch.dtype) -> tuple[bo
                 whole = reference(problem, *problem.draw(seed, "cuda"))
                 expected = [shard(x, HeadTail(), rank, WORLD_SIZE) for x in whole]
                 results = [replayed[0], *replayed[2:]]
-                worst = max(worst, *((a - b).abs().max().item() for a, b in zip(results, expected, strict=True)))
+                errors += [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)]
     torch.use_deterministic_algorithms(False)
-    return all(same), graphs.call_count, worst
+    return all(same), graphs.call_count, errors
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
@@ -101,10 +101,10 @@ def _steps(rank: int, way: str, has_sinks: bool, dtype: torch.dtype) -> tuple[bo
 def test_replays_equal_eager_calls(gpus: Processes, way: str, dtype: torch.dtype, has_sinks: bool) -> None:
     if dtype == torch.float64 and way in ("softcap", *DETERMINISTIC):
         pytest.skip("these kernels are of half precision")
-    for same, graphs, worst in gpus.run(_steps, way, has_sinks, dtype):
+    for same, graphs, errors in gpus.run(_steps, way, has_sinks, dtype):
         assert same
         assert graphs == 2, "forward and backward, when they come for the second time"
-        assert worst < 1e-10
+        assert all(each < 1e-10 for each in errors), errors
 
 
 SCALES = (1,) * 4 + (4,) * 4 + (1,) * 3
@@ -236,7 +236,7 @@ def test_after_inference_and_in_graphs_of_the_user(gpus: Processes) -> None:
 def _refusals(rank: int) -> None:
     problem = Problem(512, 512, 1, 8, 2, 64, is_causal=True, dtype=torch.bfloat16)
     attend = partial(call, shards(problem, 0, HeadTail(), rank), length=512, mesh=dist.group.WORLD, replay=True)
-    bias = torch.zeros(256, 512, device="cuda")
+    bias = torch.zeros(512 // WORLD_SIZE, 512, device="cuda")
     for options, message in (
         ({"attn_mask": bias}, "takes no attn_mask"),
         ({"dropout_p": 0.5}, "takes no dropout_p"),

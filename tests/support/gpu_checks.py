@@ -95,7 +95,7 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def relative_norm(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
+    return ((a - b).norm() / b.norm().clamp_min(torch.finfo(b.dtype).tiny)).item()
 
 
 def replayed_differences(
