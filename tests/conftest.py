@@ -86,7 +86,17 @@ def four_processes() -> Iterator[Processes]:
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Processes]:
     """Processes on GPUs of their own with NCCL (or on one, with gloo), for one file."""
-    processes = Processes(GPU_RANKS, timeout=120, backend="nccl")
+    yield from _on_gpus(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def slow_gpus() -> Iterator[Processes]:
+    """As `gpus`, for bodies that compile much or compute long."""
+    yield from _on_gpus(timeout=280)
+
+
+def _on_gpus(timeout: float) -> Iterator[Processes]:
+    processes = Processes(GPU_RANKS, timeout=timeout, backend="nccl")
     yield processes
     processes.stop()
 

@@ -31,7 +31,7 @@ from cp_dtensor.comm import select
 from cp_dtensor.comm.collective import AllGather, Staging
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import planner
-from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.partition import CallSpec, partition_heads
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.tools.bench.cases import Heads
 from cp_dtensor.tools.parsing import positive
@@ -117,10 +117,11 @@ def main(arguments: Sequence[str]) -> None:
     if most > fewest:
         parser.error(f"expected at most as many stages as kv heads, got {most} stages and {fewest} kv heads")
     ranks, device, command = start("docs/scripts/stages.py", arguments, GPU, 300)
-    if max(options.ulysses, default=1) > max(fewest // ranks.world_size, 1):
+    asked, size = max(options.ulysses, default=1), ranks.world_size
+    if any(partition_heads(heads.q, heads.kv, size, asked).stages < asked for heads in options.heads):
         parser.error(
-            f"expected at most as many stages of Ulysses as a rank has kv heads, got {max(options.ulysses)} stages, "
-            f"{fewest} kv heads and {ranks.world_size} ranks"
+            f"expected at most as many stages of Ulysses as a rank has kv heads, got {asked} stages, "
+            f"{fewest} kv heads and {size} ranks"
         )
     of_ulysses = [f"{ULYSSES}{each}" for each in (NOW, *options.ulysses)] if options.ulysses else []
     names, rows = [NOW, *options.stages, *of_ulysses], []

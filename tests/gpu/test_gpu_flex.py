@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,13 +20,6 @@ RANKS = GPU_RANKS
 TIMES = -(-RANKS // 4)
 """Of lengths: torch takes another kernel for fewer than 128 queries, which has no configuration for these masks."""
 pytestmark = pytest.mark.gpu(RANKS)
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(RANKS, timeout=280, backend="nccl")
-    yield processes
-    processes.stop()
 
 
 def _model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: Any) -> torch.Tensor:
@@ -104,8 +97,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_errors_are_near_those_of_one_gpu(gpus: Processes, case: str) -> None:
-    (_, single), *_ = errors = gpus.run(_errors, *CASES[case])
+def test_errors_are_near_those_of_one_gpu(slow_gpus: Processes, case: str) -> None:
+    (_, single), *_ = errors = slow_gpus.run(_errors, *CASES[case])
     for ours, _ in errors:
         assert all(a <= 1.5 * b + 1e-12 for a, b in zip(ours, single, strict=True)), (ours, single)
 
@@ -131,6 +124,6 @@ def _captured(rank: int) -> list[float]:
     return [(share - expected).abs().max().item(), expected.abs().max().item()]
 
 
-def test_gradients_of_what_a_score_captures(gpus: Processes) -> None:
-    for difference, size in gpus.run(_captured):
+def test_gradients_of_what_a_score_captures(slow_gpus: Processes) -> None:
+    for difference, size in slow_gpus.run(_captured):
         assert difference < 1e-3 * max(size, 1)

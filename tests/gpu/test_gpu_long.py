@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from support.gpu_checks import with_nccl
 from support.problems import shard
-from support.processes import GPU_RANKS, Processes
+from support.processes import Processes
 
 from cp_dtensor import HeadTail, context_parallel_attention
 
@@ -18,13 +16,6 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 GROUP = HEADS // KV_HEADS
 TOKENS = 131_072
 """Of a rank."""
-
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Processes]:
-    processes = Processes(GPU_RANKS, timeout=280, backend="nccl")
-    yield processes
-    processes.stop()
 
 
 def _whole(of_rank: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -98,6 +89,6 @@ def _errors(rank: int, method: str, tokens: int, device: str) -> dict[str, float
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_rows_of_a_long_sequence(gpus: Processes, method: str) -> None:
-    for errors in gpus.run(_errors, method, TOKENS, "cuda"):
+def test_rows_of_a_long_sequence(slow_gpus: Processes, method: str) -> None:
+    for errors in slow_gpus.run(_errors, method, TOKENS, "cuda"):
         assert all(each < 0.02 for each in errors.values()), errors
