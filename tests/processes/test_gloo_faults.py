@@ -263,6 +263,15 @@ def _state() -> tuple[Any, ...]:
     return PatchedTorch.now(), thread_state(), tensors, cached
 
 
+def _check_state_is(before: tuple[Any, ...]) -> None:
+    """Tensors may use fewer bytes: threads of gloo hold those of a call for a moment after its end, `before` also."""
+    deadline = time.monotonic() + 10
+    while (now := _state())[2] > before[2] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert now[2] <= before[2], (now, before)
+    assert (now[:2], now[3]) == (before[:2], before[3])
+
+
 def _check_arguments_keep_their_error(rank: int) -> None:
     """All ranks report them at once, and no connection is lost. Errors that come later name the rank."""
     group = dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp")
@@ -297,8 +306,7 @@ def _run_faults(rank: int) -> list[tuple[str, Outcome]]:
         error = _attend_in_a_context(group, raises=rank == FAULTY)
         dist.destroy_process_group(group)
         del group
-        for now, then in zip(_state(), before, strict=True):
-            assert now == then, (now, then)
+        _check_state_is(before)
     _check_right(rank, dist.new_group(group_desc="cp"), "alltoall")
     names = [f"{getattr(fault, '__name__', fault)}, {method}" for fault, method in cases]
     return [*zip(names, outcomes, strict=True), ("the body", Outcome(error, 0.0))]
