@@ -255,21 +255,24 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 def _state() -> tuple[Any, ...]:
-    """Torch's patched functions and settings, bytes of live tensors, and entries of caches."""
+    """Torch's patched functions and settings, and entries of caches."""
     gc.collect()
-    alive = gc.get_objects()
-    tensors = sum(each.nbytes for each in alive if type(each) is torch.Tensor)
-    cached = sum(len(each) for each in alive if type(each) is LRUCache)
-    return PatchedTorch.now(), thread_state(), tensors, cached
+    cached = sum(len(each) for each in gc.get_objects() if type(each) is LRUCache)
+    return PatchedTorch.now(), thread_state(), cached
 
 
-def _check_state_is(before: tuple[Any, ...]) -> None:
-    """Tensors may use fewer bytes: threads of gloo hold those of a call for a moment after its end, `before` also."""
+def _tensor_bytes() -> int:
+    """Bytes of live tensors. Threads of gloo hold those of a call for a moment after its end."""
+    gc.collect()
+    return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
+
+
+def _check_no_tensors_stay(before: int) -> None:
+    """Live tensors have at most as many bytes as before, within 10 seconds."""
     deadline = time.monotonic() + 10
-    while (now := _state())[2] > before[2] and time.monotonic() < deadline:
+    while (now := _tensor_bytes()) > before and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert now[2] <= before[2], (now, before)
-    assert (now[:2], now[3]) == (before[:2], before[3])
+    assert now <= before, (now, before)
 
 
 def _check_arguments_keep_their_error(rank: int) -> None:
@@ -299,14 +302,16 @@ def _run_faults(rank: int) -> list[tuple[str, Outcome]]:
         shift(torch.zeros(1, 5, 2), 1, mesh=world, dim=1, seq_len=15)
         _has_another_length_that_is_exchanged(rank, world, "alltoall")
         assert _attend_in_a_context(world) is None
-        before = _state()
+        before, held = _state(), _tensor_bytes()
         cases = [*NAMED, *UNNAMED, *RIGHT, *injected]
         outcomes = _outcomes(rank, cases)
         group = dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp")
         error = _attend_in_a_context(group, raises=rank == FAULTY)
         dist.destroy_process_group(group)
         del group
-        _check_state_is(before)
+        _check_no_tensors_stay(held)
+        for now, then in zip(_state(), before, strict=True):
+            assert now == then, (now, then)
     _check_right(rank, dist.new_group(group_desc="cp"), "alltoall")
     names = [f"{getattr(fault, '__name__', fault)}, {method}" for fault, method in cases]
     return [*zip(names, outcomes, strict=True), ("the body", Outcome(error, 0.0))]
