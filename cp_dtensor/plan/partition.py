@@ -355,18 +355,18 @@ def partition_call(spec: CallSpec, world_size: int, stages: int) -> HeadPartitio
     return HeadPartition(spec.q_heads, 1, world_size, replication=min(world_size, spec.q_heads), stages=1)
 
 
-_MORE_UNHIDDEN = 3.0
+_MORE_UNHIDDEN = 2.0
 """Multiplier of `flops_per_stage` if exchanges do not overlap attention (measured on 4 H200s, docs/log.md)."""
 
 
 def head_stages(
-    spec: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.3e12, most: int = 4
+    spec: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.4e12, most: int = 4
 ) -> int:
     """The number of stages of Ulysses that are worthwhile and divide a rank's KV-head groups.
 
     Exchanges of heads overlap the computation of other stages. Launches cost time, so a stage has at least
-    `flops_per_stage` FLOPs of a rank (half a millisecond on an H200). A stage has whole groups: parts of a group would
-    each need its K/V, and were no faster on 8 H200s (docs/log.md, 2026-11-26).
+    `flops_per_stage` FLOPs of a rank (0.7 ms on an H200). A stage has whole groups: parts of a group would each need
+    its K/V, and were no faster on 8 H200s (docs/log.md, 2026-11-26).
     """
     groups = spec.partition.groups()
     least = flops_per_stage * (1.0 if hides_exchanges(spec, publishes) else _MORE_UNHIDDEN)

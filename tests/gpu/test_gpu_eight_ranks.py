@@ -11,6 +11,8 @@ from support.ranks import run_ranks
 
 from cp_dtensor import HeadTail, ring_attention
 from cp_dtensor._torch import collectives
+from cp_dtensor.attention.backends import flash4
+from cp_dtensor.attention.backends.packages import has_package_kernels
 
 pytestmark = pytest.mark.gpu(1)
 RANKS, LENGTH = 8, 16_384
@@ -81,5 +83,8 @@ def test_errors_are_near_those_of_one_gpu(
         ratios[name] = ((square**0.5) / truth[index].norm()).item() / single[index]  # type: ignore[union-attr]
     print(f"\n{transport}, {RANKS} ranks, {whole[0].shape}:", {name: round(each, 3) for name, each in ratios.items()})
     # Own tiles have gradients in float32 with `allgather`, but not at head dim 256 with the packages.
-    limit = 1.13 if transport == "allgather" and whole[0].size(3) == 128 else 1.25
-    assert all(each <= limit for each in ratios.values()), ratios
+    is_of_128 = whole[0].size(3) == 128
+    limits = dict.fromkeys(NAMES, 1.13 if transport == "allgather" and is_of_128 else 1.25)
+    if is_of_128 and flash4.PACKAGE.version and has_package_kernels(torch.cuda.get_device_capability()):
+        limits["dk"] = limits["dv"] = 1.03
+    assert all(each <= limits[name] for name, each in ratios.items()), ratios
