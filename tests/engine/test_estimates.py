@@ -71,6 +71,14 @@ def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usua
         assert head_stages(by_row, 4, publishes=False) == usual
 
 
+def test_stages_that_pay_on_8_gpus() -> None:
+    """32,768 tokens: 16 heads of 192/128 have 0.69e12 operations of a rank, 32 heads of 128 have 1.1e12."""
+    heads = dataclasses.replace(shape(32768), kv_heads=32)
+    latent = dataclasses.replace(shape(32768), q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
+    assert head_stages(latent, 8, publishes=True) == 1
+    assert head_stages(heads, 8, publishes=True) == 2
+
+
 def test_a_stage_has_whole_kv_heads() -> None:
     """8 kv heads; parts of one would each need its keys and values."""
     assert [head_stages(shape(1 << 20, ranks), ranks, publishes=True) for ranks in (1, 2, 4, 8, 16)] == [4, 4, 2, 1, 1]

@@ -12,7 +12,6 @@ from support.ranks import run_ranks
 from cp_dtensor import HeadTail, ring_attention
 from cp_dtensor._torch import collectives
 from cp_dtensor.attention.backends import flash4
-from cp_dtensor.attention.backends.packages import has_package_kernels
 
 pytestmark = pytest.mark.gpu(1)
 RANKS, LENGTH = 8, 16_384
@@ -82,9 +81,10 @@ def test_errors_are_near_those_of_one_gpu(
         square = sum((results[rank][index].double() - part).square().sum() for rank, part in enumerate(parts))
         ratios[name] = ((square**0.5) / truth[index].norm()).item() / single[index]  # type: ignore[union-attr]
     print(f"\n{transport}, {RANKS} ranks, {whole[0].shape}:", {name: round(each, 3) for name, each in ratios.items()})
-    # Own tiles have gradients in float32 with `allgather`, but not at head dim 256 with the packages.
+    # Without the packages own tiles have gradients in float32 with `allgather`. With them dK and dV had 1.00 and 1.02
+    # times the error at head dim 128, by FlashAttention-4, and 1.15 at 256, by cuDNN, on an H200.
     is_of_128 = whole[0].size(3) == 128
     limits = dict.fromkeys(NAMES, 1.13 if transport == "allgather" and is_of_128 else 1.25)
-    if is_of_128 and flash4.PACKAGE.version and has_package_kernels(torch.cuda.get_device_capability()):
+    if is_of_128 and flash4.PACKAGE.version and torch.cuda.get_device_capability() == (9, 0):
         limits["dk"] = limits["dv"] = 1.03
     assert all(each <= limits[name] for name, each in ratios.items()), ratios

@@ -58,7 +58,7 @@ class CudnnFlexAttention(AttentionBackend):
 
     deterministic: bool = False
     """True for gradients that are the same bits in every run: by the kernels of this package. cuDNN's deterministic
-    backward takes 24 times as long as its other one under a window (docs/kernels.md)."""
+    backward takes 24 times as long as its other one under a window (docs/log.md)."""
 
     name = "CUDNN_FLEX_ATTENTION"
 

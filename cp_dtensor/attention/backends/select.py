@@ -45,7 +45,7 @@ _WIDE_GRADIENTS = WideGradients()
 _PACKAGE_GPU_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 """Hopper and datacenter Blackwell. FlashAttention-4, the package, comes before these if FLASH_ATTENTION is allowed."""
 _LEFT_TO_CUDNN = frozenset({("backward", True), ("backward", False)})
-"""Backward of head dim 256 on Hopper: on an H100 cuDNN is 13 to 35% faster, on an H200 from 6% slower to 13% faster
+"""Backward of head dim 256 on Hopper: on an H100 cuDNN is 13 to 35% faster, on an H200 from 6% slower to 16% faster
 (docs/kernels.md)."""
 _DEFAULT_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 """Other GPUs. On Ampere and workstation Blackwell torch's flash is faster than cuDNN."""
