@@ -4,9 +4,9 @@ torchrun --nproc-per-node 8 docs/scripts/stages.py --seq-lens 32768 --stages 1,1
 
 A stage is a group of heads that travels while another one is computed. Of rings, "local,remote" are the numbers of
 stages of backward for tiles against a rank's own keys and for those against other keys; of Ulysses, the number of
-stages of both passes. "now" are those of the library. Causal, bfloat16, `HeadTail`, symmetric memory; the slowest
-rank's median of eager calls and of CUDA graphs; the most memory of a rank above inputs, without symmetric memory.
-Without GPUs it runs small eager cases by all-gather, which tests this program.
+stages of both passes. "now" are those of the library. bfloat16, `HeadTail`, symmetric memory; the slowest rank's median
+of eager calls and of CUDA graphs; the most memory of a rank above inputs, without symmetric memory. Without GPUs it
+runs small eager cases by all-gather, which tests this program.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +35,8 @@ from cp_dtensor.engine import planner
 from cp_dtensor.plan.partition import CallSpec, partition_heads
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.tools.bench.cases import Heads
-from cp_dtensor.tools.parsing import positive
+from cp_dtensor.tools.bench.command import mask_argument
+from cp_dtensor.tools.parsing import MASK_HELP, mask_by_name, positive
 from cp_dtensor.tools.ranks import Device, Ranks, start
 
 GPU = torch.cuda.is_available()
@@ -70,7 +72,7 @@ def stages_argument(text: str) -> str:
     return f"{local},{remote}"
 
 
-def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.device) -> dict[str, Call]:
+def attention(heads: Heads, seq_len: int, mask: str, names: Sequence[str], device: torch.device) -> dict[str, Call]:
     """Forward and backward of the same inputs for each number of stages."""
     kind = SymmetricMemory if GPU else AllGather
     rings = [name for name in names if "," in name]
@@ -78,6 +80,7 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
     # Plans are kept by group, so that each number of stages of Ulysses needs a group of its own.
     groups = {name: dist.new_group() for name in names if name.startswith(ULYSSES)}
     leaves, grad_out = drawn(heads, seq_len, device)
+    whole = mask_by_name(mask, seq_len)
 
     def call(name: str) -> None:
         if name in groups:
@@ -90,18 +93,21 @@ def attention(heads: Heads, seq_len: int, names: Sequence[str], device: torch.de
             options = {"mesh": dist.group.WORLD, "method": "ring", "rotate_method": name}
             change = mock.patch.dict(select.ROTATE_METHODS, ways)
         with change:
-            out = context_parallel_attention(*leaves, is_causal=True, enable_gqa=True, seq_len=seq_len, **options)
+            out = context_parallel_attention(*leaves, mask=whole, enable_gqa=True, seq_len=seq_len, **options)
         assert isinstance(out, torch.Tensor)
         torch.autograd.grad(out, leaves, grad_out)
 
     return {name: partial(call, name) for name in names}
 
 
-def rows_of(heads: Heads, seq_len: int, names: Sequence[str], ranks: Ranks, device: Device) -> list[dict[str, object]]:
+def rows_of(
+    heads: Heads, seq_len: int, mask: str, names: Sequence[str], ranks: Ranks, device: Device
+) -> list[dict[str, object]]:
     """A row for each number of stages."""
-    found = in_turns(attention(heads, seq_len, names, device.torch_device), ranks, device)
+    found = in_turns(attention(heads, seq_len, mask, names, device.torch_device), ranks, device)
     of_heads = f"{heads.q}:{heads.kv} of {heads.dim or DIM}" + (f"/{heads.v_dim}" if heads.v_dim else "")
-    return [{"heads": of_heads, "tokens": seq_len, "stages": name} | measured for name, measured in found.items()]
+    case = {"heads": of_heads, "mask": mask, "tokens": seq_len}
+    return [case | {"stages": name} | measured for name, measured in found.items()]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -109,6 +115,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=Heads.parse, nargs="+", default=[Heads.parse(HEADS)], metavar="Q:KV:DIM")
     parser.add_argument("--seq-lens", type=positive, nargs="+", default=[TOKENS], metavar="N")
+    parser.add_argument("--mask", type=mask_argument, nargs="+", default=["causal"], metavar="MASK", help=MASK_HELP)
     parser.add_argument("--stages", type=stages_argument, nargs="+", default=["1,1", "1,2"], metavar="LOCAL,REMOTE")
     parser.add_argument("--ulysses", type=positive, nargs="+", default=[], metavar="STAGES")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -125,10 +132,9 @@ def main(arguments: Sequence[str]) -> None:
         )
     of_ulysses = [f"{ULYSSES}{each}" for each in (NOW, *options.ulysses)] if options.ulysses else []
     names, rows = [NOW, *options.stages, *of_ulysses], []
-    for heads in options.heads:
-        for seq_len in options.seq_lens:
-            rows += rows_of(heads, seq_len, names, ranks, device)
-            device.free_unused()
+    for heads, mask, seq_len in product(options.heads, options.mask, options.seq_lens):
+        rows += rows_of(heads, seq_len, mask, names, ranks, device)
+        device.free_unused()
     finish(rows, ranks, command, options.json)
 
 

@@ -17,13 +17,20 @@ from cp_dtensor.plan.plan import Stages
 
 def test_a_row_for_each_number_of_stages(tmp_path: Path) -> None:
     arguments = ["--heads", "4:4:8", "8:4:8/16", "--seq-lens", "32", "--stages", "1,1", "2,2"]
-    arguments += ["--ulysses", "1", "2", "--json", "out.json"]
+    arguments += ["--mask", "causal", "window 8", "--ulysses", "1", "2", "--json", "out.json"]
     text = launch(2, FOLDER / "stages.py", *arguments, folder=tmp_path)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["stages"] for row in rows] == ["now", "1,1", "2,2", "ulysses now", "ulysses 1", "ulysses 2"] * 2
-    assert [row["heads"] for row in rows] == ["4:4 of 8"] * 6 + ["8:4 of 8/16"] * 6
+    assert [row["stages"] for row in rows] == ["now", "1,1", "2,2", "ulysses now", "ulysses 1", "ulysses 2"] * 4
+    assert [row["heads"] for row in rows] == ["4:4 of 8"] * 12 + ["8:4 of 8/16"] * 12
+    assert [row["mask"] for row in rows] == (["causal"] * 6 + ["window 8"] * 6) * 2
     assert all(row["eager, ms"] > 0 for row in rows)
-    assert "| 8:4 of 8/16 | 32 | 2,2 |" in text
+    assert "| 8:4 of 8/16 | window 8 | 32 | 2,2 |" in text
+
+
+def test_a_mask_that_is_unknown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        docs_script("stages").main(["--mask", "causal", "stripes"])
+    assert "stripes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stages", ["2,3", "1", "a,b", "0,0", "1,8"])
