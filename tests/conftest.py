@@ -70,33 +70,29 @@ def _poison_uninitialised_memory() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def two_processes() -> Iterator[Processes]:
     """Two processes, started by the first test that uses them, for all files."""
-    two = Processes(2, timeout=250)
-    yield two
-    two.stop()
+    yield from _started(2, timeout=250)
 
 
 @pytest.fixture(scope="session")
 def four_processes() -> Iterator[Processes]:
     """Four processes, started by the first test that uses them, for all files."""
-    four = Processes(4, timeout=120)
-    yield four
-    four.stop()
+    yield from _started(4, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Processes]:
     """Processes on GPUs of their own with NCCL (or on one, with gloo), for one file."""
-    yield from _on_gpus(timeout=120)
+    yield from _started(GPU_RANKS, timeout=120, backend="nccl")
 
 
 @pytest.fixture(scope="module")
 def slow_gpus() -> Iterator[Processes]:
     """As `gpus`, for bodies that compile much or compute long."""
-    yield from _on_gpus(timeout=280)
+    yield from _started(GPU_RANKS, timeout=280, backend="nccl")
 
 
-def _on_gpus(timeout: float) -> Iterator[Processes]:
-    processes = Processes(GPU_RANKS, timeout=timeout, backend="nccl")
+def _started(count: int, timeout: float, backend: str = "gloo") -> Iterator[Processes]:
+    processes = Processes(count, timeout, backend)
     yield processes
     processes.stop()
 

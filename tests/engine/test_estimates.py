@@ -63,7 +63,7 @@ def test_bytes_of_ulysses_by_hand() -> None:
 @pytest.mark.parametrize(("length", "usual", "little"), [(16384, 1, 1), (24576, 2, 1), (32768, 4, 2), (65536, 4, 4)])
 def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usual: int, little: int) -> None:
     """0.55, 1.2, 2.2 and 8.8e12 operations of a rank of 4, with 8 query heads."""
-    causal = dataclasses.replace(shape(length, 4), kv_heads=32)
+    causal = shape(length, 4, kv_heads=32)
     for masking in Masking:
         by_row = dataclasses.replace(causal, masking=masking)
         hides_little = masking is not Masking.BY_SHAPE
@@ -73,10 +73,10 @@ def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usua
 
 def test_stages_that_pay_on_8_gpus() -> None:
     """32,768 tokens: 16 heads of 192/128 have 0.69e12 operations of a rank, 32 heads of 128 have 1.1e12."""
-    heads = dataclasses.replace(shape(32768), kv_heads=32)
-    latent = dataclasses.replace(shape(32768), q_heads=16, kv_heads=16, head_dim=192, v_head_dim=128)
-    assert head_stages(latent, 8, publishes=True) == 1
-    assert head_stages(heads, 8, publishes=True) == 2
+    of_128 = shape(32768, kv_heads=32)
+    of_192 = dataclasses.replace(shape(32768, kv_heads=16), q_heads=16, head_dim=192)
+    assert head_stages(of_192, 8, publishes=True) == 1
+    assert head_stages(of_128, 8, publishes=True) == 2
 
 
 def test_a_stage_has_whole_kv_heads() -> None:

@@ -18,6 +18,7 @@ from support.gpu_checks import (
     attend,
     delay,
     different_layers,
+    largest_difference,
     relative_norm,
     replayed_differences,
     shards,
@@ -161,7 +162,7 @@ def _differences(rank: int) -> list[float]:
         with mock.patch.object(RingPlan, "forward", failing), pytest.raises(RuntimeError, match="planted"):
             attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
         results = attend(inputs, problem, HeadTail(), dist.group.WORLD, method="ulysses")
-    return [(ours - want).abs().max().item() for ours, want in zip(results, expected, strict=True)]
+    return [largest_difference(ours, want) for ours, want in zip(results, expected, strict=True)]
 
 
 def test_a_call_after_one_that_raised_half_way(gpus: Processes) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.gpu_checks import WORLD_SIZE, relative_norm, shards
+from support.gpu_checks import WORLD_SIZE, largest_difference, relative_norm, shards
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,7 +90,7 @@ def _steps(rank: int, way: str, has_sinks: bool, dtype: torch.dtype) -> tuple[bo
                 whole = reference(problem, *problem.draw(seed, "cuda"))
                 expected = [shard(x, HeadTail(), rank, WORLD_SIZE) for x in whole]
                 results = [replayed[0], *replayed[2:]]
-                errors += [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)]
+                errors += [largest_difference(a, b) for a, b in zip(results, expected, strict=True)]
     torch.use_deterministic_algorithms(False)
     return all(same), graphs.call_count, errors
 
