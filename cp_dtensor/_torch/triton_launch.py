@@ -1,8 +1,8 @@
 """Triton launches that are prepared once for tensors of given shapes, strides and dtypes, at any addresses.
 
 A `Launch` is a kernel with its programs, numbers and constants, cached by what it depends on (`cached_launch`). Triton
-compiles another form of a kernel for addresses that are not multiples of 16; a launch keeps the compiled forms, since
-`compiled[grid](...)` takes a third of the host time of `kernel[grid](...)`.
+compiles another form of a kernel for addresses that are not multiples of 16. A launch keeps the compiled forms, and
+calls their launchers as Inductor does. Only `compiled[grid](...)` serves Triton's launch hooks, those of its profiler.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from triton.knobs import runtime
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cp_dtensor._torch.tensors import current_stream_handle
 
 _MOST_LAUNCHES = 2048
 """Cached launches of each launcher; ragged documents may need other launches at every step."""
@@ -66,19 +69,28 @@ class Launch:
         self._compiled: dict[tuple[int, object], Any] = {}  # by device and alignments
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launches on the current stream of the current device, with tensors of the expected facts."""
+        """Launches on the current stream of the current device, with its tensors, which have the expected facts."""
         if 0 in self._grid:
             return
-        arguments: list[Any] = list(tensors)
+        device, addresses = tensors[0].device, [x.data_ptr() for x in tensors]
+        key = (device.index, _alignments(addresses))
+        compiled = self._compiled.get(key)
+        # Given integers, Triton does not ask the driver whether they are addresses of this device.
+        arguments: list[Any] = list(tensors if compiled is None else addresses)
         for index, block in enumerate(self._blocks):
             if block is not None:
                 arguments[index] = TensorDescriptor.from_tensor(tensors[index], list(block))
-        key = (tensors[0].get_device(), _alignments([x.data_ptr() for x in tensors]))
-        compiled = self._compiled.get(key)
-        if compiled is None:
+        if compiled is None:  # always in Triton's interpreter, which compiles nothing
             self._compiled[key] = self._kernel[self._grid](*arguments, *self._numbers, **self._constants)
-        else:  # never in Triton's interpreter, which compiles nothing
+        elif runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
             compiled[self._grid](*arguments, *self._numbers, *self._constants_in_order)
+        else:
+            no_hooks = (None, None, None)  # their metadata, and those before and after the launch
+            stream = current_stream_handle(device)
+            compiled.run(
+                *self._grid, stream, compiled.function, compiled.packed_metadata, *no_hooks,
+                *arguments, *self._numbers, *self._constants_in_order,
+            )  # fmt: skip
 
     @functools.cached_property
     def _constants_in_order(self) -> list[object]:

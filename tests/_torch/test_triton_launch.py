@@ -1,4 +1,4 @@
-"""Launches: each form of a kernel is compiled by Triton once, then launched by `compiled[grid]`."""
+"""Launches: each form of a kernel is compiled by Triton once, then launched by the launcher of the form."""
 
 from __future__ import annotations
 
@@ -11,48 +11,71 @@ import torch
 launching = pytest.importorskip("cp_dtensor._torch.triton_launch")
 
 
-class Recorded:
-    """Stand-in for a kernel or, with `compiled`, for one of its compiled forms."""
+class Form:
+    """Stand-in for a compiled form of a kernel."""
+
+    packed_metadata = "metadata"
+
+    def __init__(self, events: list[Any]) -> None:
+        self.events, self.function = events, f"form {len(events)}"
+
+    def run(self, x: int, y: int, z: int, stream: int, function: str, metadata: str, *arguments: Any) -> None:
+        assert (metadata, *arguments[:3]) == ("metadata", None, None, None)
+        self.events.append((function, (x, y, z), stream, arguments[3:]))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.events.append((f"{self.function} with hooks", grid, arguments))
+
+
+class Kernel:
+    """Stand-in for a kernel."""
 
     arg_names = ("x", "y", "rows", "factor", "BLOCK")
 
-    def __init__(self, events: list[Any], compiled: str | None = None, compiles: bool = True) -> None:
-        self.events, self.compiled, self.compiles = events, compiled, compiles
+    def __init__(self, events: list[Any], compiles: bool) -> None:
+        self.events, self.compiles = events, compiles
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*arguments: Any, **constants: Any) -> Recorded | None:
-            self.events.append((self.compiled or "kernel", grid, arguments, constants))
-            return Recorded(self.events, f"form {len(self.events)}") if self.compiles and not self.compiled else None
+        def run(*arguments: Any, **constants: Any) -> Form | None:
+            self.events.append(("kernel", grid, arguments, constants))
+            return Form(self.events) if self.compiles else None
 
         return run
 
 
 @dataclass(frozen=True)
-class Address:
+class Tensor:
     """Stand-in for a tensor on a GPU."""
 
-    at: int
-    device: int = 0
+    address: int
+    index: int = 0
 
     def data_ptr(self) -> int:
-        return self.at
+        return self.address
 
-    def get_device(self) -> int:
-        return self.device
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the current stream of each device a handle."""
+    monkeypatch.setattr(launching, "current_stream_handle", lambda device: 700 + device.index)
 
 
 def launch_of(events: list[Any], programs: int = 3, compiles: bool = True) -> Any:
-    return launching.Launch(Recorded(events, compiles=compiles), programs, (5, 0.5), {"num_warps": 4, "BLOCK": 16})
+    return launching.Launch(Kernel(events, compiles), programs, (5, 0.5), {"num_warps": 4, "BLOCK": 16})
 
 
-def test_the_compiled_form_takes_all_arguments_in_order() -> None:
+def test_the_compiled_form_takes_addresses_and_all_other_arguments_in_order() -> None:
     events: list[Any] = []
     launch = launch_of(events)
-    launch(Address(32), Address(64))
-    launch(Address(48), Address(80))
+    launch(Tensor(32), Tensor(64))
+    launch(Tensor(48), Tensor(80))
     assert events == [
-        ("kernel", (3, 1, 1), (Address(32), Address(64), 5, 0.5), {"num_warps": 4, "BLOCK": 16}),
-        ("form 1", (3, 1, 1), (Address(48), Address(80), 5, 0.5, 16), {}),
+        ("kernel", (3, 1, 1), (Tensor(32), Tensor(64), 5, 0.5), {"num_warps": 4, "BLOCK": 16}),
+        ("form 1", (3, 1, 1), 700, (48, 80, 5, 0.5, 16)),
     ]
 
 
@@ -61,25 +84,39 @@ def test_each_alignment_and_device_has_a_form() -> None:
     launch = launch_of(events)
     kinds = [(32, 64, 0), (32, 72, 0), (40, 64, 0), (40, 72, 0), (32, 64, 1)]
     for first, second, device in kinds:
-        launch(Address(first, device), Address(second, device))
+        launch(Tensor(first, device), Tensor(second, device))
     assert [event[0] for event in events] == ["kernel"] * 5
     events.clear()
     for first, second, device in kinds:
-        launch(Address(first + 160, device), Address(second + 320, device))
+        launch(Tensor(first + 160, device), Tensor(second + 320, device))
     assert [event[0] for event in events] == [f"form {number}" for number in range(1, 6)]
+    assert [event[2] for event in events] == [700, 700, 700, 700, 701]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_launch_hooks_are_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    launch = launch_of(events)
+    launch(Tensor(32), Tensor(64))
+    with monkeypatch.context() as patched:
+        patched.setattr(getattr(launching.runtime, name), "calls", [print])
+        launch(Tensor(48), Tensor(80))
+    launch(Tensor(48), Tensor(80))
+    arguments = (48, 80, 5, 0.5, 16)
+    assert events[1:] == [("form 1 with hooks", (3, 1, 1), arguments), ("form 1", (3, 1, 1), 700, arguments)]
 
 
 def test_the_interpreter_compiles_nothing() -> None:
     events: list[Any] = []
     launch = launch_of(events, compiles=False)
     for _ in range(3):
-        launch(Address(32), Address(64))
+        launch(Tensor(32), Tensor(64))
     assert [event[0] for event in events] == ["kernel"] * 3
 
 
 def test_no_programs() -> None:
     events: list[Any] = []
-    launch_of(events, 0)(Address(32), Address(64))
+    launch_of(events, 0)(Tensor(32), Tensor(64))
     assert events == []
 
 
