@@ -72,14 +72,13 @@ class Launch:
         """Launches on the current stream of the current device, with its tensors, which have the expected facts."""
         if 0 in self._grid:
             return
-        device, addresses = tensors[0].device, [x.data_ptr() for x in tensors]
-        key = (device.index, _alignments(addresses))
-        compiled = self._compiled.get(key)
-        # Given integers, Triton does not ask the driver whether they are addresses of this device.
-        arguments: list[Any] = list(tensors if compiled is None else addresses)
+        arguments: list[Any] = list(tensors)
         for index, block in enumerate(self._blocks):
             if block is not None:
                 arguments[index] = TensorDescriptor.from_tensor(tensors[index], list(block))
+        device = tensors[0].device
+        key = (device.index, _alignments([x.data_ptr() for x in tensors]))
+        compiled = self._compiled.get(key)
         if compiled is None:  # always in Triton's interpreter, which compiles nothing
             self._compiled[key] = self._kernel[self._grid](*arguments, *self._numbers, **self._constants)
         elif runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
