@@ -1,8 +1,9 @@
 """Triton launches that are prepared once for tensors of given shapes, strides and dtypes, at any addresses.
 
 A `Launch` is a kernel with its programs, numbers and constants, cached by what it depends on (`cached_launch`). Triton
-compiles another form of a kernel for addresses that are not multiples of 16. A launch keeps the compiled forms, and
-calls their launchers as Inductor does. Only `compiled[grid](...)` serves Triton's launch hooks, those of its profiler.
+compiles another form of a kernel for addresses that are not multiples of 16. A launch keeps the compiled forms and
+calls their `run`. `compiled[grid](...)` takes the host longer, since it calls Triton's chains of launch hooks even if
+they are empty. So it is called only if there are hooks, such as those of Triton's profiler.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Launch:
         self._compiled: dict[tuple[int, object], Any] = {}  # by device and alignments
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launches on the current stream of the current device, with its tensors, which have the expected facts."""
+        """Launches on the current stream of the current device, which has the tensors. Their facts are as expected."""
         if 0 in self._grid:
             return
         arguments: list[Any] = list(tensors)
@@ -81,20 +82,24 @@ class Launch:
         compiled = self._compiled.get(key)
         if compiled is None:  # always in Triton's interpreter, which compiles nothing
             self._compiled[key] = self._kernel[self._grid](*arguments, *self._numbers, **self._constants)
-        elif runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            compiled[self._grid](*arguments, *self._numbers, *self._constants_in_order)
+            return
+        arguments += (*self._numbers, *self._constants_in_order)
+        stream = current_stream_handle(device)
+        if _has_hooks(runtime.launch_enter_hook) or _has_hooks(runtime.launch_exit_hook):
+            compiled[self._grid](*arguments, stream=stream)
         else:
             no_hooks = (None, None, None)  # their metadata, and those before and after the launch
-            stream = current_stream_handle(device)
-            compiled.run(
-                *self._grid, stream, compiled.function, compiled.packed_metadata, *no_hooks,
-                *arguments, *self._numbers, *self._constants_in_order,
-            )  # fmt: skip
+            compiled.run(*self._grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)
 
     @functools.cached_property
     def _constants_in_order(self) -> list[object]:
         """The constants without Triton's options, in the order of the kernel's parameters."""
         return [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
+
+
+def _has_hooks(hooks: Any) -> bool:
+    """True for a chain of hooks that is not empty, and for a single hook in its place."""
+    return bool(getattr(hooks, "calls", hooks))
 
 
 def _alignments(addresses: Sequence[int]) -> object:

@@ -1,11 +1,12 @@
 """Time and memory of causal attention by this version of the package and by another one, in turns in one process.
 
-git worktree add ../before COMMIT
-torchrun --nproc-per-node 2 docs/scripts/versions.py --before ../before --seq-lens 2048 8192 --json versions.json
+git worktree add ../COMMIT COMMIT
+torchrun --nproc-per-node 2 docs/scripts/versions.py --before ../COMMIT --seq-lens 2048 8192 --json versions.json
 
-The host's time of a call differs by up to 40% between processes of the same code, so short calls of two versions are
-compared in one process. The other version is imported under another name, from a copy in which that name stands for
-`cp_dtensor`. bfloat16, `HeadTail`, symmetric memory. Without GPUs it runs a small case, which tests this program.
+Short calls take as long as the host needs to launch them, and this time differs between starts of the same program by
+up to a factor of two. So each rank loads both versions, and their calls take turns. The other version is imported under
+another name, from a copy in which that name stands for `cp_dtensor`. bfloat16, `HeadTail`, symmetric memory. Without
+GPUs it runs a small case, which tests this program.
 """
 
 from __future__ import annotations

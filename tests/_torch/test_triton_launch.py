@@ -24,7 +24,10 @@ class Form:
         self.events.append((function, (x, y, z), stream, arguments[3:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.events.append((f"{self.function} with hooks", grid, arguments))
+        def run(*arguments: Any, stream: int) -> None:
+            self.events.append((f"{self.function} with hooks", grid, stream, arguments))
+
+        return run
 
 
 class Kernel:
@@ -94,16 +97,23 @@ def test_each_alignment_and_device_has_a_form() -> None:
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_launch_hooks_are_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_chain", [True, False])
+def test_launch_hooks_are_served(name: str, in_chain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     launch = launch_of(events)
     launch(Tensor(32), Tensor(64))
     with monkeypatch.context() as patched:
-        patched.setattr(getattr(launching.runtime, name), "calls", [print])
+        if in_chain:
+            patched.setattr(getattr(launching.runtime, name), "calls", [print])
+        else:
+            patched.setattr(launching.runtime, name, print)
         launch(Tensor(48), Tensor(80))
     launch(Tensor(48), Tensor(80))
-    arguments = (Tensor(48), Tensor(80), 5, 0.5, 16)
-    assert events[1:] == [("form 1 with hooks", (3, 1, 1), arguments), ("form 1", (3, 1, 1), 700, arguments)]
+    with monkeypatch.context() as patched:
+        patched.setattr(launching.runtime, name, None)
+        launch(Tensor(48), Tensor(80))
+    same = (3, 1, 1), 700, (Tensor(48), Tensor(80), 5, 0.5, 16)
+    assert events[1:] == [("form 1 with hooks", *same), ("form 1", *same), ("form 1", *same)]
 
 
 def test_the_interpreter_compiles_nothing() -> None:
