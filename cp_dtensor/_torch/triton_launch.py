@@ -73,13 +73,14 @@ class Launch:
         """Launches on the current stream of the current device, which has the tensors. Their facts are as expected."""
         if 0 in self._grid:
             return
-        arguments: list[Any] = list(tensors)
+        device, addresses = tensors[0].device, [x.data_ptr() for x in tensors]
+        key = (device.index, _alignments(addresses))
+        compiled = self._compiled.get(key)
+        # Triton asks the driver about the address of each tensor, not about integers.
+        arguments: list[Any] = list(tensors if compiled is None else addresses)
         for index, block in enumerate(self._blocks):
             if block is not None:
                 arguments[index] = TensorDescriptor.from_tensor(tensors[index], list(block))
-        device = tensors[0].device
-        key = (device.index, _alignments([x.data_ptr() for x in tensors]))
-        compiled = self._compiled.get(key)
         if compiled is None:  # always in Triton's interpreter, which compiles nothing
             self._compiled[key] = self._kernel[self._grid](*arguments, *self._numbers, **self._constants)
             return
