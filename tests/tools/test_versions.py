@@ -38,7 +38,6 @@ def test_another_version_is_imported_beside_this_one(tmp_path: Path, monkeypatch
     monkeypatch.setattr("sys.path", [*sys.path])
     with mock.patch.dict(sys.modules):
         assert program.imported(tmp_path / "checkout", tmp_path)() == ("cp_before", "cp_before.inner")
-    assert "cp_before" not in sys.modules
 
 
 def test_calls_return_what_their_version_computes() -> None:
