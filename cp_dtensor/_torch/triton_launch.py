@@ -89,7 +89,7 @@ class Launch:
         if _has_hooks(runtime.launch_enter_hook) or _has_hooks(runtime.launch_exit_hook):
             compiled[self._grid](*arguments, stream=stream)
         else:
-            no_hooks = (None, None, None)  # their metadata, and those before and after the launch
+            no_hooks = (None, None, None)  # metadata for hooks, the hook before the launch, the hook after it
             compiled.run(*self._grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)
 
     @functools.cached_property

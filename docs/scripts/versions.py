@@ -4,9 +4,9 @@ git worktree add ../COMMIT COMMIT
 torchrun --nproc-per-node 2 docs/scripts/versions.py --before ../COMMIT --seq-lens 2048 8192 --json versions.json
 
 Short eager calls take as long as the host needs to launch them. This time differs between starts of the same program by
-up to a factor of two. So each rank loads both versions, and their calls take turns. The other version is imported under
-another name, from a copy in which that name stands for `cp_dtensor`. bfloat16, `HeadTail`, symmetric memory. Without
-GPUs it runs a small case, which tests this program.
+up to a factor of two. So each rank loads both versions, and their calls take turns. The program copies the package of
+the other version, renames it `cp_before` in the copy, and imports that. Tensors are bfloat16, the layout is `HeadTail`,
+and transfers go through symmetric memory. Without GPUs it runs a small case, which tests this program.
 """
 
 from __future__ import annotations
