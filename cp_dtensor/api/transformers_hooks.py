@@ -7,6 +7,8 @@ for "flex_attention" returns the block mask of the whole sequence. Other impleme
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial, wraps
@@ -34,9 +36,9 @@ from cp_dtensor.api.transformers_checks import (
 from cp_dtensor.api.transformers_layers import layer_patches
 from cp_dtensor.api.transformers_masks import (
     NO_CACHE,
+    MaskRequest,
     ModelMask,
-    has_cache,
-    packed_alone,
+    arguments_alone,
     refuse_counted_positions,
     whole_positions,
 )
@@ -45,8 +47,10 @@ from cp_dtensor.api.transformers_private import (
     MASKING_UTILS,
     MODELING_UTILS,
     PREPROCESS,
+    TESTED,
     implementation_of,
     table_of,
+    warn_of_version,
 )
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.named_masks import name_of
@@ -73,9 +77,11 @@ _MASKS_UNCOMPILED = (
 @contextmanager
 def _masks_of_whole_sequences(utils: ModuleType) -> Iterator[None]:
     """While open, mask functions of transformers in contexts are those of the whole sequence."""
+    warn_of_version()
     table = table_of(utils.AttentionMaskInterface)
     with ExitStack() as stack:
-        stack.enter_context(_torch.wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
+        if hasattr(utils, PREPROCESS):  # where it is missing, masks are refused when a model asks for one
+            stack.enter_context(_torch.wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
         for name, make in (("sdpa", _sdpa_mask), ("flex_attention", _flex_mask)):
             ours = wraps(table[name])(partial(_of_shards(make), table[name]))
             stack.enter_context(_torch.entry_replaced(table, name, ours))
@@ -187,37 +193,43 @@ def _shards_are_seen() -> bool:
 # Masks
 
 
-def _preprocessed(
-    original: Callable[..., Any], config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any,
-    position_ids: torch.Tensor | None, layer_idx: int | None, encoder_hidden_states: torch.Tensor | None = None,
-) -> Any:  # fmt: skip
-    """The arguments of a mask, with position ids for all functions that may see packed documents."""
-    context, implementation = sharding_context(), implementation_of(config)
-    found = partial(original, config, inputs_embeds, attention_mask, past_key_values)
-    if context is None and past_key_values is not None:
-        return found(position_ids, layer_idx, encoder_hidden_states)
-    if implementation not in SEEN:
-        raise NotImplementedError(unseen(str(implementation)))
-    # Whether documents are packed is found from the position ids of all ranks.
-    is_done, mask, _, q_len, kv_len, q_offset, kv_offset = found(None, layer_idx, encoder_hidden_states)
+def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The arguments of a mask; those of the whole sequence travel with the padding, as a `MaskRequest`."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    given, context = bound.arguments, sharding_context()
+    config, embeds, positions = given["config"], given["inputs_embeds"], given["position_ids"]
+    cache, encoder = given.get("cache", given.get("past_key_values")), given.get("encoder_hidden_states")
+    if implementation_of(config) not in SEEN:
+        raise NotImplementedError(unseen(str(implementation_of(config))))
+    if context is not None:
+        given["position_ids"] = None  # documents are found in the position ids of all ranks
+    is_done, padding, packed, q_len, kv_len, q_offset, kv_offset = original(*bound.args, **bound.kwargs)
     if is_done:
-        return is_done, mask, None, q_len, kv_len, q_offset, kv_offset
-    if past_key_values is not None and (past_key_values.get_seq_length() or kv_len != q_len):
-        raise NotImplementedError(NO_CACHE)
-    batch_size, packed = inputs_embeds.size(0), None
-    if context is not None and position_ids is not None:
-        if position_ids.size(-1) != inputs_embeds.size(1):
-            raise ValueError(
-                f"expected position_ids of this rank's {inputs_embeds.size(1)} tokens, got {position_ids.size(-1)}: "
-                "make position_ids of the whole sequence one of the context's buffers"
-            )
-        whole = whole_positions(position_ids, batch_size, context.config)
-        _refuse_counted_positions(context, position_ids, whole)
-        _refuse_rope_by_length(config, whole)
-    if position_ids is not None and mask is None and past_key_values is None:
-        packed = position_ids.expand(batch_size, -1)
-    kv_len = q_len if encoder_hidden_states is None else encoder_hidden_states.size(1)
-    return False, mask, packed, q_len, kv_len, q_offset, kv_offset
+        return is_done, padding, None, q_len, kv_len, q_offset, kv_offset
+    is_cached = cache is not None and bool(q_offset or kv_offset or kv_len != q_len)
+    if context is not None:
+        if is_cached:
+            raise NotImplementedError(NO_CACHE)
+        if positions is not None:
+            _check_positions(context, config, embeds, positions)
+    is_packed = positions is not None and padding is None and cache is None
+    positions = positions.expand(embeds.size(0), -1) if is_packed else None
+    request = MaskRequest(positions, padding, packed, is_cached)
+    if not is_cached:  # transformers takes the width of a whole padding for this rank's keys
+        kv_len = q_len if encoder is None else encoder.size(1)
+    return False, request.as_padding(embeds, kv_len), None, q_len, kv_len, q_offset, kv_offset
+
+
+def _check_positions(context: ActiveContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor) -> None:
+    """Refuses position ids that are not this rank's part of the whole sequence's."""
+    if position_ids.size(-1) != embeds.size(1):
+        raise ValueError(
+            f"expected position_ids of this rank's {embeds.size(1)} tokens, got {position_ids.size(-1)}: "
+            "make position_ids of the whole sequence one of the context's buffers"
+        )
+    whole = whole_positions(position_ids, embeds.size(0), context.config)
+    _refuse_counted_positions(context, position_ids, whole)
+    _refuse_rope_by_length(config, whole)
 
 
 def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
@@ -251,33 +263,20 @@ def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:
             )
 
 
-def _sdpa_mask(
-    original: Callable[..., Any], *args: Any, batch_size: int, q_length: int, kv_length: int,
-    mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, use_vmap: bool = False,
-    allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
+def _sdpa_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A tensor that names the mask of the whole sequence; None for plain masks that SDPA can have as `is_causal`."""
-    alone = partial(
-        original, *args, batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function,
-        attention_mask=attention_mask, use_vmap=use_vmap, allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip, **kwargs,
-    )  # fmt: skip
     context = sharding_context()
-    config = kwargs.get("config")
-    is_provider = implementation_of(config) == PROVIDER
-    if context is None and not is_provider:
-        return alone()
-    offsets = [kwargs.get(name) for name in ("q_offset", "kv_offset")]
-    mask = ModelMask(
-        mask_function, batch_size, (q_length, kv_length), attention_mask, use_vmap,
-        lambda: alone(**packed_alone(mask_function, allow_is_causal_skip)), context is not None,
-        context is None and has_cache(mask_function, (q_length, kv_length), offsets),
-    )  # fmt: skip
+    is_provider = implementation_of(kwargs.get("config")) == PROVIDER
+    mask = _model_mask(original, context, *args, **kwargs) if context is not None or is_provider else None
+    if mask is None:
+        return original(*args, **kwargs)
     if context is not None:
         value = mask.mask_for(context.config)  # refused here, where the model is
-        plain = (allow_is_causal_skip and value == Causal()) or (allow_is_bidirectional_skip and value == Full())
+        is_plain = (kwargs.get("allow_is_causal_skip", True) and value == Causal()) or (
+            kwargs.get("allow_is_bidirectional_skip", False) and value == Full()
+        )
         # transformers takes a single query for the next token after a cache, which sees all keys
-        if plain and not is_provider and mask.fewest_queries > 1:
+        if is_plain and not is_provider and mask.fewest_queries > 1:
             return None
     return name_of(mask)
 
@@ -289,13 +288,35 @@ provider_mask = _sdpa_mask
 def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The block mask of the whole sequence."""
     context = sharding_context()
-    if context is None:
+    mask = None if context is None else _model_mask(original, context, *args, **kwargs)
+    if mask is None or context is None:
         return original(*args, **kwargs)
-    mask = ModelMask(
-        kwargs["mask_function"], kwargs["batch_size"], (kwargs["q_length"], kwargs["kv_length"]),
-        kwargs.get("attention_mask"), bool(kwargs.get("use_vmap")), partial(original, *args, **kwargs), True,
-    )  # fmt: skip
     return block_mask_of(mask, context.config, kwargs["batch_size"], torch.device(kwargs.get("device", "cpu")))
+
+
+def _model_mask(
+    original: Callable[..., Any], context: ActiveContext | None, *args: Any, **kwargs: Any
+) -> ModelMask | None:
+    """The mask that a model asks for; None outside of contexts for one that was not asked for by masking_utils."""
+    request = MaskRequest.of_padding(kwargs.get("attention_mask"))
+    if request is None:
+        if context is None:
+            return None
+        raise NotImplementedError(
+            "a model made a mask inside of context_parallel in a way that is not known here (transformers "
+            f"{sys.modules['transformers'].__version__}; known: the functions of transformers.masking_utils in "
+            f"{' to '.join(TESTED)}): give the context a mask= and the model none"
+        )
+    function = kwargs["mask_function"]
+
+    def alone() -> Any:
+        return original(*args, **{**kwargs, **arguments_alone(function, request)})
+
+    return ModelMask(
+        function, request, kwargs["batch_size"], (kwargs["q_length"], kwargs["kv_length"]),
+        torch.device(kwargs.get("device", "cpu")), kwargs.get("local_size"), bool(kwargs.get("use_vmap")), alone,
+        positions_are_checked=context is not None,
+    )  # fmt: skip
 
 
 def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, device: torch.device) -> BlockMask:

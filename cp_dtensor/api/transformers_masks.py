@@ -1,22 +1,23 @@
-"""Mask functions of transformers as mask values of the whole sequence.
+"""Masks that models of transformers ask for, as mask values of the whole sequence.
 
-A model of transformers describes its mask by a function of (batch row, head, query, key), composed of the functions of
-`transformers.masking_utils`. Here those are recognised by their names and checked at sample positions; another function
-is evaluated at all pairs. What is neither is refused. Position ids and padding of shards are gathered first.
+A model asks `transformers.masking_utils` for a mask by its position ids, its padding and the size of a window or chunk,
+and gets a function of (batch row, head, query, key). Documents come from the position ids, which are gathered from all
+ranks, as the padding is. Windows and chunks come from the size, and are checked by calling the function at sample
+positions. A function that is none of these is evaluated at all pairs. What cannot be evaluated is refused.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from cp_dtensor.api.sharding import gathered_shards
-from cp_dtensor.api.transformers_private import MASKING_UTILS
+from cp_dtensor.api.transformers_private import MASKING_UTILS, REMAP
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.lengths import global_length
@@ -37,29 +38,65 @@ NO_CACHE = (
 MaskFunction = Callable[..., Any]
 
 
-@dataclass(eq=False)
-class ModelMask(NamedMask):
-    """A mask of a model: its function, and this rank's part of the position ids and of the padding.
+@dataclass(frozen=True, eq=False)
+class MaskRequest:
+    """Arguments with which a model asked for a mask, of this rank's tokens.
 
     Args:
-        function: of (batch row, head, query, key).
+        positions: (B, queries) position ids if they tell which tokens are a document, else None.
+        padding: (B, keys) boolean, False for padding: whole on every rank, or of this rank's keys. None: no padding.
+        packed: (B, queries) documents that transformers found in this rank's position ids; None: one, or unknown.
+        is_cached: True if there are keys of other calls, which only attention of one process takes.
+    """
+
+    positions: torch.Tensor | None
+    padding: torch.Tensor | None
+    packed: torch.Tensor | None
+    is_cached: bool
+
+    def as_padding(self, like: torch.Tensor, kv_len: int) -> torch.Tensor:
+        """Return a tensor that transformers passes on as the padding, and that `of_padding` knows again."""
+        rows = like.size(0)
+        tensor = (
+            torch.ones(rows, kv_len, dtype=torch.bool, device=like.device) if self.padding is None else self.padding[:]
+        )
+        setattr(tensor, _REQUEST, self)
+        return tensor
+
+    @staticmethod
+    def of_padding(padding: Any) -> MaskRequest | None:
+        """Return the request that a padding carries; None for a tensor of another origin."""
+        return getattr(padding, _REQUEST, None)
+
+
+_REQUEST = "_cp_dtensor_request"
+
+
+@dataclass(eq=False)
+class ModelMask(NamedMask):
+    """A mask that a model asked for.
+
+    Args:
+        function: of (batch row, head, query, key), without documents and padding.
+        request: the other arguments of the model.
         batch_size: rows of the batch.
         local: this rank's numbers of queries and keys.
-        padding: (B, keys) boolean, False for padding: whole on every rank, or of this rank's keys. None: no padding.
+        device: of the model's tensors.
+        size: tokens of a window or chunk; None if there is none.
         use_vmap: True if the function takes single numbers only.
         alone: makes the tensor that one process uses.
     """
 
     function: MaskFunction
+    request: MaskRequest
     batch_size: int
     local: Span
-    padding: torch.Tensor | None
-    use_vmap: bool
-    alone: Callable[[], Any]
+    device: torch.device
+    size: int | None = None
+    use_vmap: bool = False
+    alone: Callable[[], Any] = lambda: None
     positions_are_checked: bool = False
     """True if the model's position ids are known not to be counted in each shard."""
-    is_cached: bool = False
-    """True if there are keys of other calls, which only attention of one process takes."""
     whole: Span = (-1, -1)
     """Global numbers of queries and keys, once known."""
     fewest_queries: int = 0
@@ -67,7 +104,7 @@ class ModelMask(NamedMask):
     _known: dict[Any, Mask] = field(default_factory=dict)
 
     def mask_for(self, config: AttentionConfig) -> Mask:
-        if self.is_cached:
+        if self.request.is_cached:
             raise NotImplementedError(NO_CACHE)
         key = (config.ranks, config.layout)
         if key not in self._known:
@@ -77,31 +114,35 @@ class ModelMask(NamedMask):
     def _found(self, config: AttentionConfig) -> Mask:
         q_len, kv_len, kept = self._whole_lengths(config)
         padding = None if kept is None else [_kept_ranges(row) for row in kept.tolist()]
-        function, positions = unpacked(self.function)
+        positions = self.request.positions
         packed = None if positions is None else whole_positions(positions, self.batch_size, config)
         if packed is not None and not self.positions_are_checked:
             refuse_counted_positions(packed, config)
         if packed is not None and (packed.diff(dim=1) == 1).all():
             packed = None
-        rows = []
+        rows, found = [], dict[tuple[int, int], Mask | None]()
         for row in range(self.batch_size):
             left = 0 if not padding else (padding[row][0][0] if padding[row] else kv_len)
-            if packed is None:
-                mask = self._value(function, row, left, (q_len, kv_len))
-            else:
-                starts, lengths = _documents(packed[row].tolist())
-                mask = Documents.from_lengths(lengths, within=_within(function, starts))
+            # The function counts chunks from the left padding of this rank's tokens.
+            local = None if self.size is None else self.request.padding
+            here = 0 if local is None else int((local[row].cumsum(0) == 0).sum())
+            if (here, left) not in found:
+                found[here, left] = self._own(row, here, left)
+            mask = found[here, left]
+            if packed is not None:
+                mask = self._inside_documents(mask, packed[row].tolist())
+            elif mask is None:
+                mask = self._evaluated(row, (q_len, kv_len))
             if padding and padding[row] != [(0, kv_len)]:
                 mask = mask_intersection(mask, Keys(tuple(padding[row])))
             rows.append(mask)
         return rows[0] if len({*rows}) == 1 else Batched(rows)
 
     def _whole_lengths(self, config: AttentionConfig) -> tuple[int, int, torch.Tensor | None]:
-        """Global numbers of queries and keys, and the whole padding; refused alike on every rank."""
-        ranks, layout = config.ranks, config.layout
-        given = -1 if self.padding is None else self.padding.size(1)
-        device = torch.device("cpu") if self.padding is None else self.padding.device
-        gathered = ranks.gather_integers([*self.local, given, self.batch_size], device)
+        """Return global numbers of queries and keys, and the whole padding; refuse alike on every rank."""
+        ranks, layout, padding = config.ranks, config.layout, self.request.padding
+        given = -1 if padding is None else padding.size(1)
+        gathered = ranks.gather_integers([*self.local, given, self.batch_size], self.device)
         of_queries, of_keys, widths, rows = map(list, zip(*gathered, strict=True))
         if len({*rows}) > 1 or (-1 in widths and {*widths} != {-1}):
             raise ValueError(
@@ -110,12 +151,12 @@ class ModelMask(NamedMask):
             )
         q_len, kv_len = global_length(of_queries, layout, "query"), global_length(of_keys, layout, "key")
         self.whole, self.fewest_queries = (q_len, kv_len), min(of_queries)
-        if self.padding is None:
+        if padding is None:
             return q_len, kv_len, None
         if widths == of_keys:
-            whole = gathered_shards(self.padding, layout, ranks, "an attention_mask")
+            whole = gathered_shards(padding, layout, ranks, "an attention_mask")
         elif {*widths} == {kv_len}:
-            whole = self.padding
+            whole = padding
         else:
             raise ValueError(
                 f"attention_mask has {widths} columns on ranks 0 to {len(widths) - 1}, which have {of_keys} of "
@@ -124,37 +165,92 @@ class ModelMask(NamedMask):
             )
         return q_len, kv_len, None if bool(whole.all()) else whole.cpu()
 
-    def _value(self, function: MaskFunction, row: int, left_padding: int, lengths: Span) -> Mask:
-        """The mask value of one batch row."""
-        mask = recognised(function, left_padding)
-        return self._evaluated(function, row, lengths) if mask is None else mask
+    def _own(self, row: int, here: int, left_padding: int) -> Mask | None:
+        """Return the value of a mask of transformers' own for one batch row; None for another function.
 
-    def _evaluated(self, function: MaskFunction, row: int, lengths: Span) -> Mask:
-        """The mask value of a function by its value at each pair; refused if it reads tensors of this rank only."""
+        Args:
+            row: the batch row.
+            here: tokens of left padding that the function counts chunks from.
+            left_padding: the same of the whole row.
+        """
+        if self.use_vmap or not self._is_made_by_transformers():
+            return None
+        for seen, whole in _candidates(self.size, here, left_padding):
+            if self._agrees(row, seen, here):
+                return whole
+        return None
+
+    def _agrees(self, row: int, mask: Mask, left_padding: int) -> bool:
+        """Return whether the function has the pairs of a mask at the edges of windows and chunks, and far from them."""
+        size = self.size or 0
+        edges = [0, size // 2, size, 2 * size, left_padding, left_padding + size, left_padding + 2 * size]
+        positions = sorted({max(edge + step, 0) for edge in edges for step in (-1, 0, 1, 2)} | {2 * max(edges) + 8})
+        at = torch.tensor(positions, device=self.device)
+        found = self.function(torch.full_like(at, row), torch.zeros_like(at), at[:, None], at[None])
+        expected = _pairs_at(mask, tuple(positions))
+        return bool((found.expand(len(at), len(at)).cpu() == torch.tensor(expected, device="cpu")).all())
+
+    def _is_made_by_transformers(self) -> bool:
+        """Return whether the function consists of functions of masking_utils and the numbers of this call."""
+        for _, value in _captured(self.function):
+            if callable(value):
+                if getattr(value, "__module__", None) != MASKING_UTILS:
+                    return False
+            elif not (value == self.size if isinstance(value, int) else self._is_by_row(value)):
+                return False
+        return True
+
+    def _is_by_row(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and tuple(value.shape) == (self.batch_size,)
+
+    def _inside_documents(self, mask: Mask | None, positions: list[int]) -> Mask:
+        """Return the mask of documents that the position ids of a row give, each with `mask` inside."""
+        if mask is None:
+            raise NotImplementedError(
+                f"the mask function {_qualname(self.function)} inside of packed documents is not one of transformers' "
+                "own: give the context a mask=, and the model position ids that do not begin again"
+            )
+        starts, lengths = _documents(positions)
+        if self.size is None or isinstance(mask, (Causal, Full, SlidingWindow)):
+            return Documents.from_lengths(lengths, within=mask)
+        if not hasattr(sys.modules[MASKING_UTILS], REMAP):  # earlier versions count chunks from the row's first token
+            return mask_intersection(Documents.from_lengths(lengths, within=Full()), mask)
+        if any(start % self.size for start in starts):
+            raise NotImplementedError(
+                f"chunked attention expects documents whose position ids begin with 0, got {starts}"
+            )
+        return Documents.from_lengths(lengths, within=mask)
+
+    def _evaluated(self, row: int, lengths: Span) -> Mask:
+        """Return the mask of a function by its value at each pair; refuse one that reads tensors of this rank only."""
         q_len, kv_len = lengths
-        for name, tensor in _captured_tensors(function):
-            if self.local != lengths and {*tensor.shape} & {*self.local}:
+        for name, value in _captured(self.function):
+            if not isinstance(value, torch.Tensor) or self.local == lengths:
+                continue
+            # A tensor of the batch's shape has each row's left padding, which another rank's shard does not have.
+            if {*value.shape} & {*self.local} or (self.request.padding is not None and self._is_by_row(value)):
                 raise NotImplementedError(
                     f"the mask function of this model reads {name}, a tensor of this rank's tokens "
-                    f"{tuple(tensor.shape)}, where context-parallel attention needs that of the whole sequence "
+                    f"{tuple(value.shape)}, where context-parallel attention needs that of the whole sequence "
                     f"({q_len} tokens)"
                 )
         if q_len * kv_len > _MOST_PAIRS:
             raise NotImplementedError(
-                f"the mask function of this model ({_qualname(function)}) is not one of transformers.masking_utils, "
+                f"the mask function of this model ({_qualname(self.function)}) is not one of transformers' own, "
                 f"and {q_len} x {kv_len} pairs are too many to evaluate: give the context a mask="
             )
         utils = sys.modules[MASKING_UTILS]
 
         def of_row(batch: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
-            return function(batch + row, *places)
+            found: torch.Tensor = self.function(batch + row, *places)
+            return found
 
         rows: list[list[Span]] = []
         step = max((1 << 24) // max(kv_len, 1), 1)
         for first in range(0, q_len, step):
             seen = _original(utils.sdpa_mask)(
                 batch_size=1, q_length=min(step, q_len - first), kv_length=kv_len, q_offset=first,
-                mask_function=of_row, allow_is_causal_skip=False, use_vmap=self.use_vmap,
+                mask_function=of_row, allow_is_causal_skip=False, use_vmap=self.use_vmap, device=self.device,
             )[0]  # fmt: skip
             if seen.size(0) != 1:
                 raise NotImplementedError("the mask function of this model differs between heads")
@@ -162,10 +258,30 @@ class ModelMask(NamedMask):
         most = max(map(len, rows), default=0)
         if most > _MOST_RANGES:
             raise NotImplementedError(
-                f"the mask of this model ({_qualname(function)}) shows a query {most} ranges of keys, expected at most "
-                f"{_MOST_RANGES}: use FlexAttention inside of the context"
+                f"the mask of this model ({_qualname(self.function)}) shows a query {most} ranges of keys, expected at "
+                f"most {_MOST_RANGES}: use FlexAttention inside of the context"
             )
         return Bands.of_rows(rows, kv_len)
+
+
+def arguments_alone(function: MaskFunction, request: MaskRequest) -> dict[str, Any]:
+    """Return arguments of transformers' mask function with which one process makes its own mask.
+
+    Raises:
+        NotImplementedError: documents of a function that reads other tensors, whose order differs between versions.
+    """
+    if request.packed is None:
+        return {"attention_mask": request.padding}
+    if any(isinstance(value, torch.Tensor) and value.dim() > 1 for _, value in _captured(function)):
+        raise NotImplementedError(
+            "outside of context_parallel the provider takes no packed documents together with blocks of tokens that "
+            'see each other (block_sequence_ids): set attn_implementation="sdpa" there'
+        )
+    utils = sys.modules[MASKING_UTILS]
+    remap = getattr(utils, REMAP, None)
+    inside = function if remap is None else remap(function, request.positions)
+    function = utils.and_masks(inside, utils.packed_sequence_mask_function(request.packed))
+    return {"attention_mask": None, "mask_function": function, "allow_is_causal_skip": False}
 
 
 def _kept_ranges(row: list[bool]) -> list[Span]:
@@ -178,37 +294,7 @@ def _kept_ranges(row: list[bool]) -> list[Span]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-# Packed documents
-
-
-def unpacked(function: MaskFunction) -> tuple[MaskFunction, torch.Tensor | None]:
-    """Splits a function of packed documents into the function inside of documents and this rank's position ids."""
-    parts = _parts(function, "and_masks")
-    if parts is None or len(parts) != 2 or not _is(parts[0], "packed_sequence_mask_function"):
-        return function, None
-    if not _is(parts[1], "remap_positions_for_packed_sequence"):
-        raise NotImplementedError(f"an unknown mask function of packed documents: {_qualname(parts[1])}")
-    captured = _captured(parts[1])
-    return captured["mask_function"], captured["position_ids"]
-
-
-def packed_alone(function: MaskFunction, allow_is_causal_skip: bool) -> dict[str, Any]:
-    """Arguments of a mask of one process: here a function has position ids also where one document is no packing."""
-    inside, positions = unpacked(function)
-    if positions is None:
-        return {}
-    utils = sys.modules[MASKING_UTILS]
-    documents = utils.find_packed_sequence_indices(positions)
-    if documents is None:
-        skip = allow_is_causal_skip or _is(inside, "causal_mask_function")
-        return {"mask_function": inside, "allow_is_causal_skip": skip}
-    _, remapped = _parts(function, "and_masks") or ()
-    return {"mask_function": utils.and_masks(utils.packed_sequence_mask_function(documents), remapped)}
-
-
-def has_cache(function: MaskFunction, lengths: Span, offsets: Sequence[Any]) -> bool:
-    """True if queries are not the first tokens of the sequence, or keys have room for later ones."""
-    return any(map(bool, offsets)) or (lengths[0] != lengths[1] and not _is(function, "bidirectional_mask_function"))
+# Position ids
 
 
 def whole_positions(position_ids: torch.Tensor, batch_size: int, config: AttentionConfig) -> torch.Tensor:
@@ -246,87 +332,25 @@ def _documents(positions: list[int]) -> tuple[list[int], list[int]]:
     return [positions[begin] for begin in begins], [end - begin for begin, end in zip(begins, ends, strict=True)]
 
 
-def _within(function: MaskFunction, starts: list[int]) -> Mask:
-    """The mask inside of each document, of a function of position ids that begin with `starts`."""
-    mask = recognised(function, 0)
-    if mask is None:
-        raise NotImplementedError(
-            f"the mask function {_qualname(function)} inside of packed documents is not one of transformers' own: "
-            "give the context a mask=, and the model position ids that do not begin again"
-        )
-    counted = [each for each in _leaves(function) if _is(each, "chunked_overlay")]
-    if counted and any(start % _captured(each)["chunk_size"] for each in counted for start in starts):
-        raise NotImplementedError(f"chunked attention expects documents whose position ids begin with 0, got {starts}")
-    return mask
+# Windows and chunks
 
 
-# Functions of transformers.masking_utils
+def _candidates(size: int | None, here: int, whole: int) -> Iterator[tuple[Mask, Mask]]:
+    """Masks that transformers makes for a window or chunk of `size` tokens, and their values in the whole sequence.
 
-
-def recognised(function: MaskFunction, left_padding: int) -> Mask | None:
-    """The mask value of a function of transformers.masking_utils; None if it is another function."""
-    parts = _parts(function, "and_masks")
-    if parts is not None:
-        masks = [recognised(part, left_padding) for part in parts]
-        return None if None in masks else reduce(_both, [mask for mask in masks if mask is not None])
-    parts = _parts(function, "or_masks")
-    if parts is not None:
-        masks = [recognised(part, left_padding) for part in parts]
-        return None if None in masks else reduce(lambda one, other: one | other, [x for x in masks if x is not None])
-    if _is(function, "causal_mask_function"):
-        return _checked(function, Causal())
-    if _is(function, "bidirectional_mask_function"):
-        return _checked(function, Full())
-    if _is(function, "sliding_window_overlay"):
-        return _checked(function, SlidingWindow(int(_captured(function)["sliding_window"]) - 1, None))
-    if _is(function, "sliding_window_bidirectional_overlay"):
-        window = int(_captured(function)["sliding_window"])
-        return _checked(function, SlidingWindow(window, window))
-    if _is(function, "chunked_overlay"):
-        # The function has the left padding of this rank's shard.
-        make = sys.modules[MASKING_UTILS].chunked_overlay
-        chunk = int(_captured(function)["chunk_size"])
-        return _checked(make(chunk, torch.tensor([left_padding])), Chunks(chunk, left_padding))
-    return None
-
-
-def _both(one: Mask, other: Mask) -> Mask:
-    """The intersection, as one window if both are windows."""
-    ends = [_ends(one), _ends(other)]
-    if None in ends:
-        return mask_intersection(one, other)
-    left, right = (
-        min((end for end in pair if end is not None), default=None)
-        for pair in zip(*[each for each in ends if each is not None], strict=True)
-    )
-    if left is None:
-        return {None: Full(), 0: Causal()}.get(right) or SlidingWindow(None, right)
-    return SlidingWindow(left, right)
-
-
-def _ends(mask: Mask) -> tuple[int | None, int | None] | None:
-    if isinstance(mask, SlidingWindow):
-        return mask.left, mask.right
-    return {Full(): (None, None), Causal(): (None, 0)}.get(mask)
-
-
-def _checked(function: MaskFunction, mask: Mask) -> Mask:
-    """`mask`; refuses one whose pairs are not those of the function at sample positions."""
-    if not _agrees(function, mask):
-        raise NotImplementedError(
-            f"{_qualname(function)} of this version of transformers is not the mask that it was in other versions, "
-            f"{mask}: it cannot be used with context-parallel attention"
-        )
-    return mask
-
-
-def _agrees(function: MaskFunction, mask: Mask) -> bool:
-    wide = max([4, *(end for end in (getattr(mask, name, None) for name in ("left", "right", "size")) if end)]) + 2
-    positions = sorted({*range(4), wide // 2, *range(max(wide - 4, 0), wide + 3), 2 * wide, 2 * wide + 1})
-    expected = _pairs_at(mask, tuple(positions))
-    at = torch.tensor(positions)
-    found = function(torch.zeros_like(at), torch.zeros_like(at), at[:, None], at[None])
-    return bool((found.expand(len(at), len(at)) == torch.tensor(expected)).all())
+    Args:
+        size: tokens of a window or chunk; None if there is none.
+        here: tokens of left padding that the function counts chunks from.
+        whole: tokens of left padding of the whole row.
+    """
+    masks: list[Mask] = [Causal(), Full()]
+    if size is not None and size > 0:
+        masks += [SlidingWindow(size - 1, 0), SlidingWindow(size, size)]
+    if size is not None and size <= 0:
+        masks.append(Keys(()))  # a window that no layer uses: no query sees a key
+    yield from zip(masks, masks, strict=True)
+    if size is not None and size > 0:
+        yield mask_intersection(Chunks(size, here), Causal()), mask_intersection(Chunks(size, whole), Causal())
 
 
 @lru_cache(maxsize=64)
@@ -348,45 +372,17 @@ def _qualname(function: MaskFunction) -> str:
     return getattr(function, "__qualname__", repr(function)).removesuffix(".<locals>.inner_mask")
 
 
-def _is(function: MaskFunction, name: str) -> bool:
-    """True if a function is `name` of transformers.masking_utils, or was made by it."""
-    if getattr(function, "__module__", None) != MASKING_UTILS:
-        return False
-    return getattr(function, "__qualname__", "").split(".<locals>.")[0] == name
-
-
-def _captured(function: MaskFunction) -> dict[str, Any]:
-    """Variables that a function has captured."""
+def _captured(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function has captured, and those that captured functions have; the function first."""
+    if depth == 0:
+        yield _qualname(function), function
     cells = getattr(function, "__closure__", None) or ()
-    return (
-        {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-        if cells
-        else {}
-    )
-
-
-def _parts(function: MaskFunction, name: str) -> tuple[MaskFunction, ...] | None:
-    return _captured(function)["mask_functions"] if _is(function, name) else None
-
-
-def _leaves(function: MaskFunction) -> Iterator[MaskFunction]:
-    parts = _parts(function, "and_masks") or _parts(function, "or_masks")
-    if parts is None:
-        yield function
-    for part in parts or ():
-        yield from _leaves(part)
-
-
-def _captured_tensors(function: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a function has captured, also by functions that it calls."""
-    if depth > 8 or not callable(function) or not hasattr(function, "__code__"):
-        return
-    for name, value in _captured(function).items():
+    for name, cell in zip(function.__code__.co_freevars if cells else (), cells, strict=True):
+        value = cell.cell_contents
         for each in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(each, torch.Tensor):
-                yield name, each
-            else:
-                yield from _captured_tensors(each, depth + 1)
+            yield name, each
+            if callable(each) and depth < 8:
+                yield from _captured(each, depth + 1)
 
 
 def _original(function: Callable[..., Any]) -> Callable[..., Any]:

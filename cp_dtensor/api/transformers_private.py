@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from functools import lru_cache
 from typing import Any
 
 MASKING_UTILS = "transformers.masking_utils"
@@ -9,6 +12,10 @@ MODELING_UTILS = "transformers.modeling_utils"
 LOSS_UTILS = "transformers.loss.loss_utils"
 PREPROCESS = "_preprocess_mask_arguments"
 """The function of `MASKING_UTILS` that finds lengths and packed documents, before a mask function is called."""
+REMAP = "remap_positions_for_packed_sequence"
+"""The function of `MASKING_UTILS` that counts positions in each document, in versions that do so."""
+TESTED = ("5.10", "5.24")
+"""Oldest and newest minor version of which the support matrix was run (docs/models.md)."""
 PASSED_ON = frozenset({
     "position_ids", "cache_position", "use_cache", "max_length_q", "max_length_k", "sliding_window", "is_causal",
     "shift_labels", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
@@ -27,6 +34,20 @@ def table_of(interface: Any) -> dict[str, Any]:
     """The functions of an AttentionInterface or AttentionMaskInterface, by name; shared by all models."""
     table: dict[str, Any] = interface._global_mapping
     return table
+
+
+@lru_cache(maxsize=1)
+def warn_of_version() -> None:
+    """Warn once of a version of transformers of which no model was run."""
+    version = str(sys.modules["transformers"].__version__)
+    minor = tuple(map(int, version.split(".")[:2]))
+    oldest, newest = (tuple(map(int, each.split("."))) for each in TESTED)
+    if not oldest <= minor <= newest:
+        warnings.warn(
+            f"cp_dtensor was run with transformers {TESTED[0]} to {TESTED[1]}, this is {version}: what is not "
+            "understood is refused, but compare a loss with one process first (docs/models.md)",
+            stacklevel=2,
+        )
 
 
 def kernel_name(function: Any) -> str | None:

@@ -1,14 +1,26 @@
-"""Writes docs/models.md: runs every cell of the support matrix on two processes of this machine.
+"""Writes docs/models.md: runs the support matrix on two processes of this machine, with one or several versions.
 
 pip install -c constraints.txt -e '.[test,transformers]' && python docs/scripts/models.py
+python docs/scripts/models.py --transformers 5.10.4 5.24.0
+
+The first command writes the matrix of the version that is installed. The second one installs each version into a folder
+of its own, runs the matrix there (compiled models of two families), and writes its row of the table of versions: the
+cells that differ from the matrix. `--short` runs a few families, writes nothing, and ends with status 1 if cells differ.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 INTRODUCTION = """# Models of transformers
 
@@ -28,26 +40,106 @@ those of one process to 1e-5. "refused": an error names the reason on every rank
 `check_model(model)` lists the reasons for a model at hand. Versions: {versions}.
 
 """
+VERSIONS = """## Versions of transformers
+
+`python docs/scripts/models.py --transformers VERSION` runs the matrix with another version. The extra `transformers`
+ends before the first minor version that was not run; another version is warned of. Cells that differ:
+
+| transformers | cells run | not as above |
+|---|---|---|
+"""
+SHORT_FAMILIES = ("Llama", "Gemma 3", "Llama 4", "BERT", "Qwen3-Next")
+SHORT_COLUMNS = ("plain", "plain packed", "packed", "padded")
+COMPILED = ("Llama", "BART")
+"""Families of which compiled models are run with other versions: compiling takes seconds."""
+ABSENT = "this version does not have it"
 
 
-def main() -> None:
-    """Runs all cells and writes the page."""
-    import torch
-    import transformers
-    from support.model_cells import COLUMNS, run_cell, table
-    from support.models import FAMILIES, LENGTH, WIDE_WINDOW
+def cells_here(short: bool, all_compiled: bool) -> dict[tuple[str, str], str]:
+    """Run the cells with the version that is imported here, and return them."""
+    from support.model_cells import COLUMNS, run_cell
+    from support.models import FAMILIES, is_in_this_version
     from support.processes import Processes
 
     processes, cells = Processes(2, timeout=200), {}
-    for family in FAMILIES:
-        for column in COLUMNS:
-            (cell,) = {*processes.run(run_cell, family, column)}
-            cells[family, column] = cell
-            print(f"{family}, {column}: {cell}", flush=True)
+    for family in SHORT_FAMILIES if short else FAMILIES:
+        for column in SHORT_COLUMNS if short else COLUMNS:
+            if column == "compiled" and not (all_compiled or family in COMPILED):
+                continue
+            if is_in_this_version(family):
+                (cells[family, column],) = {*processes.run(run_cell, family, column)}
+            else:
+                cells[family, column] = ABSENT
+            print(f"{family}, {column}: {cells[family, column]}", file=sys.stderr, flush=True)
     processes.stop()
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
-    text = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=versions) + table(cells)
-    (ROOT / "docs" / "models.md").write_text(text + "\nWritten by `python docs/scripts/models.py`.\n")
+    return cells
+
+
+def cells_with(version: str, short: bool) -> dict[tuple[str, str], str]:
+    """Install a version of transformers into a folder, and return the cells that a process with it has run."""
+    with tempfile.TemporaryDirectory() as folder:
+        # numpy stays that of the environment, against which torch was built.
+        command = [sys.executable, "-m", "pip", "install", "-q", "--target", folder, f"transformers=={version}"]
+        subprocess.run(command, check=True)
+        for each in Path(folder).glob("numpy*"):
+            subprocess.run(["rm", "-r", str(each)], check=True)
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, __file__, "--print-cells", *(["--short"] if short else [])]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    found = json.loads(done.stdout.decode().splitlines()[-1])
+    assert found["transformers"] == version, found["transformers"]
+    return {(family, column): cell for family, column, cell in found["cells"]}
+
+
+def row_of(version: str, cells: dict[tuple[str, str], str], published: dict[tuple[str, str], str]) -> str:
+    """Return the row of a version in the table of versions."""
+    differ: dict[str, list[str]] = {}
+    for (family, column), cell in cells.items():
+        if cell == ABSENT:
+            differ.setdefault(f"{family}: {ABSENT}", [])
+        elif cell != published[family, column]:
+            differ.setdefault(f"{family}: {cell}", []).append(column)
+    texts = [text + (f" ({', '.join(columns)})" if columns else "") for text, columns in differ.items()]
+    run = sum(cell != ABSENT for cell in cells.values())
+    return f"| {version} | {run} | {'; '.join(texts) or 'none'} |"
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transformers", nargs="+", metavar="VERSION", help="versions to install and run")
+    parser.add_argument("--short", action="store_true", help="a few families; status 1 if cells differ from the page")
+    parser.add_argument("--print-cells", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    from support.model_cells import cells_of, table
+
+    if options.print_cells:
+        import transformers
+
+        cells = cells_here(options.short, all_compiled=False)
+        rows = [[family, column, cell] for (family, column), cell in cells.items()]
+        print(json.dumps({"transformers": transformers.__version__, "cells": rows}))
+        return
+    text = PAGE.read_text()
+    matrix, _, versions = text.partition(VERSIONS)
+    if options.transformers:
+        rows = {row.split(" | ")[0].strip("| "): row for row in re.findall(r"^\| \d.*$", versions, re.M)}
+        for version in options.transformers:
+            rows[version] = row_of(version, cells_with(version, options.short), cells_of(matrix))
+            print(rows[version], flush=True)
+        if options.short:
+            sys.exit(any(not rows[version].endswith("| none |") for version in options.transformers))
+        versions = "\n".join(rows[each] for each in sorted(rows, key=lambda each: [*map(int, each.split("."))]))
+    else:
+        import torch
+        import transformers
+        from support.models import LENGTH, WIDE_WINDOW
+
+        here = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+        about = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=here)
+        matrix = about + table(cells_here(options.short, all_compiled=True))
+        matrix += "\nWritten by `python docs/scripts/models.py`.\n\n"
+    PAGE.write_text(f"{matrix}{VERSIONS}{versions.strip()}\n")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,13 @@ def _family(name: str) -> tuple[str, dict[str, Any]]:
     return families[name]
 
 
+def is_in_this_version(family: str) -> bool:
+    """Return whether this version of transformers has the model class of a family."""
+    import transformers
+
+    return hasattr(transformers, _family(family)[0])
+
+
 FAMILIES = (
     "Llama", "Qwen3", "Mistral", "Phi-3", "Gemma 2", "Gemma 3", "gpt-oss", "Llama 4", "Llama 4, no RoPE", "DeepSeek-V3",
     "Qwen2 with a window", "ModernBERT", "BERT", "BERT, cross-attention", "T5", "BART", "LFM2", "Qwen3-Next",
