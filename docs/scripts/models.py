@@ -5,7 +5,7 @@ python docs/scripts/models.py --transformers 5.10.4 5.24.0
 
 The first command writes the matrix of the version that is installed. The second one installs each version into a folder
 of its own, runs the matrix there (compiled models of two families), and writes its row of the table of versions: the
-cells that differ from the matrix. `--short` runs a few families, writes nothing, and ends with status 1 if cells differ.
+cells that differ from the matrix. `--short` runs a few families and writes nothing; status 1 means that cells differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ends before the first minor version that was not run; another version is warned 
 | transformers | cells run | not as above |
 |---|---|---|
 """
-SHORT_FAMILIES = ("Llama", "Gemma 3", "Llama 4", "BERT", "Qwen3-Next")
+SHORT_FAMILIES = ("Llama", "Gemma 3", "Llama 4", "DeepSeek-V3", "BERT")
 SHORT_COLUMNS = ("plain", "plain packed", "packed", "padded")
 COMPILED = ("Llama", "BART")
 """Families of which compiled models are run with other versions: compiling takes seconds."""
