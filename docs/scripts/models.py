@@ -123,13 +123,15 @@ def main() -> None:
     text = PAGE.read_text()
     matrix, _, versions = text.partition(VERSIONS)
     if options.transformers:
-        rows = {row.split(" | ")[0].strip("| "): row for row in re.findall(r"^\| \d.*$", versions, re.M)}
+        by_version = {row.split(" | ")[0].strip("| "): row for row in re.findall(r"^\| \d.*$", versions, re.M)}
         for version in options.transformers:
-            rows[version] = row_of(version, cells_with(version, options.short), cells_of(matrix))
-            print(rows[version], flush=True)
+            by_version[version] = row_of(version, cells_with(version, options.short), cells_of(matrix))
+            print(by_version[version], flush=True)
         if options.short:
-            sys.exit(any(not rows[version].endswith("| none |") for version in options.transformers))
-        versions = "\n".join(rows[each] for each in sorted(rows, key=lambda each: [*map(int, each.split("."))]))
+            sys.exit(any(not by_version[version].endswith("| none |") for version in options.transformers))
+        versions = "\n".join(
+            by_version[each] for each in sorted(by_version, key=lambda each: [*map(int, each.split("."))])
+        )
     else:
         import torch
         import transformers

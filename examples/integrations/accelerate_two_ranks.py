@@ -3,18 +3,21 @@
     pip install -c constraints.txt -e '.[integrations]'
     torchrun --nproc-per-node 2 examples/integrations/accelerate_two_ranks.py
 
-Every rank also trains the same model alone on whole sequences, and compares losses and gradients. The example runs on
-CPUs over gloo, where accelerate averages gradients by DDP. On GPUs pass `parallelism_config=` and an FSDP2 plugin to
-`Accelerator`, as accelerate documents.
+Every rank also trains the same model alone on whole sequences, and compares losses and gradients. On GPUs, one for
+each rank, `Accelerator` gets `parallelism_config=` and an FSDP2 plugin, as accelerate documents. On CPUs over gloo
+accelerate averages gradients by DDP.
 """
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import ParallelismConfig, TorchContextParallelConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, TorchContextParallelConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from cp_dtensor import Documents, Mask, SlidingWindow
@@ -22,6 +25,7 @@ from cp_dtensor.integrations import accelerate as cp_accelerate
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, STEPS = 61, 32, 4, 48, 2, 2
 DOCUMENTS, WINDOW = (0, 19, 30, LENGTH), 9
+DEVICE = "cuda" if torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", 2)) else "cpu"
 
 
 class Block(nn.Module):
@@ -76,11 +80,12 @@ def data() -> DataLoader:
 
 def one_rank(seen: torch.Tensor | None) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Loss and gradients of each step, on whole sequences."""
-    model = fresh_model()
+    model = fresh_model().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     history = []
     for tokens, labels in data():
-        loss = model(tokens, torch.arange(LENGTH).expand(BATCH, -1), labels, seen)
+        positions = torch.arange(LENGTH, device=DEVICE).expand(BATCH, -1)
+        loss = model(tokens.to(DEVICE), positions, labels.to(DEVICE), seen)
         loss.backward()
         history.append((loss.detach(), [torch.clone(x.grad) for x in model.parameters() if x.grad is not None]))
         optimizer.step()
@@ -88,8 +93,11 @@ def one_rank(seen: torch.Tensor | None) -> list[tuple[torch.Tensor, list[torch.T
     return history
 
 
-def accelerator_on_cpus(config: ParallelismConfig) -> Accelerator:
-    """`Accelerator(cpu=True, parallelism_config=config)`, which accelerate refuses although the rest works."""
+def accelerator_of(config: ParallelismConfig) -> Accelerator:
+    """An accelerator with context parallelism, which accelerate refuses on CPUs although the rest works."""
+    if DEVICE == "cuda":
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        return Accelerator(parallelism_config=config, fsdp_plugin=plugin)
     accelerator = Accelerator(cpu=True)
     accelerator.state.parallelism_config = config
     accelerator.state.device_mesh = config.get_device_mesh("cpu")
@@ -108,7 +116,7 @@ def train(accelerator: Accelerator, mask: Mask | None, seen: torch.Tensor | None
     expected = one_rank(seen)
     steps = 0
     for step, (tokens, labels) in enumerate(loader):
-        positions = torch.arange(LENGTH).repeat(BATCH, 1)
+        positions = torch.arange(LENGTH, device=DEVICE).repeat(BATCH, 1)
         buffers = [tokens, labels, positions]
         with accelerator.maybe_context_parallel(
             buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers), mask=mask
@@ -120,7 +128,8 @@ def train(accelerator: Accelerator, mask: Mask | None, seen: torch.Tensor | None
         mean_loss = accelerator.reduce(loss.detach(), "mean")
         torch.testing.assert_close(mean_loss, whole_loss, rtol=1e-10, atol=1e-10)
         for parameter, grad in zip(model.parameters(), whole_grads, strict=True):
-            torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-10)
+            found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.testing.assert_close(found, grad, rtol=1e-10, atol=1e-10)
         accelerator.print(f"step {step}: loss {mean_loss.item():.6f}, one rank {whole_loss.item():.6f}")
         optimizer.step()
         optimizer.zero_grad()
@@ -131,13 +140,13 @@ def train(accelerator: Accelerator, mask: Mask | None, seen: torch.Tensor | None
 
 def main() -> None:
     """Trains with a causal mask, and with packed documents under a window, which accelerate alone cannot."""
-    accelerator = accelerator_on_cpus(
+    accelerator = accelerator_of(
         ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy="alltoall"))
     )
     with cp_accelerate.enable():
         train(accelerator, None, None)
-        at = torch.arange(LENGTH)
-        document = torch.bucketize(at, torch.tensor(DOCUMENTS), right=True)
+        at = torch.arange(LENGTH, device=DEVICE)
+        document = torch.bucketize(at, torch.tensor(DOCUMENTS, device=DEVICE), right=True)
         distance = at[:, None] - at
         seen = (document[:, None] == document) & (distance >= 0) & (distance < WINDOW)
         train(accelerator, Documents(DOCUMENTS) & SlidingWindow(WINDOW - 1, 0), seen)

@@ -3,20 +3,25 @@
     pip install -c constraints.txt -e '.[integrations]'
     torchrun --nproc-per-node 2 examples/integrations/trainer_two_ranks.py
 
-Every rank also trains the same model alone on whole sequences, and compares losses and weights. The example runs on
-CPUs over gloo, where accelerate averages gradients by DDP. On GPUs give `TrainingArguments` a `parallelism_config` and
-`fsdp`, as transformers documents; `enable()` is the only line to add.
+Every rank also trains the same model alone on whole sequences, and compares losses and weights. On GPUs, one for
+each rank, `TrainingArguments` have a `parallelism_config` and `fsdp`, as transformers documents; `enable()` is the only
+line that is added. On CPUs over gloo accelerate averages gradients by DDP.
 """
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 from accelerate.utils import ParallelismConfig
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from cp_dtensor.integrations import accelerate as cp_accelerate
 
 VOCABULARY, LENGTH, BATCH, STEPS, LEARNING_RATE = 61, 45, 2, 3, 0.5
+ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", 2))
 
 
 def fresh_model() -> LlamaForCausalLM:
@@ -50,13 +55,14 @@ def samples(kind: str) -> list[dict[str, torch.Tensor]]:
 
 def one_rank(kind: str) -> tuple[list[float], LlamaForCausalLM]:
     """The loss of each step, on whole sequences, and the trained model."""
-    model = fresh_model()
+    model: Any = fresh_model()
+    model.to("cuda" if ON_GPUS else "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     data = samples(kind)
     losses = []
     for step in range(STEPS):
         rows = data[BATCH * step : BATCH * (step + 1)]
-        loss = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+        loss = model(**{name: torch.stack([row[name] for row in rows]).to(model.device) for name in rows[0]}).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -80,20 +86,26 @@ def train(kind: str) -> None:
     Raises:
         AssertionError: a loss or a weight differs from that of one rank.
     """
+    of_device: dict[str, Any] = {"use_cpu": True}
+    if ON_GPUS:
+        of_device = {
+            "parallelism_config": ParallelismConfig(cp_size=2), "fsdp": True, "fsdp_config": {"version": 2},
+        }  # fmt: skip
     arguments = TrainingArguments(
-        output_dir="trainer_output", use_cpu=True, max_steps=STEPS, per_device_train_batch_size=BATCH,
+        output_dir="trainer_output", max_steps=STEPS, per_device_train_batch_size=BATCH,
         learning_rate=LEARNING_RATE, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1,
-        train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm=True,
+        train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm=True, **of_device,
     )  # fmt: skip
     model = fresh_model()
-    trainer = CpuTrainer(model, arguments, train_dataset=samples(kind))
+    trainer = (Trainer if ON_GPUS else CpuTrainer)(model, arguments, train_dataset=samples(kind))
     trainer.train()
     losses, alone = one_rank(kind)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == STEPS
     torch.testing.assert_close(torch.tensor(logged), torch.tensor(losses), rtol=1e-5, atol=1e-5)
     for weight, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5)
+        found = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     trainer.accelerator.print(f"{kind}: losses {logged} and weights are those of one rank")
 
 

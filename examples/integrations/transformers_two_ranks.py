@@ -4,11 +4,13 @@
     torchrun --nproc-per-node 2 examples/integrations/transformers_two_ranks.py
 
 The model has sliding windows, and its sequences are packed documents. Every rank also trains the same model alone on
-whole sequences, by transformers' own loss, and compares losses and gradients. The example runs on CPUs over gloo.
+whole sequences, by transformers' own loss, and compares losses and gradients. The example runs on GPUs if each rank has
+one, else on CPUs over gloo.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -22,24 +24,37 @@ from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, che
 VOCABULARY, LENGTH, BATCH, STEPS = 61, 48, 2, 3
 
 
-def fresh_model(attn_implementation: str) -> MistralForCausalLM:
+def start() -> torch.device:
+    """Start the process group, and return this rank's device."""
+    if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def fresh_model(attn_implementation: str, device: torch.device) -> Any:
     """A model with equal weights each time, in float64, so that results differ by rounding only."""
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=10,
     )  # fmt: skip
-    model = MistralForCausalLM(config).double()
+    model: Any = MistralForCausalLM(config).double()
+    model.to(device)
     model.set_attn_implementation(attn_implementation)
     return model
 
 
-def batch(step: int) -> dict[str, Any]:
+def batch(step: int, device: torch.device) -> dict[str, Any]:
     """(B, S) tokens, labels, and position ids that begin again in each document."""
     text = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
     edge = 11 + step
     positions = torch.cat([torch.arange(edge), torch.arange(LENGTH - edge)]).expand(BATCH, -1)
-    return {"input_ids": text, "labels": text.clone(), "position_ids": positions}
+    named = {"input_ids": text, "labels": text.clone(), "position_ids": positions}
+    return {name: tensor.to(device) for name, tensor in named.items()}
 
 
 def main() -> None:
@@ -48,19 +63,19 @@ def main() -> None:
     Raises:
         AssertionError: a loss or a gradient differs from that of one process.
     """
-    dist.init_process_group("gloo")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    model, alone = fresh_model(register()), fresh_model("sdpa")
+    device = start()
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model, alone = fresh_model(register(), device), fresh_model("sdpa", device)
     assert not check_model(model)
     replicated = DistributedDataParallel(model, process_group=mesh.get_group())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, alone)]
     for step in range(STEPS):
-        ours = ModelBatch(**batch(step))
+        ours = ModelBatch(**batch(step, device))
         with context_parallel(mesh, **ours.buffers):
             assert ours.shift_labels is not None
             loss = causal_lm_loss(replicated(**ours.inputs, use_cache=False).logits, ours.shift_labels)
             loss.backward()  # DistributedDataParallel takes the mean of the gradients
-        expected = alone(**batch(step), use_cache=False).loss
+        expected = alone(**batch(step, device), use_cache=False).loss
         expected.backward()
         torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=1e-6)
         for one, other in zip(model.parameters(), alone.parameters(), strict=True):
