@@ -34,7 +34,8 @@ those of one process to 1e-5. "refused": an error names the reason on every rank
 - plain context: `with context_parallel(...)` around a model with "sdpa", or as it comes if it has no "sdpa"
 - provider, and the columns after it: `attn_implementation=cp_dtensor.integrations.transformers.register()`
 - compiled: `torch.compile(model)`; checkpointed: gradient checkpointing, not reentrant
-- packed: position ids that begin again (encoders do not read documents from them)
+- packed: position ids that begin again. Encoders, gpt-oss and Falcon do not read documents from them: there documents
+  attend to each other, as in one process, unless the context gets `mask=Documents(...)`
 - padded: an `attention_mask` with zeros at the right in one batch row and at the left in another
 
 `check_model(model)` lists the reasons for a model at hand. Versions: {versions}.
