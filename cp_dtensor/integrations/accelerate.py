@@ -27,7 +27,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from cp_dtensor import HeadTail, Layout, Mask, context_parallel, local_positions
+from cp_dtensor import Documents, HeadTail, Layout, Mask, context_parallel, local_positions
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
@@ -44,6 +44,8 @@ _SEQUENCE_INPUTS = (
     "input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids",
 )  # fmt: skip
 """Inputs of transformers models whose dim 1 is the sequence."""
+_DOCUMENT_INPUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Inputs by which padding-free collators tell kernels of packed documents where these begin."""
 
 
 class Enabled(ExitStack):
@@ -77,6 +79,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield wrapped(Accelerator, "_prepare_cp", _prepare_cp)
     yield wrapped(Accelerator, "maybe_context_parallel", _maybe_context_parallel)
     yield when_loaded("transformers.trainer", _trainer_patched)
+    yield when_loaded("trl.trainer.sft_trainer", _sft_trainer_patched)
 
 
 _installation = SharedInstallation(_patches)
@@ -89,6 +92,10 @@ def _trainer_patched(trainer: Any) -> Iterator[None]:
         wrapped(trainer.Trainer, "prediction_step", _trainer_prediction),
     ):
         yield
+
+
+def _sft_trainer_patched(sft_trainer: Any) -> AbstractContextManager[None]:
+    return wrapped(sft_trainer.SFTTrainer, "prediction_step", _sft_prediction)
 
 
 def enable(
@@ -235,8 +242,10 @@ def _trainer_inputs(
         result: tuple[Callable[..., Any], dict[str, Any]] = original(self, model, inputs)
         return result
     _refuse_losses_of_labels(self, inputs)
+    _refuse_dropped_documents(self, model)
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     batch, length = tokens.shape[:2]
+    documents, own = _documents_of(inputs, tokens), steps.settings["mask"]
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if inputs.get("position_ids") is None:
@@ -259,9 +268,64 @@ def _trainer_inputs(
     buffers = [inputs[name] for name in sharded]
     opened = partial(
         self.accelerator.maybe_context_parallel, buffers=buffers, buffer_seq_dims=[1] * len(buffers),
-        no_restore_buffers=buffers,
+        no_restore_buffers=buffers, mask=documents if documents is None or own is None else own & documents,
     )  # fmt: skip
     return opened, inputs
+
+
+def _documents_of(inputs: dict[str, Any], tokens: torch.Tensor) -> Mask | None:
+    """Take the arguments of packed documents out of the inputs of a step; return their mask, None if there are none.
+
+    They are of the whole sequence, so a model cannot use them in a shard. The mask, given to the context, is read by
+    attention and by recurrent layers. Adds position ids that begin again in each document where there are none.
+
+    Raises:
+        NotImplementedError: several batch rows.
+        ValueError: cu_seq_lens, seq_idx and position ids begin documents at different tokens.
+    """
+    given = {name: inputs.pop(name, None) for name in _DOCUMENT_INPUTS}
+    begins = {name: {0, *given[name].tolist()} for name in _DOCUMENT_INPUTS[:2] if given[name] is not None}
+    if given["seq_idx"] is not None:
+        begins["seq_idx"] = _breaks(given["seq_idx"], 0)
+    if not begins:
+        return None
+    batch, length = tokens.shape[:2]
+    if batch != 1:
+        raise NotImplementedError(f"{', '.join(begins)} need a batch of one row, got {batch} rows")
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        begins["position_ids"] = _breaks(positions, 1)
+    edges, *others = ({*each, length} for each in begins.values())
+    differing = set[int]().union(*(edges ^ other for other in others))
+    if differing:
+        raise ValueError(
+            f"{', '.join(begins)} begin packed documents at different tokens, the first of which is token "
+            f"{min(differing)}: expected position_ids that begin again where each document begins"
+        )
+    documents = Documents.for_length(sorted(edges), length)
+    if positions is None:
+        counted = [torch.arange(each, device=tokens.device) for each in documents.lengths]
+        inputs["position_ids"] = torch.cat(counted)[None]
+    return documents
+
+
+def _breaks(row: torch.Tensor, step: int) -> set[int]:
+    """Return the tokens of a row (1, S) whose value is not that of the token before plus `step`, with token 0."""
+    return {0, *((row.diff(dim=-1) != step).nonzero()[:, -1] + 1).tolist()}
+
+
+def _refuse_dropped_documents(trainer: Any, model: nn.Module) -> None:
+    """Refuse packed training data whose documents TRL's collator leaves out, so that each row would be one document."""
+    padding_free = getattr(getattr(trainer, "data_collator", None), "padding_free", None)
+    columns = getattr(getattr(trainer, "train_dataset", None), "column_names", None) or ()
+    if padding_free is None or not model.training:  # another collator, or other data
+        return
+    if "position_ids" in columns or ("seq_lengths" in columns and not padding_free):
+        raise ValueError(
+            f"the training data has the columns {', '.join(columns)}, and TRL's collator has padding_free="
+            f"{padding_free}; it takes documents from seq_lengths with padding_free=True only: pack the data by "
+            "trl.pack_dataset and set padding_free=True and max_length=None in SFTConfig"
+        )
 
 
 def _refuse_losses_of_labels(trainer: Any, inputs: dict[str, Any]) -> None:
@@ -303,3 +367,19 @@ def _trainer_prediction(
     if loss is not None:
         loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
     return loss, logits, labels
+
+
+def _sft_prediction(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`SFTTrainer.prediction_step` of shards: TRL's own computes whole sequences on every rank."""
+    steps = getattr(self.accelerator, "_cp_context", None)
+    step = _loss_of_shards if isinstance(steps, _Steps) else original
+    return _trainer_prediction(step, self, model, *args, **kwargs)
+
+
+def _loss_of_shards(self: Any, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:
+    """A prediction step of a trainer whose loss is this rank's share of the loss of the whole sequence."""
+    inputs = self._prepare_inputs(inputs)
+    count = self._get_num_items_in_batch([inputs], self.args.device)  # before labels are shards
+    opened, inputs = self._prepare_context_parallel_inputs(model, inputs)
+    with torch.no_grad(), self.compute_loss_context_manager(), opened():
+        return self.compute_loss(model, inputs, num_items_in_batch=count).detach(), None, None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import sys
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.model_cells import recurrences_in_float64
+from support.models import tiny_model
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -253,16 +256,136 @@ def test_options_for_an_accelerator_that_was_prepared_before() -> None:
         Accelerator.maybe_context_parallel(SimpleNamespace(parallelism_config=pc), [], [], mask=Documents([0, 4]))
 
 
+def flattened(*left_out: str) -> dict[str, Any]:
+    """A batch of TRL's padding-free collator: three documents in one row."""
+    sizes = [9, 4, 8]
+    cu_seqlens = torch.tensor([0, 9, 13, LENGTH], dtype=torch.int32)
+    tokens = batch()["input_ids"][:1]
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    made = {
+        "input_ids": tokens, "labels": tokens.masked_fill(positions == 0, -100), "position_ids": positions,
+        "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 9, "max_length_k": 9,
+        "seq_idx": torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor(sizes))[None],
+    }  # fmt: skip
+    return {name: value for name, value in made.items() if name not in left_out}
+
+
+def trainer_of(rank: int, model: nn.Module, **attributes: Any) -> Any:
+    """A Trainer, as far as the inputs of a step are concerned, that has prepared a model."""
+    accelerator = prepared(rank, model)
+    accelerator.maybe_context_parallel = partial(Accelerator.maybe_context_parallel, accelerator)
+    nothing = {"label_smoother": None, "compute_loss_func": None}
+    return SimpleNamespace(accelerator=accelerator, _prepare_input=lambda each: each, **{**nothing, **attributes})
+
+
+def document_by_document(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of `flattened` and its gradients in one process, where no document sees another."""
+    tokens, labels = (flattened()[name][0].split([9, 4, 8]) for name in ("input_ids", "labels"))
+    with recurrences_in_float64(model):
+        logits = torch.cat([model(each[None], use_cache=False).logits[0, :-1] for each in tokens])
+    loss = nn.functional.cross_entropy(logits, torch.cat([each[1:] for each in labels]))
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+
+def check_steps_of_a_trainer(model: Any, inputs: dict[str, Any], use_cache: bool = False) -> None:
+    """Compares the loss and the gradients of a step of Trainer with those of single documents."""
+    from transformers.trainer import Trainer
+
+    whole_loss, whole_grads = document_by_document(model)
+
+    def body(rank: int) -> Any:
+        own, given = deepcopy(model), {name: each.clone() for name, each in inputs.items() if torch.is_tensor(each)}
+        numbers = {name: each for name, each in inputs.items() if name not in given}
+        opened, ready = Trainer._prepare_context_parallel_inputs(trainer_of(rank, own), own, {**given, **numbers})  # type: ignore[arg-type]
+        count = (ready["shift_labels"] != -100).sum()
+        with opened():
+            loss = own(**ready, use_cache=use_cache, num_items_in_batch=count).loss
+            return loss.detach(), torch.autograd.grad(loss, list(own.parameters()), allow_unused=True)
+
+    with cp_accelerate.enable():
+        results = run_ranks(RANKS, body)
+    torch.testing.assert_close(sum(loss for loss, _ in results).double(), whole_loss.double(), rtol=1e-5, atol=1e-5)
+    for *grads, expected in zip(*(grads for _, grads in results), whole_grads, strict=True):
+        assert all(grad is None for grad in grads) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "cp_dtensor"])
+@pytest.mark.parametrize(
+    "left_out",
+    [(), ("position_ids",), ("seq_idx",), ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")],
+    ids=str,
+)
+def test_documents_of_padding_free_collators(left_out: tuple[str, ...], implementation: str, use_cache: bool) -> None:
+    """Those of TRL and of transformers, which leave out some arguments; a cache hides documents from position ids."""
+    register()
+    model = llama()
+    model.set_attn_implementation(implementation)
+    check_steps_of_a_trainer(model, flattened(*left_out), use_cache)
+
+
+@pytest.mark.parametrize("family", ["Qwen3-Next", "LFM2", "Nemotron-H"])
+def test_recurrent_layers_have_the_documents_of_padding_free_collators(family: str) -> None:
+    check_steps_of_a_trainer(tiny_model(family, "sdpa"), flattened())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_ids": torch.arange(LENGTH)[None]}, "seq_idx, position_ids begin .* first of which is token 9"),
+        ({"cu_seq_lens_k": torch.tensor([0, 9, 12, LENGTH])}, "begin packed documents at different .* token 12"),
+        ({"input_ids": batch()["input_ids"]}, "seq_idx need a batch of one row, got 2 rows"),
+    ],
+)
+def test_documents_that_differ_are_refused(changes: dict[str, Any], message: str) -> None:
+    from transformers.trainer import Trainer
+
+    def body(rank: int) -> None:
+        model = llama()
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            Trainer._prepare_context_parallel_inputs(trainer_of(rank, model), model, {**flattened(), **changes})  # type: ignore[arg-type]
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize(
+    ("columns", "padding_free", "is_refused"),
+    [
+        (["input_ids", "position_ids"], False, True),
+        (["input_ids", "position_ids"], True, True),
+        (["input_ids", "seq_lengths"], False, True),
+        (["input_ids", "seq_lengths"], True, False),
+        (["input_ids", "labels"], False, False),
+    ],
+)
+def test_packed_data_whose_documents_trl_drops_are_refused(
+    columns: list[str], padding_free: bool, is_refused: bool
+) -> None:
+    """SFTTrainer removes the column position_ids, and reads seq_lengths with padding_free=True only."""
+    from transformers.trainer import Trainer
+
+    def body(rank: int) -> None:
+        model = llama()
+        data, collator = SimpleNamespace(column_names=columns), SimpleNamespace(padding_free=padding_free)
+        trainer = trainer_of(rank, model, train_dataset=data, data_collator=collator)
+        message = "takes documents from seq_lengths with padding_free=True only"
+        with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
+            Trainer._prepare_context_parallel_inputs(trainer, model, flattened())
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+
+
 @pytest.mark.parametrize("given", ["label_smoother", "compute_loss_func"])
 def test_losses_that_trainer_computes_of_labels_are_refused(given: str) -> None:
     from transformers.trainer import Trainer
 
     def body(rank: int) -> None:
         model = llama()
-        accelerator = prepared(rank, model)
-        accelerator.unwrap_model, accelerator.maybe_context_parallel = (lambda each: each), Accelerator
-        arguments = {"accelerator": accelerator, "_prepare_input": lambda each: each, "label_smoother": None}
-        trainer = SimpleNamespace(**{**arguments, "compute_loss_func": None, given: len})
+        trainer = trainer_of(rank, model, **{given: len})
         prepare = Trainer._prepare_context_parallel_inputs
         with pytest.raises(NotImplementedError, match="would shift labels within this rank's shard"):
             prepare(trainer, model, batch())
@@ -298,3 +421,37 @@ def test_every_rank_evaluates_the_mean_of_the_losses_and_no_logits(monkeypatch: 
         with pytest.warns(UserWarning, match="the last batch of this evaluation has 3 rows"):
             run_ranks(RANKS, partial_batch)
     assert Trainer.prediction_step is of_rank
+
+
+def test_sft_trainer_evaluates_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`SFTTrainer.prediction_step` of TRL opens no context: a stand-in for its class, which must not be reached."""
+    from transformers.trainer import Trainer
+
+    class SFTTrainer(SimpleNamespace):
+        def prediction_step(self, *_: Any) -> Any:
+            raise AssertionError
+
+        def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+            assert inputs["input_ids"].size(1) < LENGTH
+            assert num_items_in_batch == 3 * 6  # the labels of all documents
+            return model(**inputs, num_items_in_batch=num_items_in_batch).loss * RANKS
+
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", SimpleNamespace(SFTTrainer=SFTTrainer))
+    model = llama().eval()
+    whole_loss, _ = document_by_document(model)
+
+    def body(rank: int) -> None:
+        own = deepcopy(model)
+        trainer = SFTTrainer(**vars(trainer_of(rank, own)), _prepare_inputs=lambda each: each)
+        trainer._prepare_context_parallel_inputs = partial(Trainer._prepare_context_parallel_inputs, trainer)
+        trainer._get_num_items_in_batch = lambda batches, device: (batches[0]["labels"][:, 1:] != -100).sum()
+        trainer.args, trainer.compute_loss_context_manager = SimpleNamespace(device="cpu"), nullcontext
+        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=False, remainder=-1)
+        loss, *others = trainer.prediction_step(own, flattened(), True)
+        torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-5)
+        assert others == [None, None]
+
+    before = SFTTrainer.prediction_step
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+    assert SFTTrainer.prediction_step is before

@@ -29,6 +29,14 @@ def test_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sft_trainer(tmp_path: Path) -> None:
+    """Packed documents in TRL's SFTTrainer, trained and evaluated."""
+    pytest.importorskip("trl", reason="needs trl, which no extra installs: pip install trl==1.16.0")
+    printed = launch(2, EXAMPLES / "sft_two_ranks.py", folder=tmp_path, timeout=240, imports=["transformers.trainer"])
+    assert printed.count("and weights are those of one rank") == 1
+
+
+@pytest.mark.slow
 def test_diffusers(tmp_path: Path) -> None:
     pytest.importorskip("diffusers", reason=REASON)
     printed = launch(
