@@ -37,7 +37,7 @@ _NAMED = (NotImplementedError, ValueError)
 """Errors that are refusals: their messages name a reason."""
 
 
-def batch_of(family: str, kind: str) -> tuple[ModelBatch, dict[str, torch.Tensor]]:
+def batch_of(family: str, kind: str, device: str) -> tuple[ModelBatch, dict[str, torch.Tensor]]:
     """A batch, equal in every call, and what an encoder-decoder takes besides."""
     random = torch.Generator().manual_seed(3)
 
@@ -57,32 +57,34 @@ def batch_of(family: str, kind: str) -> tuple[ModelBatch, dict[str, torch.Tensor
         padding[1, :7] = 0
         labels = labels.masked_fill(padding == 0, -100)
         labels[1, 7] = -100  # padding predicts nothing: where a query sees no key, "eager" differs from "sdpa"
-    batch = ModelBatch(input_ids=ids, labels=labels, position_ids=positions, attention_mask=padding)
+    whole = {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": padding}
+    batch = ModelBatch(**{name: each if each is None else each.to(device) for name, each in whole.items()})
     more = {}
     if "cross" in family:
         more = {"encoder_hidden_states": torch.randn(ROWS, 50, 32, generator=random, dtype=torch.float64)}
     if family in ("T5", "BART"):
         more = {"decoder_input_ids": tokens(LENGTH)}
-    return batch, more
+    return batch, {name: each.to(device) for name, each in more.items()}
 
 
-def run_cell(rank: int, family: str, column: str, layout: Layout | None = None) -> str:
+def run_cell(rank: int, family: str, column: str, layout: Layout | None = None, device: str = "cpu") -> str:
     """ "right", or the reason of a refusal; raises AssertionError for wrong results. On every rank of the world."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore")
-        return _run_cell(family, column, layout)
+        return _run_cell(family, column, layout, device)
 
 
-def _run_cell(family: str, column: str, layout: Layout | None) -> str:
+def _run_cell(family: str, column: str, layout: Layout | None, device: str) -> str:
     kind = next((each for each in ("packed", "padded") if each in column), "")
-    batch, more = batch_of(family, kind)
+    batch, more = batch_of(family, kind, device)
     if "position_ids" not in inspect.signature(tiny_model(family, "eager").forward).parameters:
         batch.inputs.pop("position_ids", None)
-    loss, grads = _alone(family, batch, more)
+    loss, grads = _alone(family, batch, more, device)
     try:
         model = tiny_model(family, "sdpa" if column.startswith("plain") else register())
     except (ValueError, KeyError):  # models without SDPA are used as they come
         model = tiny_model(family, "eager")
+    model.to(device)
     if column == "checkpointed":
         if not model.supports_gradient_checkpointing:
             return "transformers has no gradient checkpointing for it"
@@ -124,12 +126,14 @@ class _SoftmaxInFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _alone(family: str, batch: ModelBatch, more: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+def _alone(
+    family: str, batch: ModelBatch, more: dict[str, torch.Tensor], device: str
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Loss and gradients of one process."""
     model: nn.Module | None = None
     with suppress(ValueError):
         model = tiny_model(family, "sdpa")
-    model = tiny_model(family, "eager") if model is None else model
+    model = (tiny_model(family, "eager") if model is None else model).to(device)
     assert batch.shift_labels is not None
     with _SoftmaxInFloat64(), recurrences_in_float64(model):
         logits = model(**batch.inputs, **more, use_cache=False).logits

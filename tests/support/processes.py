@@ -54,8 +54,9 @@ class Processes:
     Args:
         world_size: number of processes.
         timeout: limit in seconds for a body, and for a collective that waits for other ranks.
-        backend: "gloo", or "nccl" with one GPU a rank (and no backend for CPU tensors then). Where ranks outnumber
-            GPUs, they share them, with gloo: NCCL refuses two ranks on one GPU, symmetric memory does not.
+        backend: "gloo", or with one GPU a rank "nccl", which has no backend for CPU tensors, or "cpu:gloo,cuda:nccl".
+            Where ranks outnumber GPUs, they share them, with gloo: NCCL refuses two ranks on one GPU, symmetric memory
+            does not.
     """
 
     def __init__(self, world_size: int, timeout: float = 60, backend: str = "gloo") -> None:
@@ -153,7 +154,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str,
     gc.freeze()  # imported modules, which each garbage collection would visit
     torch.set_num_threads(1)
     device = None
-    if backend == "nccl":
+    if "nccl" in backend:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         if world_size > torch.cuda.device_count():
@@ -164,7 +165,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if "nccl" in backend else None,
     )
     dist.barrier()
     pipe.send((None, None, ""))

@@ -1,0 +1,51 @@
+"""Models of transformers on GPUs, with NCCL alone and with gloo beside it; programs of accelerate and Trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.gpu_checks import WORLD_SIZE
+from support.model_cells import run_cell
+from support.processes import Processes
+
+pytest.importorskip("transformers", reason="needs the extra: pip install '.[transformers]'")
+
+pytestmark = pytest.mark.gpu(WORLD_SIZE, nccl=True)
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "integrations"
+COLUMNS = ("plain", "plain packed", "plain padded", "provider", "packed", "padded", "checkpointed")
+
+
+@pytest.fixture(scope="module")
+def both_backends() -> Iterator[Processes]:
+    """Processes whose group has gloo for CPU tensors beside NCCL."""
+    processes = Processes(WORLD_SIZE, 250, "cpu:gloo,cuda:nccl")
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma 3", "Llama 4"])
+@pytest.mark.parametrize("group", ["slow_gpus", "both_backends"])
+def test_loss_and_gradients_are_those_of_one_gpu(
+    group: str, family: str, column: str, request: pytest.FixtureRequest
+) -> None:
+    """In float64, as on CPUs."""
+    processes: Processes = request.getfixturevalue(group)
+    assert {*processes.run(run_cell, family, column, None, "cuda")} == {"right"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformers", "accelerate", "trainer"])
+def test_examples(name: str, tmp_path: Path) -> None:
+    """They start a group of NCCL alone, and compare losses, gradients or weights with those of one rank."""
+    pytest.importorskip("accelerate", reason="needs the extra: pip install '.[integrations]'")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / f"{name}_two_ranks.py")], cwd=tmp_path, timeout=250, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "those of one" in done.stdout
