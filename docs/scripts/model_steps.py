@@ -6,7 +6,8 @@ All methods train equal models with random weights, one after the other, sharded
 
 - provider: `attn_implementation="cp_dtensor"` inside of `context_parallel`
 - plain: `attn_implementation="sdpa"` inside of `context_parallel`
-- torch: the same inside of torch's `context_parallel`, by cuDNN or FlashAttention-2; it has no windows and documents
+- torch: "sdpa" inside of torch's `context_parallel`, by cuDNN or FlashAttention-2, with accelerate's hooks, which drop
+  masks; so it has no windows and documents
 - gathered: what torch does for FlexAttention. Every rank gathers all keys, and compiled FlexAttention masks them by
   global positions. On CPUs, where FlexAttention has no gradients, it holds all logits.
 - whole: no context parallelism. Every rank computes the whole sequence by "sdpa" ("eager" for sinks).
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
+from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
@@ -163,7 +165,7 @@ def is_possible(method: str, family: str, packed: int) -> bool:
     if packed and family == "gpt-oss-like":  # transformers gives its masks no position ids
         return False
     if method == "torch":
-        return family == "Qwen3-like" and not packed
+        return family == "Qwen3-like" and not packed and torch.cuda.is_available()  # it has no kernels on CPUs
     return method != "plain" or family != "gpt-oss-like"
 
 
@@ -172,6 +174,8 @@ def trainer_of(
 ) -> tuple[Callable[[int], torch.Tensor], int]:
     """One training step of a number as a function, and the number of parameters."""
     model = model_of(family, attention_of(method, family), mesh, options)
+    if method == "torch":
+        _attach_context_parallel_hooks(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     vocabulary = model.config.vocab_size
 
