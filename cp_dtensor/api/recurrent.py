@@ -54,7 +54,7 @@ def gated_delta_rule(
         output_final_state: True also returns the state at the end of the sequence or of each document.
         use_qk_l2norm_in_kernel: True divides q and k by sqrt(sum of squares + 1e-6) first.
         cu_seqlens: ascending positions in the whole sequence where documents begin and end, as integers or a tensor.
-            None takes those of the `Documents` mask of the context around the call; `[0]` is one document.
+            None takes the documents in the mask of the context around the call; `[0]` is one document.
         seq_len: tokens of the whole sequence. If None, and no context knows it, the ranks exchange their local lengths.
         method: "scan", "heads", where H is a multiple of the ranks along one mesh axis, or "relayout": rows travel to
             adjacent chunks, where runs are few, are scanned there, and travel back. "auto" takes the one that is

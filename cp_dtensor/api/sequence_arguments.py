@@ -22,9 +22,9 @@ from cp_dtensor.engine.config import Mesh, check_tensors, checked_layout, checke
 from cp_dtensor.engine.layers import Inputs, traced_layer
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
 from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
-from cp_dtensor.spec.documents import Documents, ascending
+from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
-from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union, is_integer
+from cp_dtensor.spec.masks import Mask, is_integer
 
 IN_CONTEXT = "the ranks of the context"
 """A `mesh` of calls that models make inside of a context."""
@@ -103,18 +103,20 @@ def _call(
     owner: str, place: _Place, operation: Any, cu_seqlens: Any, dim_is_first: bool
 ) -> tuple[SequenceCall, tuple[int, ...]]:
     """The call with what it takes over from the context around it, and the edges of its documents."""
-    ranks, layout, declared = place.ranks(), place.layout, None
+    ranks, layout, declared, mask = place.ranks(), place.layout, None, None
     edges = document_edges(owner, cu_seqlens)
     around = config_around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
     if around is not None:
         layout = around.layout if layout is None else layout
         declared = around.declared_lengths
-        edges = _documents_of(owner, around.mask) if cu_seqlens is None else edges
+        if cu_seqlens is None and around.mask is not None:
+            edges = _documents_of(owner, around.mask)
+            mask = around.mask if edges else None
     layout = checked_layout(layout)
     for each in (layout, *([operation.target] if isinstance(operation, Relayout) else [])):
         if dim_is_first:
             refuse_first_dim(owner, each)
-    return SequenceCall(owner, names_of(ranks), layout, operation, declared), edges
+    return SequenceCall(owner, names_of(ranks), layout, operation, declared, mask), edges
 
 
 def _traced_call(
@@ -140,7 +142,7 @@ def _constants(
             "over neither: pass layout= and cu_seqlens= ([0] for one document)"
         )
     call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,), dim_is_first)
-    if len(edges) > 1:
+    if edges:
         raise NotImplementedError(
             f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
         )
@@ -160,24 +162,20 @@ def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
     return torch.tensor(ascending(cu_seqlens, owner, "cu_seqlens"), dtype=torch.int64, device="cpu")
 
 
-def _documents_of(owner: str, mask: Mask | None) -> tuple[int, ...]:
+def _documents_of(owner: str, mask: Mask) -> tuple[int, ...]:
     """The edges of the documents in the mask of a context; () if there are none.
 
     Raises:
-        NotImplementedError: documents that differ by batch row, or that a union of masks joins.
+        NotImplementedError: documents that `cu_seqlens` cannot have.
     """
-    if isinstance(mask, Documents) and mask.cu_seqlens == mask.cu_seqlens_k:
-        # Tokens before the first document are one of their own; positions that begin with 0 do not look like lengths.
-        padding = mask.only_length is not None and mask.cu_seqlens[0] > 0
-        return (0, *mask.cu_seqlens) if padding else mask.cu_seqlens
-    parts = mask.masks if isinstance(mask, Intersection) else ()
-    found = {_documents_of(owner, part) for part in parts} - {()}
-    if isinstance(mask, (Batched, Union, Documents)) or len(found) > 1:
+    try:
+        edges = edges_of_documents(mask)
+    except NotImplementedError as error:
         raise NotImplementedError(
-            f"{owner} takes over documents that are the same in all batch rows, got a context with the mask {mask}: "
-            "pass cu_seqlens= ([0] for one document)"
-        )
-    return found.pop() if found else ()
+            f"{owner} takes over documents of a context that follow one another and are the same in all batch rows; "
+            f"got {error}, in the mask {mask}: pass cu_seqlens= ([0] for one document)"
+        ) from None
+    return () if edges == (0,) else edges
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from cp_dtensor.engine.compiled_spec import ConstantKeys
 from cp_dtensor.engine.config import refuse_other_lengths
 from cp_dtensor.engine.lengths import global_length, known_length
 from cp_dtensor.plan.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
-from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
+from cp_dtensor.spec.documents import ascending, edges_of_documents, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import Layout, Span
+from cp_dtensor.spec.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class SequenceCall:
     operation: Any
     """A `RowMap`, or a layer (`engine.layers`)."""
     declared_lengths: tuple[int, ...] | None = None
+    mask: Mask | None = None
+    """The mask of the context whose documents the call takes over."""
 
     @property
     def ranks(self) -> SequenceRanks:
@@ -90,7 +93,7 @@ class SequenceCall:
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
         # axes, ranks have different groups.
-        digest = hash_of((replace(self, groups=()), shape, x.dtype, others, seq_len, edges))
+        digest = hash_of((replace(self, groups=(), mask=None), shape, x.dtype, others, seq_len, edges))
         lengths, digests = map(list, zip(*ranks.gather_integers([x.size(dim), digest], x.device), strict=True))
         if odd := odd_ones(digests):
             raise ValueError(
@@ -103,6 +106,9 @@ class SequenceCall:
 
     def check_edges(self, edges: Edges, seq_len: int) -> None:
         """Refuses documents beyond the sequence, and what looks like their ids or lengths."""
+        if self.mask is not None:  # refuses what attention refuses: positions may look like lengths, and be none
+            edges_of_documents(self.mask, seq_len)
+            return
         if edges and edges[-1] > seq_len:
             raise ValueError(
                 f"{self.owner}: got cu_seqlens up to {edges[-1]}, expected at most the length of the sequence, "
