@@ -152,8 +152,11 @@ def causal_conv1d(
     check_tensors("causal_conv1d", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     of_bias = None if bias is None else tuple(bias.shape)  # Dynamo does not join texts of dynamic shapes
     received = f"got x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {of_bias}"
-    if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or weight.size(1) < 1:
-        raise ValueError(f"causal_conv1d expects x (batch, tokens, channels) and weight (channels, width); {received}")
+    if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or 0 in weight.shape:
+        raise ValueError(
+            "causal_conv1d expects x (batch, tokens, channels) and weight (channels, width), at least one of each; "
+            f"{received}"
+        )
     if bias is not None and tuple(bias.shape) != (x.size(2),):
         raise ValueError(f"causal_conv1d expects bias (channels,); {received}")
     if activation not in ACTIVATIONS:

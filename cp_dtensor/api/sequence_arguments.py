@@ -12,13 +12,14 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import refuse_transforms
 from cp_dtensor._torch.tensors import indexable, no_autocast
 from cp_dtensor.api.active_context import config_around, current_context
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
 from cp_dtensor.api.sharding import checked_sequence_dim, refuse_first_dim
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
-from cp_dtensor.engine.config import Mesh, check_tensors, checked_layout, checked_length, sequence_ranks
+from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, checked_layout, checked_length, sequence_ranks
 from cp_dtensor.engine.layers import Inputs, traced_layer
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
 from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
@@ -44,6 +45,7 @@ def moved_rows(
 ) -> torch.Tensor:  # fmt: skip
     """The result of a public function, `owner`; `operation` is the class of a row map and its fields."""
     check_tensors(owner, x=x)
+    check_devices(owner, [x])
     dim = checked_sequence_dim(owner, x, dim)
     place = _Place.of(owner, x, dim, mesh, layout, seq_len)
     given = place.local(x)
@@ -70,6 +72,7 @@ def layer(
         dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
     """
     x = tensors[0]
+    check_devices(owner, tensors)
     place = _Place.of(owner, x, 1, mesh, layout, seq_len)
     local: list[Any] = [
         None if each is None else place.local_beside(owner, x, dims[0], each, letters)
@@ -132,6 +135,7 @@ def _constants(
     owner: str, mesh: Any, axes: tuple[int, ...] | None, layout: Parts | None, seq_len: int | None, operation: Parts,
     inherits_documents: bool, dim_is_first: bool,
 ) -> tuple[str, int]:  # fmt: skip
+    refuse_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
     ranks = place.ranks()
     around = config_around(owner, ranks, layout=layout is None, mask=inherits_documents)

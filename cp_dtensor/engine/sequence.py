@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import RankFunction
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
 from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
@@ -162,7 +163,7 @@ def rows_of(x: Tensor, dim: int, row_map: RowMap, sequence: SequenceLayout, rank
     return result
 
 
-class _MovedRows(torch.autograd.Function):
+class _MovedRows(RankFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks, transposed: bool) -> Tensor:
         ctx.arguments = route, dim, ranks, not transposed

@@ -274,7 +274,13 @@ def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _as_lists(values: Any) -> Any:
-    """A list (of lists if there are more dims), or the value itself if it is no sequence."""
+    """A list (of lists if there are more dims), or the value itself if it is no sequence.
+
+    Raises:
+        ValueError: a tensor without values.
+    """
+    if getattr(values, "is_meta", False):
+        raise ValueError(f"expected documents of a tensor with values, got {tuple(values.shape)} on the meta device")
     if hasattr(values, "tolist"):
         return values.tolist()
     return list(values) if isinstance(values, Iterable) else values
