@@ -23,7 +23,6 @@ _NOT_BACKWARD = (
 )
 
 
-@constant_in_trace  # tangents would be zeros
 def refuse_transforms() -> None:
     """Refuses code under a transform of torch.func, whose tensors cannot be moved between ranks.
 
@@ -41,6 +40,18 @@ def refuse_tangents(ctx: Any, *_tangents: Any) -> Any:
         NotImplementedError: always.
     """
     raise NotImplementedError(_NOT_BACKWARD.format("tangents of forward-mode differentiation"))
+
+
+@constant_in_trace
+def refuse_traced_transforms() -> None:
+    """Refuses code that is traced under a transform or a level of forward mode: its operators would drop tangents.
+
+    Raises:
+        NotImplementedError: one of them is active.
+    """
+    refuse_transforms()
+    if torch.autograd.forward_ad._current_level >= 0:
+        refuse_tangents(None)
 
 
 class RankFunction(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import refuse_transforms
+from cp_dtensor._torch.autograd import refuse_traced_transforms
 from cp_dtensor._torch.tensors import indexable, no_autocast
 from cp_dtensor.api.active_context import config_around, current_context
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
@@ -135,7 +135,7 @@ def _constants(
     owner: str, mesh: Any, axes: tuple[int, ...] | None, layout: Parts | None, seq_len: int | None, operation: Parts,
     inherits_documents: bool, dim_is_first: bool,
 ) -> tuple[str, int]:  # fmt: skip
-    refuse_transforms()
+    refuse_traced_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
     ranks = place.ranks()
     around = config_around(owner, ranks, layout=layout is None, mask=inherits_documents)

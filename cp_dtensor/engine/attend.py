@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import refuse_transforms
+from cp_dtensor._torch.autograd import refuse_traced_transforms, refuse_transforms
 from cp_dtensor._torch.tensors import joined_rows, split_rows
 from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -83,7 +83,7 @@ def attend_traced(
 
     With `cu_seqlens`, q, k and v are packed (see `attend_packed`). Other arguments are those of `attend`.
     """
-    refuse_transforms()
+    refuse_traced_transforms()
     q, scale = positive_scale(q, scale)
     modifiers = modifiers.drawn(q.device)
     spec_key, backends, mask, reads_more = keys

@@ -9,6 +9,7 @@ import torch
 from support.compile_checks import compiled, fresh, no_compilation
 from support.processes import Processes
 from support.sequences import GivenSegments, Sequence
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -155,6 +156,8 @@ def _refusals(rank: int) -> None:
     ):  # torch would take operators for constants
         with pytest.raises(Exception, match=r"NotImplementedError: .* transform of torch\.func"):
             compiled(lambda x, function=function: torch.func.jvp(function, (x,), (x,)))(x)
+        with forward_ad.dual_level(), pytest.raises(Exception, match="got tangents of forward-mode differentiation"):
+            compiled(function)(forward_ad.make_dual(x, x))
 
 
 @pytest.mark.parametrize(
