@@ -11,10 +11,59 @@ from typing import Any
 
 import torch
 
-from cp_dtensor._torch.compiler import never_compiled
+from cp_dtensor._torch.compiler import constant_in_trace, never_compiled
 from cp_dtensor._torch.tensors import is_batched
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+_NOT_BACKWARD = (
+    "attention and layers of sequence shards are differentiated by torch.autograd (backward, grad), and take whole "
+    "batches: got {}"
+)
+
+
+def refuse_transforms() -> None:
+    """Refuses code under a transform of torch.func, whose tensors cannot be moved between ranks.
+
+    Raises:
+        NotImplementedError: a transform is active in this thread.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(_NOT_BACKWARD.format("a transform of torch.func, such as grad, vjp, jvp or vmap"))
+
+
+def refuse_tangents(ctx: Any, *_tangents: Any) -> Any:
+    """Refuses forward-mode differentiation, as `jvp` of an `autograd.Function`.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(_NOT_BACKWARD.format("tangents of forward-mode differentiation"))
+
+
+@constant_in_trace
+def refuse_traced_transforms() -> None:
+    """Refuses code that is traced under a transform or a level of forward mode: its operators would drop tangents.
+
+    Raises:
+        NotImplementedError: one of them is active.
+    """
+    refuse_transforms()
+    if torch.autograd.forward_ad._current_level >= 0:
+        refuse_tangents(None)
+
+
+class RankFunction(torch.autograd.Function):
+    """An `autograd.Function` that communicates between ranks; torch.func and forward mode are refused by name."""
+
+    jvp = staticmethod(refuse_tangents)
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        refuse_transforms()
+        refuse_batches(*[x for x in args if isinstance(x, torch.Tensor)])
+        return super().apply(*args)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -73,7 +122,7 @@ def refuse_batches(*grads: torch.Tensor) -> None:
     """
     if any(map(is_batched, grads)):
         raise NotImplementedError(
-            "attention of sequence shards, and what is summed over ranks, takes one gradient at a time, got a batch of "
+            "attention and layers of sequence shards, and sums over ranks, take one gradient at a time, got a batch of "
             "them (is_grads_batched=True, vectorize=True or torch.vmap around a backward): go through them in a loop"
         )
 

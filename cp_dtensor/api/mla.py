@@ -103,6 +103,7 @@ def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torc
     for what in ("dtype", "device"):
         values = [getattr(tensor, what) for tensor in tensors.values()]
         expect(len(set(values)) == 1, f"one {what} for q, latent, k_rope and up", f"got {', '.join(map(str, values))}")
+    expect(q.device.type in ("cpu", "cuda"), "tensors on a CPU or a CUDA device", f"got {q.device}")
     expect(q.is_floating_point(), "a floating dtype", f"got {q.dtype}")
     expect(q.size(0) == latent.size(0) == k_rope.size(0), "one batch size (dim 0) for q, latent and k_rope", received)
     expect(latent.size(1) == k_rope.size(1), "one sequence length (dim 1) for latent and k_rope", received)

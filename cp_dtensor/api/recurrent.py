@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.sequence_arguments import layer
-from cp_dtensor.engine.config import Mesh, check_tensors
+from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, softmax_scale
 from cp_dtensor.engine.layers import LinearRecurrence
 from cp_dtensor.engine.recurrence import METHODS
 from cp_dtensor.spec.layouts import Layout
@@ -54,7 +54,7 @@ def gated_delta_rule(
         output_final_state: True also returns the state at the end of the sequence or of each document.
         use_qk_l2norm_in_kernel: True divides q and k by sqrt(sum of squares + 1e-6) first.
         cu_seqlens: ascending positions in the whole sequence where documents begin and end, as integers or a tensor.
-            None takes those of the `Documents` mask of the context around the call; `[0]` is one document.
+            None takes the documents in the mask of the context around the call; `[0]` is one document.
         seq_len: tokens of the whole sequence. If None, and no context knows it, the ranks exchange their local lengths.
         method: "scan", "heads", where H is a multiple of the ranks along one mesh axis, or "relayout": rows travel to
             adjacent chunks, where runs are few, are scanned there, and travel back. "auto" takes the one that is
@@ -212,6 +212,13 @@ def mamba2(
             "mamba2 expects x (batch, tokens, heads, P), B and C (batch, tokens, groups, N); got x "
             f"{tuple(x.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
         )
+    if not B.size(2) or x.size(2) % B.size(2) or not B.size(3) or not x.is_floating_point():
+        raise ValueError(
+            "mamba2 expects floating tensors, heads of x to be a multiple of groups of B and C, and N at least 1; got "
+            f"x {x.dtype} {tuple(x.shape)}, B and C {tuple(B.shape)}"
+        )
+    if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"mamba2 expects dt_limit to be a smallest and a largest dt, got {dt_limit!r}")
     _check_heads("mamba2", x, dt=dt)
     heads, width, states = x.size(2), x.size(3), B.size(3)
     check_tensors("mamba2", A=A)
@@ -223,6 +230,7 @@ def mamba2(
             raise ValueError(
                 f"mamba2 expects initial_states (..., {heads}, {width}, {states}), got {tuple(initial_states.shape)}"
             )
+    check_devices("mamba2", [x, dt, A, B, C, D, dt_bias, initial_states])
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -294,6 +302,8 @@ def _recurrence(
         )
     if not q.size(2) or v.size(2) % q.size(2) or not q.is_floating_point():
         raise ValueError(f"{owner} expects floating tensors, and heads of v to be a multiple of those of q; {received}")
+    if not q.size(3):
+        raise ValueError(f"{owner} expects q and k of at least one channel (K); {received}")
     if g is not None:
         check_tensors(owner, g=g)
         if g.shape not in (v.shape[:3], (*v.shape[:3], k.size(3))):
@@ -308,7 +318,7 @@ def _recurrence(
                 f"{tuple(initial.shape)}"
             )
     operation = LinearRecurrence, (
-        owner, None if scale is None else float(scale), bool(normalizes), bool(returns_state), method,
+        owner, None if scale is None else softmax_scale(q, scale), bool(normalizes), bool(returns_state), method,
     )  # fmt: skip
     q, k = _divided_as(v, q), _divided_as(v, k)
     out, final = layer(

@@ -37,8 +37,8 @@ def halo(
         layout: which rank owns which tokens. None takes the layout of the context (or module) around the call, if that
             is over these ranks, else `HeadTail()`.
         cu_seqlens: ascending positions in the whole sequence where documents begin and end, equal on every rank, as
-            integers or a tensor (reading one on a GPU waits for the GPU). None takes those of the `Documents` mask of
-            the context around the call, if that is over these ranks; `[0]` is one document.
+            integers or a tensor (reading one on a GPU waits for the GPU). None takes the documents in the mask of the
+            context around the call, if that is over these ranks; `[0]` is one document.
         seq_len: tokens of the whole sequence. If None, and no context knows it, the ranks exchange their local lengths.
 
     Returns:
@@ -47,8 +47,8 @@ def halo(
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective but the exchange of lengths; local
             lengths that the layout gives to no global length, and calls that differ between ranks, on every rank alike.
-        NotImplementedError: in compiled code, without `seq_len`; a context whose mask has other documents in each
-            batch row, or whose mask or layout compiled code cannot take over.
+        NotImplementedError: in compiled code, without `seq_len`; a context whose mask has documents that `cu_seqlens`
+            cannot have, as other ones in each batch row, or whose mask or layout compiled code cannot take over.
 
     Two ranks with two tokens each, 0 to 3, `Contiguous()`: rank 0 gets [0], rank 1 gets [1]:
 
@@ -152,8 +152,11 @@ def causal_conv1d(
     check_tensors("causal_conv1d", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     of_bias = None if bias is None else tuple(bias.shape)  # Dynamo does not join texts of dynamic shapes
     received = f"got x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {of_bias}"
-    if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or weight.size(1) < 1:
-        raise ValueError(f"causal_conv1d expects x (batch, tokens, channels) and weight (channels, width); {received}")
+    if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or 0 in weight.shape:
+        raise ValueError(
+            "causal_conv1d expects x (batch, tokens, channels) and weight (channels, width), at least one of each; "
+            f"{received}"
+        )
     if bias is not None and tuple(bias.shape) != (x.size(2),):
         raise ValueError(f"causal_conv1d expects bias (channels,); {received}")
     if activation not in ACTIVATIONS:

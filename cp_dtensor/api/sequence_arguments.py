@@ -12,19 +12,20 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import refuse_traced_transforms
 from cp_dtensor._torch.tensors import indexable, no_autocast
 from cp_dtensor.api.active_context import config_around, current_context
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
 from cp_dtensor.api.sharding import checked_sequence_dim, refuse_first_dim
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
-from cp_dtensor.engine.config import Mesh, check_tensors, checked_layout, checked_length, sequence_ranks
+from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, checked_layout, checked_length, sequence_ranks
 from cp_dtensor.engine.layers import Inputs, traced_layer
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
 from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
-from cp_dtensor.spec.documents import Documents, ascending
+from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
-from cp_dtensor.spec.masks import Batched, Intersection, Mask, Union, is_integer
+from cp_dtensor.spec.masks import Mask, is_integer
 
 IN_CONTEXT = "the ranks of the context"
 """A `mesh` of calls that models make inside of a context."""
@@ -44,6 +45,7 @@ def moved_rows(
 ) -> torch.Tensor:  # fmt: skip
     """The result of a public function, `owner`; `operation` is the class of a row map and its fields."""
     check_tensors(owner, x=x)
+    check_devices(owner, [x])
     dim = checked_sequence_dim(owner, x, dim)
     place = _Place.of(owner, x, dim, mesh, layout, seq_len)
     given = place.local(x)
@@ -70,6 +72,7 @@ def layer(
         dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
     """
     x = tensors[0]
+    check_devices(owner, tensors)
     place = _Place.of(owner, x, 1, mesh, layout, seq_len)
     local: list[Any] = [
         None if each is None else place.local_beside(owner, x, dims[0], each, letters)
@@ -103,18 +106,20 @@ def _call(
     owner: str, place: _Place, operation: Any, cu_seqlens: Any, dim_is_first: bool
 ) -> tuple[SequenceCall, tuple[int, ...]]:
     """The call with what it takes over from the context around it, and the edges of its documents."""
-    ranks, layout, declared = place.ranks(), place.layout, None
+    ranks, layout, declared, mask = place.ranks(), place.layout, None, None
     edges = document_edges(owner, cu_seqlens)
     around = config_around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
     if around is not None:
         layout = around.layout if layout is None else layout
         declared = around.declared_lengths
-        edges = _documents_of(owner, around.mask) if cu_seqlens is None else edges
+        if cu_seqlens is None and around.mask is not None:
+            edges = _documents_of(owner, around.mask)
+            mask = around.mask if edges else None
     layout = checked_layout(layout)
     for each in (layout, *([operation.target] if isinstance(operation, Relayout) else [])):
         if dim_is_first:
             refuse_first_dim(owner, each)
-    return SequenceCall(owner, names_of(ranks), layout, operation, declared), edges
+    return SequenceCall(owner, names_of(ranks), layout, operation, declared, mask), edges
 
 
 def _traced_call(
@@ -130,6 +135,7 @@ def _constants(
     owner: str, mesh: Any, axes: tuple[int, ...] | None, layout: Parts | None, seq_len: int | None, operation: Parts,
     inherits_documents: bool, dim_is_first: bool,
 ) -> tuple[str, int]:  # fmt: skip
+    refuse_traced_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
     ranks = place.ranks()
     around = config_around(owner, ranks, layout=layout is None, mask=inherits_documents)
@@ -140,7 +146,7 @@ def _constants(
             "over neither: pass layout= and cu_seqlens= ([0] for one document)"
         )
     call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,), dim_is_first)
-    if len(edges) > 1:
+    if edges:
         raise NotImplementedError(
             f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
         )
@@ -160,24 +166,20 @@ def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
     return torch.tensor(ascending(cu_seqlens, owner, "cu_seqlens"), dtype=torch.int64, device="cpu")
 
 
-def _documents_of(owner: str, mask: Mask | None) -> tuple[int, ...]:
+def _documents_of(owner: str, mask: Mask) -> tuple[int, ...]:
     """The edges of the documents in the mask of a context; () if there are none.
 
     Raises:
-        NotImplementedError: documents that differ by batch row, or that a union of masks joins.
+        NotImplementedError: documents that `cu_seqlens` cannot have.
     """
-    if isinstance(mask, Documents) and mask.cu_seqlens == mask.cu_seqlens_k:
-        # Tokens before the first document are one of their own; positions that begin with 0 do not look like lengths.
-        padding = mask.only_length is not None and mask.cu_seqlens[0] > 0
-        return (0, *mask.cu_seqlens) if padding else mask.cu_seqlens
-    parts = mask.masks if isinstance(mask, Intersection) else ()
-    found = {_documents_of(owner, part) for part in parts} - {()}
-    if isinstance(mask, (Batched, Union, Documents)) or len(found) > 1:
+    try:
+        edges = edges_of_documents(mask)
+    except NotImplementedError as error:
         raise NotImplementedError(
-            f"{owner} takes over documents that are the same in all batch rows, got a context with the mask {mask}: "
-            "pass cu_seqlens= ([0] for one document)"
-        )
-    return found.pop() if found else ()
+            f"{owner} takes over documents of a context that follow one another and are the same in all batch rows; "
+            f"got {error}, in the mask {mask}: pass cu_seqlens= ([0] for one document)"
+        ) from None
+    return () if edges == (0,) else edges
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,21 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
+from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
 from cp_dtensor.api.active_context import config_around
 from cp_dtensor.api.buffers import put_shard, take_shard
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import hash_of, odd_ones
-from cp_dtensor.engine.config import Mesh, checked_layout, checked_length, refuse_other_lengths, sequence_ranks
+from cp_dtensor.engine.config import (
+    Mesh,
+    check_devices,
+    checked_layout,
+    checked_length,
+    refuse_other_lengths,
+    sequence_ranks,
+)
 from cp_dtensor.engine.lengths import checked_only_length, global_length
 from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 from cp_dtensor.spec.masks import is_integer
@@ -82,6 +89,8 @@ def context_parallel_unshard(
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
     ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
     dims = checked_buffers(buffers, buffer_seq_dims, layout)
+    for buffer in buffers:
+        check_devices("context_parallel_unshard", [buffer])
     if any(map(_torch.is_traced, buffers)):
         raise NotImplementedError(
             "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for the "
@@ -206,7 +215,7 @@ def refuse_first_dim(what: str, layout: Layout) -> None:
         )
 
 
-class _Unshard(torch.autograd.Function):
+class _Unshard(RankFunction):
     @staticmethod
     def forward(
         ctx: Any, shard: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks, sum_gradients: bool, which: str

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import refuse_transforms
 from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.attention.modifiers import Modifiers
@@ -289,6 +290,7 @@ def _are_fake(ranks: SequenceRanks) -> bool:
 
 def _are_equal_and_vary(ranks: SequenceRanks, rows: Tensor, *tensors: Tensor) -> bool:
     """True if tensors are equal on all ranks, and `rows` (B, H, S, D) differ from row to row on all. A collective."""
+    refuse_transforms()
     with _torch.no_modes(), torch.no_grad():
         rows = rows.detach()
         varies = not torch.equal(rows, rows[:, :, :1].expand_as(rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import refuse_traced_transforms, refuse_transforms
 from cp_dtensor._torch.tensors import joined_rows, split_rows
 from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -63,9 +64,13 @@ def attend(
         refuse_unreplayable(q, mask, modifiers)
     call = bound_call(q, k, v, config, lengths, mask, modifiers, scale)
     # Nothing can be refused from here on.
-    out, lse, _ = Attention.apply(
-        q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse, modifiers.up
-    )
+    try:
+        out, lse, _ = Attention.apply(
+            q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse, modifiers.up
+        )
+    except RuntimeError:
+        refuse_transforms()  # torch refuses them by the names of its internals; a check before would take time
+        raise
     return out, lse
 
 
@@ -78,6 +83,7 @@ def attend_traced(
 
     With `cu_seqlens`, q, k and v are packed (see `attend_packed`). Other arguments are those of `attend`.
     """
+    refuse_traced_transforms()
     q, scale = positive_scale(q, scale)
     modifiers = modifiers.drawn(q.device)
     spec_key, backends, mask, reads_more = keys

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
+from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches, refuse_tangents
 from cp_dtensor._torch.tensors import no_autocast, on_device, wide_dtype
 from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.masked import attention_delta
@@ -105,6 +105,8 @@ class BoundCall:
 
 class Attention(torch.autograd.Function):
     """Autograd node of a `BoundCall`. Second derivatives are not defined."""
+
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def forward(

@@ -221,6 +221,20 @@ def check_tensors(owner: str | None = None, /, **tensors: object) -> None:
             raise TypeError(f"{expected} {name} to be a torch.Tensor, got {type(tensor).__name__}")
 
 
+def check_devices(owner: str, tensors: Iterable[torch.Tensor | None]) -> None:
+    """Refuses tensors on several devices, or on others than CPUs and CUDA devices; "meta" tensors have no values."""
+    first = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        first = tensor.device if first is None else first
+        if tensor.device != first or first.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"{owner} expects tensors on one device, a CPU or a CUDA device; got tensors on {first}"
+                + (f" and {tensor.device}" if tensor.device != first else "")
+            )
+
+
 def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
     """Refuses DTensors where functions take local shards."""
     for name, tensor in tensors.items():
@@ -243,6 +257,7 @@ def _refuse_unfit(
     expect(len(set(dtypes)) == 1, "one dtype for q, k and v", f"got {', '.join(map(str, dtypes))}")
     expect(dtypes[0].is_floating_point, "a floating dtype", f"got {dtypes[0]}")
     expect(len(set(devices)) == 1, "one device for q, k and v", f"got {', '.join(map(str, devices))}")
+    expect(devices[0].type in ("cpu", "cuda"), "q, k and v on a CPU or a CUDA device", f"got {devices[0]}")
     expect(q[0] == k[0] == v[0], "one batch size (dim 0) for q, k and v", received)
     expect(q[3] == k[3], "one head dim (dim 3) for q and k", received)
     expect(k[2] == v[2], "one sequence length (dim 2) for k and v", received)

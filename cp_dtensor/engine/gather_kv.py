@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from cp_dtensor._torch.autograd import Tensors, differentiated_once, refuse_batches
+from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import in_words, on_device, wide_dtype
@@ -123,7 +123,7 @@ class KVGather:
             torch.index_select(source[start:stop], 2, index, out=out[start:stop])
 
 
-class GatherKV(torch.autograd.Function):
+class GatherKV(RankFunction):
     """`KVGather.gather`, differentiable."""
 
     @staticmethod

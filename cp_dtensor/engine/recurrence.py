@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cp_dtensor._torch.autograd import RankFunction
 from cp_dtensor.attention.fla_recurrence import FlaRecurrence
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.recurrent import ChunkedRecurrence
@@ -126,6 +127,8 @@ def by_heads(
     start, stop = of_values.heads[ranks.rank]
     states = None if initial is None else initial[:, :, start:stop]
     entering = [None if states is None or index is None else states[index] for index in documents]
+    if states is not None and all(each is None for each in entering):  # zeros, with a gradient of zero
+        entering[0] = states[:0].sum(0)
     recurrence = prepare(Rows(*mine), [last - first for first, last in whole.pieces(0)])
     out, ends = recurrence.outputs(entering, final)
     if positions is not None:
@@ -149,7 +152,7 @@ def axis_of_heads(ranks: SequenceRanks) -> dist.ProcessGroup | None:
     return ranks.inner if ranks.outer.size() == 1 else None
 
 
-class _Exchanged(torch.autograd.Function):
+class _Exchanged(RankFunction):
     """Exchanges rows for heads, or heads for rows, which is the transpose.
 
     Tensors are (B, all heads, this rank's rows, D), or (B, this rank's heads, all rows, D). `kinds` has those of each.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_dtensor._torch.autograd import RankFunction
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.plan.scan import ScanPlan
 
@@ -71,7 +72,7 @@ def _applied(transition: Tensor, state: Tensor) -> Tensor:
     return transition[(..., *[None] * (state.dim() - transition.dim()))] * state
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(RankFunction):
     """All-gather of a tensor of each rank, or its transpose: the sums over ranks, each on its rank."""
 
     @staticmethod

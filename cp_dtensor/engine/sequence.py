@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import RankFunction
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
 from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
@@ -18,8 +19,9 @@ from cp_dtensor.engine.compiled_spec import ConstantKeys
 from cp_dtensor.engine.config import refuse_other_lengths
 from cp_dtensor.engine.lengths import global_length, known_length
 from cp_dtensor.plan.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
-from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
+from cp_dtensor.spec.documents import ascending, edges_of_documents, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import Layout, Span
+from cp_dtensor.spec.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class SequenceCall:
     operation: Any
     """A `RowMap`, or a layer (`engine.layers`)."""
     declared_lengths: tuple[int, ...] | None = None
+    mask: Mask | None = None
+    """The mask of the context whose documents the call takes over."""
 
     @property
     def ranks(self) -> SequenceRanks:
@@ -90,7 +94,7 @@ class SequenceCall:
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
         # axes, ranks have different groups.
-        digest = hash_of((replace(self, groups=()), shape, x.dtype, others, seq_len, edges))
+        digest = hash_of((replace(self, groups=(), mask=None), shape, x.dtype, others, seq_len, edges))
         lengths, digests = map(list, zip(*ranks.gather_integers([x.size(dim), digest], x.device), strict=True))
         if odd := odd_ones(digests):
             raise ValueError(
@@ -103,6 +107,9 @@ class SequenceCall:
 
     def check_edges(self, edges: Edges, seq_len: int) -> None:
         """Refuses documents beyond the sequence, and what looks like their ids or lengths."""
+        if self.mask is not None:  # refuses what attention refuses: positions may look like lengths, and be none
+            edges_of_documents(self.mask, seq_len)
+            return
         if edges and edges[-1] > seq_len:
             raise ValueError(
                 f"{self.owner}: got cu_seqlens up to {edges[-1]}, expected at most the length of the sequence, "
@@ -156,7 +163,7 @@ def rows_of(x: Tensor, dim: int, row_map: RowMap, sequence: SequenceLayout, rank
     return result
 
 
-class _MovedRows(torch.autograd.Function):
+class _MovedRows(RankFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks, transposed: bool) -> Tensor:
         ctx.arguments = route, dim, ranks, not transposed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate, chain, groupby, pairwise, zip_longest
 from operator import index
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets
 from cp_dtensor.spec.layouts import CachedHash, Span
-from cp_dtensor.spec.masks import Batched, Full, Mask, clipped_interval_sets, is_integer
+from cp_dtensor.spec.masks import Batched, Full, Intersection, Mask, Union, clipped_interval_sets, is_integer
 
 
 @dataclass(frozen=True, init=False)
@@ -114,7 +116,12 @@ class Documents(CachedHash, Mask):
         """Number of queries of each document."""
         return tuple(stop - start for start, stop in pairwise(self.cu_seqlens))
 
-    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+    def check_lengths(self, q_len: int, kv_len: int) -> None:
+        """Refuses sequences that are shorter than the documents, or of another length than the mask was made for.
+
+        Raises:
+            ValueError: these, and positions that look like ids or lengths.
+        """
         if self.cu_seqlens[-1] > q_len or self.cu_seqlens_k[-1] > kv_len:
             raise ValueError(
                 f"the documents of a mask end at {self.cu_seqlens[-1]} (queries) and {self.cu_seqlens_k[-1]} (keys), "
@@ -128,6 +135,9 @@ class Documents(CachedHash, Mask):
         if self.only_length is None:
             refuse_ids_and_lengths(self.cu_seqlens, q_len, "Documents", "cu_seqlens")
             refuse_ids_and_lengths(self.cu_seqlens_k, kv_len, "Documents", "cu_seqlens_k")
+
+    def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
+        self.check_lengths(q_len, kv_len)
         by_document = (
             [
                 [_moved(band, first, lo) for band in bands]
@@ -143,6 +153,62 @@ def _moved(band: IntervalBand, first: int, lo: int) -> IntervalBand:
     left = band.left if band.left >= FAR else band.left + first - lo
     right = band.right if band.right >= FAR else band.right + lo - first
     return IntervalBand(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
+
+
+@lru_cached
+def edges_of_documents(mask: Mask, seq_len: int | None = None) -> tuple[int, ...]:
+    """The positions where the documents of a mask begin and end, for layers that keep to them; () without documents.
+
+    Tokens are of one document if they are in every `Documents` of an intersection, and in all that are nested.
+
+    Args:
+        mask: any mask of self-attention.
+        seq_len: the length of the sequence, with which positions are compared; None if it is not known yet.
+
+    Raises:
+        ValueError: documents that are not of this length, as attention refuses them.
+        NotImplementedError: documents that `cu_seqlens` cannot have; the message is a noun phrase.
+
+    >>> edges_of_documents(Documents([0, 4, 8], within=Documents([0, 1, 4])) & Documents([0, 6, 8]))
+    (0, 1, 4, 5, 6, 8)
+    """
+    if isinstance(mask, Documents):
+        if seq_len is not None:
+            mask.check_lengths(seq_len, seq_len)
+        if mask.cu_seqlens != mask.cu_seqlens_k:
+            raise NotImplementedError("documents whose keys are at other positions")
+        return _edges_with_nested(mask) if edges_of_documents(mask.within) else mask.cu_seqlens
+    if isinstance(mask, Intersection):
+        found = [edges for part in mask.masks if (edges := edges_of_documents(part, seq_len))]
+        return reduce(_edges_of_both, found) if found else ()
+    if isinstance(mask, (Union, Batched)):
+        different = {edges_of_documents(part, seq_len) for part in mask.masks}
+        if len(different) > 1:
+            of = "batch rows" if isinstance(mask, Batched) else "masks of a union"
+            raise NotImplementedError(f"{of} with different documents")
+        return different.pop()
+    return ()
+
+
+def _edges_with_nested(mask: Documents) -> tuple[int, ...]:
+    """The edges of the documents within each document."""
+    found: list[Span] = []
+    for start, stop in pairwise(mask.cu_seqlens):
+        found += [(start + lo, start + hi) for lo, hi in pairwise(edges_of_documents(mask.within, stop - start))]
+    if any(before[1] != behind[0] for before, behind in pairwise(found)):
+        raise NotImplementedError("nested documents with padding between them")
+    return (found[0][0], *(stop for _, stop in found)) if found else mask.cu_seqlens[:1]
+
+
+def _edges_of_both(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """All edges, but for those in the padding of either; an edge comes as often as where it is more often.
+
+    >>> _edges_of_both((0, 3, 3, 8), (2, 5, 9))
+    (2, 3, 3, 5, 8)
+    """
+    first, last = max(one[0], other[0]), min(one[-1], other[-1])
+    edges = sorted((Counter(one) | Counter(other)).elements())
+    return tuple(edge for edge in edges if first <= edge <= last) or (first,)
 
 
 def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
@@ -208,7 +274,13 @@ def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _as_lists(values: Any) -> Any:
-    """A list (of lists if there are more dims), or the value itself if it is no sequence."""
+    """A list (of lists if there are more dims), or the value itself if it is no sequence.
+
+    Raises:
+        ValueError: a tensor without values.
+    """
+    if getattr(values, "is_meta", False):
+        raise ValueError(f"expected documents of a tensor with values, got {tuple(values.shape)} on the meta device")
     if hasattr(values, "tolist"):
         return values.tolist()
     return list(values) if isinstance(values, Iterable) else values

@@ -33,6 +33,15 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "v to be a torch.Tensor", {"v": [1]}),
     (ValueError, "expects q, k, v of one dtype", {"v": normal(1, 3, HEADS, V).float()}),
     (ValueError, "initial state", {"initial_state": normal(1, HEADS, V, K)}),
+    (
+        ValueError,
+        r"at least one channel \(K\); got q \(1, 3, 1, 0\)",
+        {"q": normal(1, 3, 1, 0), "k": normal(1, 3, 1, 0)},
+    ),
+    (ValueError, "expected a finite scale, got nan", {"scale": float("nan")}),
+    (ValueError, "expected a finite scale, got -inf", {"scale": -float("inf")}),
+    (ValueError, "a CPU or a CUDA device; got tensors on cpu and meta", {"beta": GIVEN["beta"].to("meta")}),
+    (ValueError, "cpu and meta", {"initial_state": torch.empty(1, HEADS, K, V, dtype=torch.float64, device="meta")}),
     (ValueError, "one batch row|initial state", {"initial_state": normal(3, HEADS, K, V)}),
 ]
 
@@ -58,6 +67,11 @@ BAD_MAMBA2: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, r"dt_bias of shape \(2,\), got \(1,\)", {"dt_bias": normal(1)}),
     (ValueError, r"D of shape \(2,\) or \(2, 2\), got \(3,\)", {"D": normal(3)}),
     (TypeError, "D to be a torch.Tensor, got float", {"D": 1.0}),
+    (ValueError, "heads of x to be a multiple of groups", {"B": normal(1, 3, 3, 3), "C": normal(1, 3, 3, 3)}),
+    (ValueError, "N at least 1; got x .*, B and C .*, 0", {"B": normal(1, 3, 1, 0), "C": normal(1, 3, 1, 0)}),
+    (ValueError, r"dt_limit to be a smallest and a largest dt, got \(nan, 1.0\)", {"dt_limit": (float("nan"), 1.0)}),
+    (ValueError, r"dt_limit .* got \(1.0, 0.0\)", {"dt_limit": (1.0, 0.0)}),
+    (ValueError, "a CPU or a CUDA device; got tensors on cpu and meta", {"dt": torch.ones(1, 3, 2, device="meta")}),
     (ValueError, r"initial_states \(..., 2, 2, 3\), got \(1, 2, 3, 2\)", {"initial_states": normal(1, 2, 3, 2)}),
 ]
 

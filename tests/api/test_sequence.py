@@ -332,6 +332,18 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(2, 4), mesh=dist.group.WORLD),
     ),
     (
+        ValueError, r"at least one of each; got x \(1, 2, 0\), weight \(0, 4\)",
+        lambda: causal_conv1d(torch.ones(1, 2, 0), torch.ones(0, 4), mesh=dist.group.WORLD),
+    ),
+    (
+        ValueError, "got tensors on cpu and meta",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4, device="meta"), mesh=dist.group.WORLD),
+    ),
+    (
+        ValueError, "documents of a tensor with values",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=torch.ones(2, device="meta").int()),
+    ),
+    (
         ValueError, "activation",
         lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4), mesh=dist.group.WORLD, activation="relu"),
     ),

@@ -9,6 +9,7 @@ import torch
 from support.compile_checks import compiled, fresh, no_compilation
 from support.processes import Processes
 from support.sequences import GivenSegments, Sequence
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -19,6 +20,7 @@ from cp_dtensor import (
     affine_scan,
     causal_conv1d,
     context_parallel,
+    context_parallel_attention,
     gated_delta_rule,
     halo,
     linear_attention,
@@ -146,6 +148,16 @@ def _refusals(rank: int) -> None:
     fresh()
     with pytest.raises(Exception, match="expects seq_len"):
         compiled(lambda x: halo(x, 1, mesh=mesh, dim=0))(torch.ones(4))
+    x = torch.ones(1, 2, 4, 3)
+    for function in (
+        lambda x: shift(x, 1, mesh=mesh, dim=2),
+        lambda x: linear_attention(x, x, x, mesh=mesh),
+        lambda x: context_parallel_attention(x, x, x, mesh=mesh),
+    ):  # torch would take operators for constants
+        with pytest.raises(Exception, match=r"NotImplementedError: .* transform of torch\.func"):
+            compiled(lambda x, function=function: torch.func.jvp(function, (x,), (x,)))(x)
+        with forward_ad.dual_level(), pytest.raises(Exception, match="got tangents of forward-mode differentiation"):
+            compiled(function)(forward_ad.make_dual(x, x))
 
 
 @pytest.mark.parametrize(
