@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from cp_dtensor.api.transformers_layers import is_attention, is_caught
-from cp_dtensor.api.transformers_private import implementation_of
+from cp_dtensor.api.transformers_private import CACHE_UTILS, implementation_of
 
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
@@ -162,12 +163,60 @@ def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         )
 
 
-def called_model(check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
-    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced."""
+def class_tables_of(kind: type[nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Tables without the provider, of attention classes by implementation, in the Python modules of a model class."""
+    for owner in {each.__module__ for each in kind.__mro__}:
+        for name, table in vars(sys.modules[owner]).items():
+            if isinstance(table, dict) and "eager" in table and PROVIDER not in table:
+                if all(isinstance(each, type) for each in table.values()):
+                    yield name, table
+
+
+def refuse_in_table(name: str, implementations: list[str], *_: Any, **__: Any) -> None:
+    """Refuses the provider, in the place of an attention class of the table `name`.
+
+    Raises:
+        ValueError: always.
+    """
+    seen = [each for each in implementations if each in SEEN]
+    way_out = f'use "{seen[0]}", which context_parallel sees' if seen else "context_parallel sees none of these"
+    raise ValueError(
+        f'{name} of this model has attention classes for {", ".join(implementations)}, not for "{PROVIDER}": {way_out}'
+    )
+
+
+def mark_caches(values: Iterable[Any]) -> None:
+    """Makes the caches among arguments and results of a model, which have the keys of a shard, refuse later calls.
+
+    A context may be closed then, and its patches removed, so a cache itself refuses: models call its `update`.
+    """
+    for value in values:
+        if isinstance(value, sys.modules[CACHE_UTILS].Cache):
+            value.update = _refuse_update
+            mark_caches(vars(value).values())  # a cache of an encoder-decoder has two
+
+
+def _refuse_update(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "got a cache that was filled inside of context_parallel, where it has the keys of this rank's shard only: call "
+        "the model or generate() outside of the context with the whole sequence and another cache, or put the keys "
+        "that cp_dtensor.context_parallel_unshard gathers into another cache"
+    )
+
+
+def called_model(
+    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], in_context: Callable[[], bool],
+    mark: Callable[[Iterable[Any]], None],
+) -> Callable[..., Any]:  # fmt: skip
+    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced, and `mark_caches` in contexts."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             check(self, args, kwargs)
-        return nn.Module.__call__(self, *args, **kwargs)
+        out = nn.Module.__call__(self, *args, **kwargs)
+        if in_context():
+            results = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
+            mark([*args, *kwargs.values(), *results])
+        return out
 
     return __call__

@@ -7,9 +7,10 @@ for "flex_attention" returns the block mask of the whole sequence. Other impleme
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -27,8 +28,11 @@ from cp_dtensor.api.transformers_checks import (
     SEEN,
     called_model,
     check_arguments,
+    class_tables_of,
     is_model,
+    mark_caches,
     problems_of,
+    refuse_in_table,
     unseen,
 )
 from cp_dtensor.api.transformers_layers import layer_patches
@@ -41,6 +45,7 @@ from cp_dtensor.api.transformers_masks import (
     whole_positions,
 )
 from cp_dtensor.api.transformers_private import (
+    GENERATION_UTILS,
     LOSS_UTILS,
     MASKING_UTILS,
     MODELING_UTILS,
@@ -57,6 +62,8 @@ def _patches() -> Iterator[AbstractContextManager[object]]:
     yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
     yield _torch.when_loaded(MODELING_UTILS, _models_checked)
     yield _torch.when_loaded(MODELING_UTILS, _losses_checked)
+    yield _torch.when_loaded(MODELING_UTILS, _provider_refused_by_tables)
+    yield _torch.when_loaded(GENERATION_UTILS, _generation_refused)
     yield closing(layer_patches)
 
 
@@ -97,7 +104,42 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _models_checked(utils: ModuleType) -> AbstractContextManager[None]:
     """While open, models of transformers that are called in contexts are checked first."""
-    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", called_model(_check_call))
+    call = called_model(_check_call, _shards_are_seen, _torch.never_compiled(mark_caches))
+    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", call)
+
+
+@contextmanager
+def _provider_refused_by_tables(utils: ModuleType) -> Iterator[None]:
+    """While open, models with attention classes of their own by implementation (Falcon, GPT-Neo) refuse the provider.
+
+    Such a model takes a class from a table of its Python module, by the name of the implementation.
+    """
+    with ExitStack() as stack:
+
+        def requested(
+            original: Callable[..., str], model: nn.Module, requested_attention: str | None, *args: Any, **kwargs: Any
+        ) -> str:
+            for name, table in class_tables_of(type(model)) if requested_attention == PROVIDER else ():
+                refuse = partial(refuse_in_table, name, [*table])
+                stack.enter_context(_torch.entry_replaced(table, PROVIDER, refuse))
+            return original(model, requested_attention, *args, **kwargs)
+
+        stack.enter_context(_torch.wrapped(utils.PreTrainedModel, "get_correct_attn_implementation", requested))
+        yield
+
+
+def _generation_refused(utils: ModuleType) -> AbstractContextManager[None]:
+    """While open, `generate()` is refused in contexts, before it calls the model."""
+
+    def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        if sharding_context() is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__}.generate() was called inside of context_parallel, where a cache has the keys "
+                "of this rank's shard only: call it outside of the context, where each rank generates from all keys"
+            )
+        return original(model, *args, **kwargs)
+
+    return _torch.wrapped(utils.GenerationMixin, "generate", generate)
 
 
 def _losses_checked(utils: ModuleType) -> AbstractContextManager[None]:
@@ -214,6 +256,8 @@ def _preprocessed(
         whole = whole_positions(position_ids, batch_size, context.config)
         _refuse_counted_positions(context, position_ids, whole)
         _refuse_rope_by_length(config, whole)
+        if past_key_values is not None and mask is None and (whole.diff(dim=1) != 1).any():
+            _warn_of_joined_documents()
     if position_ids is not None and mask is None and past_key_values is None:
         packed = position_ids.expand(batch_size, -1)
     kv_len = q_len if encoder_hidden_states is None else encoder_hidden_states.size(1)
@@ -236,6 +280,16 @@ def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor
         return all(context.config.ranks.gather_integers(int(given), position_ids.device))
 
     refuse_counted_positions(whole, context.config, are_given)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_joined_documents() -> None:
+    """Warns once in a process, if it does not raise."""
+    warnings.warn(
+        "position_ids are those of packed documents, and the model has a cache: documents attend to each other, as in "
+        "transformers without context_parallel. Pass use_cache=False, which keeps them apart",
+        stacklevel=2,
+    )
 
 
 def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:

@@ -267,6 +267,8 @@ def recognised(function: MaskFunction, left_padding: int) -> Mask | None:
     """The mask value of a function of transformers.masking_utils; None if it is another function."""
     parts = _parts(function, "and_masks")
     if parts is not None:
+        if any(_is(part, "sliding_window_overlay") and _captured(part)["sliding_window"] < 1 for part in parts):
+            return _checked(function, Keys(()))  # Qwen2-MoE makes a mask of a window of 0, which its layers do not use
         masks = [recognised(part, left_padding) for part in parts]
         return None if None in masks else reduce(_both, [mask for mask in masks if mask is not None])
     parts = _parts(function, "or_masks")
