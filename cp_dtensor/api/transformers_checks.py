@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from cp_dtensor.api.transformers_layers import is_attention, is_caught
+from cp_dtensor.api.transformers_layers import counts_from_cache, counts_positions, is_attention, is_caught
 from cp_dtensor.api.transformers_private import CACHE_UTILS, implementation_of
 
 PROVIDER = "cp_dtensor"
@@ -88,7 +88,7 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         yield f"{kind} counts positions within this rank's shard"
     elif isinstance(getattr(module, "relative_attention_bias", None), nn.Module):
         yield f"{kind} has a position bias of positions within this rank's shard"
-    elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+    elif counts_positions(module) and not counts_from_cache(module):
         yield f"{kind} scales queries by positions within this rank's shard (attn_temperature_tuning)"
     elif getattr(module, "trigram_input", False):
         yield f"{kind} joins the embeddings of neighbouring tokens of this rank's shard only (trigram_input)"
