@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from cp_dtensor import _torch
 from cp_dtensor.api.transformers_layers import counts_from_cache, counts_positions, is_attention, is_caught
 from cp_dtensor.api.transformers_private import CACHE_UTILS, implementation_of
 
@@ -167,9 +168,9 @@ def class_tables_of(kind: type[nn.Module]) -> Iterator[tuple[str, dict[str, Any]
     """Tables without the provider, of attention classes by implementation, in the Python modules of a model class."""
     for owner in {each.__module__ for each in kind.__mro__}:
         for name, table in vars(sys.modules[owner]).items():
-            if isinstance(table, dict) and "eager" in table and PROVIDER not in table:
-                if all(isinstance(each, type) for each in table.values()):
-                    yield name, table
+            lacks_provider = isinstance(table, dict) and "eager" in table and PROVIDER not in table
+            if lacks_provider and all(isinstance(each, type) for each in table.values()):
+                yield name, table
 
 
 def refuse_in_table(name: str, implementations: list[str], *_: Any, **__: Any) -> None:
@@ -185,7 +186,7 @@ def refuse_in_table(name: str, implementations: list[str], *_: Any, **__: Any) -
     )
 
 
-def mark_caches(values: Iterable[Any]) -> None:
+def _mark_caches(values: Iterable[Any]) -> None:
     """Makes the caches among arguments and results of a model, which have the keys of a shard, refuse later calls.
 
     A context may be closed then, and its patches removed, so a cache itself refuses: models call its `update`.
@@ -193,7 +194,7 @@ def mark_caches(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, sys.modules[CACHE_UTILS].Cache):
             value.update = _refuse_update
-            mark_caches(vars(value).values())  # a cache of an encoder-decoder has two
+            _mark_caches(vars(value).values())  # a cache of an encoder-decoder has two
 
 
 def _refuse_update(*_: Any, **__: Any) -> None:
@@ -204,15 +205,19 @@ def _refuse_update(*_: Any, **__: Any) -> None:
     )
 
 
+_mark_uncompiled = _torch.never_compiled(_mark_caches)
+
+
 def called_model(
-    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], in_context: Callable[[], bool],
-    mark: Callable[[Iterable[Any]], None],
-) -> Callable[..., Any]:  # fmt: skip
-    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced, and `mark_caches` in contexts."""
+    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], in_context: Callable[[], bool]
+) -> Callable[..., Any]:
+    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced, and marks caches in contexts."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mark = _mark_uncompiled
         if not torch.compiler.is_compiling():
             check(self, args, kwargs)
+            mark = _mark_caches
         out = nn.Module.__call__(self, *args, **kwargs)
         if in_context():
             results = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()

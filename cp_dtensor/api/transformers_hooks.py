@@ -30,7 +30,6 @@ from cp_dtensor.api.transformers_checks import (
     check_arguments,
     class_tables_of,
     is_model,
-    mark_caches,
     problems_of,
     refuse_in_table,
     unseen,
@@ -104,7 +103,7 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _models_checked(utils: ModuleType) -> AbstractContextManager[None]:
     """While open, models of transformers that are called in contexts are checked first."""
-    call = called_model(_check_call, _shards_are_seen, _torch.never_compiled(mark_caches))
+    call = called_model(_check_call, _shards_are_seen)
     return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", call)
 
 
@@ -204,6 +203,8 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if context is None:
         return
     context.seen.add("model")
+    if kwargs.get("cu_seq_lens_q") is not None:
+        context.seen.add("cu_seq_lens_q")
     implementation = implementation_of(getattr(model, "config", None))
     known = _problems.get(model)
     if known is None or known[0] != implementation:
@@ -256,7 +257,8 @@ def _preprocessed(
         whole = whole_positions(position_ids, batch_size, context.config)
         _refuse_counted_positions(context, position_ids, whole)
         _refuse_rope_by_length(config, whole)
-        if past_key_values is not None and mask is None and (whole.diff(dim=1) != 1).any():
+        kept_apart = implementation == PROVIDER and "cu_seq_lens_q" in context.seen
+        if past_key_values is not None and mask is None and not kept_apart and (whole.diff(dim=1) != 1).any():
             _warn_of_joined_documents()
     if position_ids is not None and mask is None and past_key_values is None:
         packed = position_ids.expand(batch_size, -1)

@@ -171,7 +171,7 @@ def _positions_before(length: int, device: torch.device) -> torch.Tensor:
         )
     whole = known_length(length, config.declared_lengths or (), config.layout, ranks.rank, ranks.size)
     if whole is None:
-        lengths = [each for each, in ranks.gather_integers([length], device)]
+        lengths = [each for (each,) in ranks.gather_integers([length], device)]
         whole = global_length(lengths, config.layout, "hidden state")
     positions = positions_of(config.layout.segments(whole, ranks.rank, ranks.size, 0), device)
     return positions - torch.arange(length, device=device)

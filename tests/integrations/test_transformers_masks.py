@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dtensor import Causal, Contiguous, Full, HeadTail, Mask, SlidingWindow, context_parallel
 from cp_dtensor.api.transformers_masks import ModelMask, recognised
 from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.spec.model_masks import Chunks
+from cp_dtensor.spec.model_masks import Chunks, Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 utils: Any = pytest.importorskip("transformers.masking_utils", reason="needs the extra [transformers]")
@@ -39,6 +39,7 @@ def functions(left_padding: torch.Tensor | None = None) -> dict[str, tuple[Calla
         "causal": (utils.causal_mask_function, Causal()),
         "full": (utils.bidirectional_mask_function, Full()),
         "window": (utils.sliding_window_causal_mask_function(7), SlidingWindow(6, 0)),
+        "window of 0": (utils.sliding_window_causal_mask_function(0), Keys(())),
         "both sides": (utils.sliding_window_bidirectional_mask_function(4), SlidingWindow(4, 4)),
         "chunks": (chunks, Chunks(5) & Causal()),
         "window or chunks": (utils.or_masks(utils.sliding_window_causal_mask_function(3), chunks), None),
