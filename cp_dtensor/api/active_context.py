@@ -41,7 +41,7 @@ class ActiveContext(ActiveConfig):
     sinks: torch.Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
     seen: set[str] = field(default_factory=set)
-    """Kinds of calls inside: "model" of transformers, "attention", "sdpa" of plain tensors."""
+    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", "sdpa" of plain tensors."""
 
 
 def open_local_sdpa(context: ActiveContext) -> bool | None:

@@ -236,7 +236,7 @@ class context_parallel(ContextDecorator):
         if error is not None:
             add_hint(error, context)
         manager.__exit__(kind, error, trace)
-        if error is None and context.seen == {"model"}:
+        if error is None and "model" in context.seen and "attention" not in context.seen:
             warnings.warn(
                 "a model of transformers ran inside of context_parallel, and no attention call was seen there: each "
                 "rank has attended to its own shard only, if to anything. docs/limits.md lists what a context sees",

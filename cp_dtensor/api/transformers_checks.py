@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from cp_dtensor.api.transformers_layers import is_attention, is_caught
-from cp_dtensor.api.transformers_private import implementation_of
+from cp_dtensor import _torch
+from cp_dtensor.api.transformers_layers import counts_from_cache, counts_positions, is_attention, is_caught
+from cp_dtensor.api.transformers_private import CACHE_UTILS, implementation_of
 
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
@@ -87,7 +89,7 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         yield f"{kind} counts positions within this rank's shard"
     elif isinstance(getattr(module, "relative_attention_bias", None), nn.Module):
         yield f"{kind} has a position bias of positions within this rank's shard"
-    elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+    elif counts_positions(module) and not counts_from_cache(module):
         yield f"{kind} scales queries by positions within this rank's shard (attn_temperature_tuning)"
     elif getattr(module, "trigram_input", False):
         yield f"{kind} joins the embeddings of neighbouring tokens of this rank's shard only (trigram_input)"
@@ -162,12 +164,64 @@ def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         )
 
 
-def called_model(check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
-    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced."""
+def class_tables_of(kind: type[nn.Module]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Tables without the provider, of attention classes by implementation, in the Python modules of a model class."""
+    for owner in {each.__module__ for each in kind.__mro__}:
+        for name, table in vars(sys.modules[owner]).items():
+            lacks_provider = isinstance(table, dict) and "eager" in table and PROVIDER not in table
+            if lacks_provider and all(isinstance(each, type) for each in table.values()):
+                yield name, table
+
+
+def refuse_in_table(name: str, implementations: list[str], *_: Any, **__: Any) -> None:
+    """Refuses the provider, in the place of an attention class of the table `name`.
+
+    Raises:
+        ValueError: always.
+    """
+    seen = [each for each in implementations if each in SEEN]
+    way_out = f'use "{seen[0]}", which context_parallel sees' if seen else "context_parallel sees none of these"
+    raise ValueError(
+        f'{name} of this model has attention classes for {", ".join(implementations)}, not for "{PROVIDER}": {way_out}'
+    )
+
+
+def _mark_caches(values: Iterable[Any]) -> None:
+    """Makes the caches among arguments and results of a model, which have the keys of a shard, refuse later calls.
+
+    A context may be closed then, and its patches removed, so a cache itself refuses: models call its `update`.
+    """
+    for value in values:
+        if isinstance(value, sys.modules[CACHE_UTILS].Cache):
+            value.update = _refuse_update
+            _mark_caches(vars(value).values())  # a cache of an encoder-decoder has two
+
+
+def _refuse_update(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "got a cache that was filled inside of context_parallel, where it has the keys of this rank's shard only: call "
+        "the model or generate() outside of the context with the whole sequence and another cache, or put the keys "
+        "that cp_dtensor.context_parallel_unshard gathers into another cache"
+    )
+
+
+_mark_uncompiled = _torch.never_compiled(_mark_caches)
+
+
+def called_model(
+    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], in_context: Callable[[], bool]
+) -> Callable[..., Any]:
+    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced, and marks caches in contexts."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        mark = _mark_uncompiled
         if not torch.compiler.is_compiling():
             check(self, args, kwargs)
-        return nn.Module.__call__(self, *args, **kwargs)
+            mark = _mark_caches
+        out = nn.Module.__call__(self, *args, **kwargs)
+        if in_context():
+            results = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
+            mark([*args, *kwargs.values(), *results])
+        return out
 
     return __call__

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -29,8 +30,10 @@ from cp_dtensor.api.transformers_checks import (
     SEEN,
     called_model,
     check_arguments,
+    class_tables_of,
     is_model,
     problems_of,
+    refuse_in_table,
     unseen,
 )
 from cp_dtensor.api.transformers_layers import layer_patches
@@ -43,6 +46,7 @@ from cp_dtensor.api.transformers_masks import (
     whole_positions,
 )
 from cp_dtensor.api.transformers_private import (
+    GENERATION_UTILS,
     LOSS_UTILS,
     MASKING_UTILS,
     MODELING_UTILS,
@@ -61,6 +65,8 @@ def _patches() -> Iterator[AbstractContextManager[object]]:
     yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
     yield _torch.when_loaded(MODELING_UTILS, _models_checked)
     yield _torch.when_loaded(MODELING_UTILS, _losses_checked)
+    yield _torch.when_loaded(MODELING_UTILS, _provider_refused_by_tables)
+    yield _torch.when_loaded(GENERATION_UTILS, _generation_refused)
     yield closing(layer_patches)
 
 
@@ -103,7 +109,42 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _models_checked(utils: ModuleType) -> AbstractContextManager[None]:
     """While open, models of transformers that are called in contexts are checked first."""
-    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", called_model(_check_call))
+    call = called_model(_check_call, _shards_are_seen)
+    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", call)
+
+
+@contextmanager
+def _provider_refused_by_tables(utils: ModuleType) -> Iterator[None]:
+    """While open, models with attention classes of their own by implementation (Falcon, GPT-Neo) refuse the provider.
+
+    Such a model takes a class from a table of its Python module, by the name of the implementation.
+    """
+    with ExitStack() as stack:
+
+        def requested(
+            original: Callable[..., str], model: nn.Module, requested_attention: str | None, *args: Any, **kwargs: Any
+        ) -> str:
+            for name, table in class_tables_of(type(model)) if requested_attention == PROVIDER else ():
+                refuse = partial(refuse_in_table, name, [*table])
+                stack.enter_context(_torch.entry_replaced(table, PROVIDER, refuse))
+            return original(model, requested_attention, *args, **kwargs)
+
+        stack.enter_context(_torch.wrapped(utils.PreTrainedModel, "get_correct_attn_implementation", requested))
+        yield
+
+
+def _generation_refused(utils: ModuleType) -> AbstractContextManager[None]:
+    """While open, `generate()` is refused in contexts, before it calls the model."""
+
+    def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        if sharding_context() is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__}.generate() was called inside of context_parallel, where a cache has the keys "
+                "of this rank's shard only: call it outside of the context, where each rank generates from all keys"
+            )
+        return original(model, *args, **kwargs)
+
+    return _torch.wrapped(utils.GenerationMixin, "generate", generate)
 
 
 def _losses_checked(utils: ModuleType) -> AbstractContextManager[None]:
@@ -168,6 +209,8 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if context is None:
         return
     context.seen.add("model")
+    if kwargs.get("cu_seq_lens_q") is not None:
+        context.seen.add("cu_seq_lens_q")
     implementation = implementation_of(getattr(model, "config", None))
     known = _problems.get(model)
     if known is None or known[0] != implementation:
@@ -211,7 +254,8 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         if is_cached:
             raise NotImplementedError(NO_CACHE)
         if positions is not None:
-            _check_positions(context, config, embeds, positions)
+            is_joined = cache is not None and padding is None
+            _check_positions(context, config, embeds, positions, is_joined)
     is_packed = positions is not None and padding is None and cache is None
     positions = positions.expand(embeds.size(0), -1) if is_packed else None
     request = MaskRequest(positions, padding, packed, is_cached)
@@ -220,8 +264,10 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return False, request.as_padding(embeds, kv_len), None, q_len, kv_len, q_offset, kv_offset
 
 
-def _check_positions(context: ActiveContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor) -> None:
-    """Refuses position ids that are not this rank's part of the whole sequence's."""
+def _check_positions(
+    context: ActiveContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor, is_joined: bool
+) -> None:
+    """Refuse position ids that are not this rank's part of the whole sequence's; warn of documents that a cache joins."""
     if position_ids.size(-1) != embeds.size(1):
         raise ValueError(
             f"expected position_ids of this rank's {embeds.size(1)} tokens, got {position_ids.size(-1)}: "
@@ -230,6 +276,9 @@ def _check_positions(context: ActiveContext, config: Any, embeds: torch.Tensor, 
     whole = whole_positions(position_ids, embeds.size(0), context.config)
     _refuse_counted_positions(context, position_ids, whole)
     _refuse_rope_by_length(config, whole)
+    kept_apart = implementation_of(config) == PROVIDER and "cu_seq_lens_q" in context.seen
+    if is_joined and not kept_apart and (whole.diff(dim=1) != 1).any():
+        _warn_of_joined_documents()
 
 
 def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
@@ -248,6 +297,16 @@ def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor
         return all(context.config.ranks.gather_integers(int(given), position_ids.device))
 
     refuse_counted_positions(whole, context.config, are_given)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_joined_documents() -> None:
+    """Warns once in a process, if it does not raise."""
+    warnings.warn(
+        "position_ids are those of packed documents, and the model has a cache: documents attend to each other, as in "
+        "transformers without context_parallel. Pass use_cache=False, which keeps them apart",
+        stacklevel=2,
+    )
 
 
 def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:

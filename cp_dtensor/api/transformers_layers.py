@@ -19,10 +19,13 @@ import torch
 from torch import nn
 
 from cp_dtensor import _torch
+from cp_dtensor.api.active_context import current_context
 from cp_dtensor.api.recurrent import gated_delta_rule, kda, mamba2
 from cp_dtensor.api.sequence import causal_conv1d
 from cp_dtensor.api.sequence_arguments import IN_CONTEXT
 from cp_dtensor.api.transformers_private import MODELING_UTILS, PASSED_ON, kernel_name
+from cp_dtensor.attention.masked import positions_of
+from cp_dtensor.engine.lengths import global_length, known_length
 
 Function = Callable[..., Any]
 _CONTEXT: Any = IN_CONTEXT
@@ -113,6 +116,67 @@ _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention
 """Names by which a layer calls attention that a context sees."""
 
 
+# Positions that a layer counts
+
+
+class _CountedFrom:
+    """Stands for the cache of a layer that counts positions from its length: here from that of each token's place.
+
+    Args:
+        cache: the layer's own, or None.
+        before: (tokens,), the global position of each token less its index in the shard.
+    """
+
+    def __init__(self, cache: Any, before: torch.Tensor) -> None:
+        self._cache, self._before = cache, before
+
+    def get_seq_length(self, *_: Any) -> torch.Tensor:
+        return self._before
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (key, value) if self._cache is None else self._cache.update(key, value, *args, **kwargs)
+
+
+def counts_positions(module: nn.Module) -> bool:
+    """True for attention of Llama 4 without RoPE, which scales queries by positions (`attn_temperature_tuning`)."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def counts_from_cache(module: nn.Module) -> bool:
+    """True if a layer that counts positions adds the length of its cache, for which `_CountedFrom` stands."""
+    names = {*_names_in(inspect.unwrap(type(module).forward).__code__)}
+    # A forward of the module itself, as accelerate sets, calls that of the class without our patch.
+    return {"arange", "get_seq_length", "floor_scale"} <= names and "forward" not in vars(module)
+
+
+def _with_whole_positions(
+    in_context: Callable[[], bool], cache_name: str, original: Function, module: nn.Module, hidden_states: torch.Tensor,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    if counts_positions(module) and in_context():
+        before = _positions_before(hidden_states.size(1), hidden_states.device)
+        kwargs[cache_name] = _CountedFrom(kwargs.get(cache_name), before)
+    return original(module, hidden_states, *args, **kwargs)
+
+
+@_torch.never_compiled
+def _positions_before(length: int, device: torch.device) -> torch.Tensor:
+    """(tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
+    context = current_context()
+    assert context is not None
+    config, ranks = context.config, context.config.ranks
+    if len(config.layout.batch_groups(2)) > 1:
+        raise NotImplementedError(
+            f"attn_temperature_tuning takes positions that are the same in all batch rows, got {config.layout}"
+        )
+    whole = known_length(length, config.declared_lengths or (), config.layout, ranks.rank, ranks.size)
+    if whole is None:
+        lengths = [each for (each,) in ranks.gather_integers([length], device)]
+        whole = global_length(lengths, config.layout, "hidden state")
+    positions = positions_of(config.layout.segments(whole, ranks.rank, ranks.size, 0), device)
+    return positions - torch.arange(length, device=device)
+
+
 # Functions that a layer calls
 
 
@@ -173,6 +237,13 @@ class _Patches:
                         self._replaced.add((owner.__name__, name))
                         around = partial(_in_contexts, in_context, _REPLACED[kernel])
                         self._stack.enter_context(_torch.wrapped(owner, name, around))
+            for module in filter(counts_positions, model.modules()):
+                kind = next(each for each in type(module).__mro__ if "forward" in vars(each))
+                if (kind.__module__, kind.__name__) not in self._replaced:
+                    self._replaced.add((kind.__module__, kind.__name__))
+                    cache = "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+                    around = partial(_with_whole_positions, in_context, cache)
+                    self._stack.enter_context(_torch.wrapped(kind, "forward", around))
 
     def close(self) -> None:
         """Restores all functions."""

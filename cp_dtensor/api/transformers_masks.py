@@ -33,7 +33,7 @@ _MOST_RANGES = 64
 """Ranges of keys of one query up to which a function is a mask value."""
 NO_CACHE = (
     "context-parallel attention takes no cache of keys that has tokens, or room for tokens, of other calls: pass "
-    "use_cache=False"
+    "use_cache=False, and decode outside of the context, each rank with all keys"
 )
 MaskFunction = Callable[..., Any]
 

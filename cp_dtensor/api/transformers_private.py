@@ -9,6 +9,8 @@ from typing import Any
 
 MASKING_UTILS = "transformers.masking_utils"
 MODELING_UTILS = "transformers.modeling_utils"
+CACHE_UTILS = "transformers.cache_utils"
+GENERATION_UTILS = "transformers.generation.utils"
 LOSS_UTILS = "transformers.loss.loss_utils"
 PREPROCESS = "_preprocess_mask_arguments"
 """The function of `MASKING_UTILS` that finds lengths and packed documents, before a mask function is called."""
@@ -19,7 +21,7 @@ TESTED = ("5.10", "5.24")
 PASSED_ON = frozenset({
     "position_ids", "cache_position", "use_cache", "max_length_q", "max_length_k", "sliding_window", "is_causal",
     "shift_labels", "num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict",
-    "deterministic", "layer_idx",
+    "deterministic", "layer_idx", "position_embeddings",
 })  # fmt: skip
 """Keyword arguments that models pass on to layers, whose results do not depend on them: the mask has windows."""
 

@@ -371,6 +371,11 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     check_tensors(attn_mask=attn_mask)
     received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
+    if attn_mask.dtype == torch.int64 and attn_mask.dim() == 4:
+        received += (
+            ". In a model of transformers, int64 is the dtype of a tensor that names a mask of the whole sequence; a "
+            "model that pads or joins it (DeepSeek-V4) cannot be used in context_parallel"
+        )
     expect(attn_mask.dtype == torch.bool or attn_mask.is_floating_point(), "a boolean or floating attn_mask", received)
     expect(attn_mask.device == q.device, f"attn_mask on the device of q, {q.device}", received)
     fits = attn_mask.dim() <= 4 and all(

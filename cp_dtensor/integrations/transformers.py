@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cp_dtensor")
     batch = ModelBatch(input_ids=input_ids, labels=labels)
     with context_parallel(mesh, **batch.buffers):
-        loss = causal_lm_loss(model(**batch.inputs).logits, batch.shift_labels)
-        loss.backward()
+        loss = causal_lm_loss(model(**batch.inputs, use_cache=False).logits, batch.shift_labels)
+        loss.backward()  # of gradients that are averaged over ranks afterwards
 
 Masks (windows, chunks, packed documents, padding) are those of the model, found by its own mask functions; sinks are
 the model's. Source: transformers' AttentionInterface and AttentionMaskInterface.
@@ -168,7 +168,8 @@ class ModelBatch:
         inputs_embeds: (B, S, D), instead of `input_ids`; no gradients.
         labels: (B, S) int64, not shifted, as transformers' models take them; None if there is no loss.
         attention_mask: (B, S), 0 for padding. None, or all 1: no padding, so that documents may be packed.
-        position_ids: (B, S) or (1, S) int64; documents that are packed begin again with 0. None: 0 to S - 1.
+        position_ids: (B, S) or (1, S) int64; documents that are packed begin again with 0, and the model is called
+            with `use_cache=False`: with a cache, documents attend to each other. None: 0 to S - 1.
         ignore_index: label that does not count.
         others: more (B, S, ...) tensors that the model takes, by name, such as token_type_ids.
 

@@ -73,8 +73,10 @@ def main() -> None:
         ours = ModelBatch(**batch(step, device))
         with context_parallel(mesh, **ours.buffers):
             assert ours.shift_labels is not None
-            loss = causal_lm_loss(replicated(**ours.inputs, use_cache=False).logits, ours.shift_labels)
-            loss.backward()  # DistributedDataParallel takes the mean of the gradients
+            # With a cache, transformers lets packed documents attend to each other.
+            logits = replicated(**ours.inputs, use_cache=False).logits
+            loss = causal_lm_loss(logits, ours.shift_labels)  # scaled for gradients that are averaged
+            loss.backward()  # DistributedDataParallel averages them
         expected = alone(**batch(step, device), use_cache=False).loss
         expected.backward()
         torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=1e-6)

@@ -91,6 +91,7 @@ ALL = ["input_ids", "labels", "shift_labels"]
 
 
 @pytest.mark.parametrize("layout", [None, Contiguous(), Striped(1)], ids=str)
+@pytest.mark.filterwarnings("ignore:position_ids are those of packed documents, and the model has a cache")
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "without positions", "packed", "padded", "all seen"])
 def test_loss_and_gradients_are_those_of_one_process(kind: str, use_cache: bool, layout: Any) -> None:

@@ -261,16 +261,42 @@ def refusals(rank: int) -> None:
     cache = model(input_ids=torch.ones(ROWS, 4, dtype=torch.int64), use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="takes no cache of keys that has tokens"):
         in_context(model, batch(), past_key_values=cache)
-    tokens = torch.ones(ROWS, LENGTH, dtype=torch.int64)
-    for buffers in ([], [tokens]):
-        context = context_parallel(world, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
-        with pytest.raises(ValueError, match="the model has counted them in its shard"), context:
-            model.generate(tokens, max_new_tokens=2, do_sample=False)
+    config = transformers.DeepseekV4Config(
+        **sizes, vocab_size=53, layer_types=["sliding_attention"], mlp_layer_types=["moe"], head_dim=16, q_lora_rank=8,
+        n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, o_groups=2, o_lora_rank=8,
+    )  # fmt: skip
+    config._attn_implementation, config._experts_implementation = "cp_dtensor", "eager"
+    with pytest.raises(ValueError, match=r"a model that pads or joins it \(DeepSeek-V4\) cannot be used"):
+        in_context(transformers.DeepseekV4ForCausalLM(config), batch(), use_cache=False)
     dist.barrier(world)
 
 
 def test_what_is_wrong_in_shards_is_refused_by_name(two_processes: Processes) -> None:
     two_processes.run(refusals)
+
+
+def counted_for_scales(rank: int) -> None:
+    """Positions of the whole sequence, which layers without RoPE count to scale queries."""
+    register()
+    for layout in (Contiguous(), Striped(4)):
+        for attention, use_cache in (("sdpa", True), ("cp_dtensor", False)):
+            train("Llama 4, no RoPE", attention, layout, use_cache=use_cache)
+    with pytest.raises(NotImplementedError, match="positions that are the same in all batch rows, got MirroredBatch"):
+        train("Llama 4, no RoPE", "sdpa", MirroredBatch())
+    model: Any = tiny_model("Llama 4, no RoPE", "sdpa")
+    inputs = batch().inputs
+    whole = model(**inputs, use_cache=False).logits.detach()
+    shards = dict(zip(inputs, context_parallel_shard(dist.group.WORLD, [*inputs.values()], [1, 1]), strict=True))
+    with context_parallel(dist.group.WORLD):  # no length is declared
+        logits = model(**shards, use_cache=False).logits.detach()
+    torch.testing.assert_close(logits, context_parallel_shard(dist.group.WORLD, [whole], [1])[0], rtol=1e-6, atol=1e-6)
+    for each in model.modules():
+        each.forward = each.forward  # as accelerate does: it calls the forward that the class had then
+    assert any("attn_temperature_tuning" in line for line in check_model(model))
+
+
+def test_positions_that_llama_4_counts(two_processes: Processes) -> None:
+    two_processes.run(counted_for_scales)
 
 
 def whole_padding(rank: int, attention: str) -> None:

@@ -107,6 +107,25 @@ def _family(name: str) -> tuple[str, dict[str, Any]]:
              "num_local_experts": 4, "moe_intermediate_size": 16, "linear_head_dim": 8, "linear_num_heads": 2},
         ),
         "Mamba": ("MambaForCausalLM", {"state_size": 8}),
+        # Its configuration has a window of 0, and no layer with a window.
+        "Qwen2-MoE": (
+            "Qwen2MoeForCausalLM",
+            {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+             "shared_expert_intermediate_size": 16},
+        ),
+        "Zamba2": (
+            "Zamba2ForCausalLM",
+            {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_ngroups": 1,
+             "n_mamba_heads": 4, "mamba_headdim": 16, "chunk_size": 16, "num_mem_blocks": 1, "use_mem_rope": True,
+             "adapter_rank": 4},
+        ),
+        "Ling 3 (Bailing)": (
+            "BailingHybridForCausalLM",
+            {"layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "dense"],
+             "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 8,
+             "qk_nope_head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4, "n_group": 2, "topk_group": 1,
+             "moe_intermediate_size": 16, "head_dim": 8, "num_mtp_layers": 0},
+        ),
     }  # fmt: skip
     return families[name]
 
@@ -121,7 +140,7 @@ def is_in_this_version(family: str) -> bool:
 FAMILIES = (
     "Llama", "Qwen3", "Mistral", "Phi-3", "Gemma 2", "Gemma 3", "gpt-oss", "Llama 4", "Llama 4, no RoPE", "DeepSeek-V3",
     "Qwen2 with a window", "ModernBERT", "BERT", "BERT, cross-attention", "T5", "BART", "LFM2", "Qwen3-Next",
-    "Mamba-2", "Bamba", "Nemotron-H", "Kimi Linear", "Mamba",
+    "Mamba-2", "Bamba", "Nemotron-H", "Kimi Linear", "Mamba", "Qwen2-MoE", "Zamba2", "Ling 3 (Bailing)",
 )  # fmt: skip
 
 
