@@ -12,8 +12,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from cp_dtensor import _torch
 from cp_dtensor.api.transformers_layers import is_attention, is_caught
 from cp_dtensor.api.transformers_private import implementation_of
+from cp_dtensor.api.transformers_towers import OWN_TOKENS, attends, is_model, is_tower_of, makes_tokens, takes_no_tokens
 
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
@@ -47,12 +49,20 @@ _IN_PARALLEL = "mixes tokens of this rank's shard only"
 
 
 def problems_of(model: nn.Module) -> list[str]:
-    """One line for each kind of layer that would be wrong in a context, with the names of the layers."""
+    """One line for each kind of layer that would be wrong in a context, with the names of the layers.
+
+    Parts that run only if a call has images or sound are left out: their own calls are checked.
+    """
     found: dict[str, list[str]] = {}
+    if is_model(model) and takes_no_tokens(type(model)) and attends(model):
+        return [f"{type(model).__name__} {OWN_TOKENS}"]
+    towers = {part for tower in model.modules() if is_tower_of(model, tower) for part in tower.modules()}
     inside = {part for module in model.modules() if is_caught(module) for part in module.modules()}
     seen = {part for module in model.modules() if is_attention(module) for part in module.modules()}
     seen_or_inside = seen | inside
     for name, module in model.named_modules():
+        if module in towers:
+            continue
         problems = [] if module in inside else [*_problems_of_module(module)]
         if _mixes_unseen(module, seen_or_inside):
             problems.append(f"{type(module).__name__} computes attention by operations that a context does not see")
@@ -115,20 +125,18 @@ def _shortened(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def is_model(module: nn.Module) -> bool:
-    """True for models of transformers, also parts of others."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-
-
 def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses arguments of a model's call that are wrong for shards, and warns of a router's loss.
 
     Raises:
+        NotImplementedError: images or sound of which the model makes tokens of its own.
         ValueError: position ids are missing; labels that are positions, or that the model would shift for a decoder.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    if makes_tokens(type(model), 0, [key for key in given if given[key] is not None]) and attends(model):
+        raise NotImplementedError(f"{name} {OWN_TOKENS}")
     of_decoder = [given.get(key) for key in ("decoder_input_ids", "decoder_inputs_embeds")]
     if (
         "decoder_input_ids" in parameters
@@ -162,12 +170,21 @@ def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         )
 
 
-def called_model(check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> Callable[..., Any]:
-    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced."""
+def called_model(
+    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], in_context: Callable[[], bool]
+) -> Callable[..., Any]:
+    """`PreTrainedModel.__call__` that calls `check` first; if it is traced, only where a context may refuse a tower."""
+    uncompiled = _torch.never_compiled(check, "context_parallel checks the call of a vision or audio tower")
+
+    @_torch.constant_in_trace
+    def may_be_refused(kind: type[nn.Module], positional: int, named: tuple[str, ...]) -> bool:
+        return in_context() and makes_tokens(kind, positional, named)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             check(self, args, kwargs)
+        elif may_be_refused(type(self), len(args), tuple(name for name in kwargs if kwargs[name] is not None)):
+            uncompiled(self, args, kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
 
     return __call__

@@ -27,7 +27,6 @@ from cp_dtensor.api.transformers_checks import (
     SEEN,
     called_model,
     check_arguments,
-    is_model,
     problems_of,
     unseen,
 )
@@ -36,6 +35,7 @@ from cp_dtensor.api.transformers_masks import (
     NO_CACHE,
     ModelMask,
     has_cache,
+    is_plain_alone,
     packed_alone,
     refuse_counted_positions,
     whole_positions,
@@ -48,6 +48,7 @@ from cp_dtensor.api.transformers_private import (
     implementation_of,
     table_of,
 )
+from cp_dtensor.api.transformers_towers import is_model
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.named_masks import name_of
 from cp_dtensor.spec.masks import Causal, Full, Mask
@@ -97,7 +98,7 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _models_checked(utils: ModuleType) -> AbstractContextManager[None]:
     """While open, models of transformers that are called in contexts are checked first."""
-    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", called_model(_check_call))
+    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", called_model(_check_call, _shards_are_seen))
 
 
 def _losses_checked(utils: ModuleType) -> AbstractContextManager[None]:
@@ -148,7 +149,9 @@ def sharding_context() -> ActiveContext | None:
 def check_compiled_call(arguments: dict[str, Any]) -> None:
     """Checks the arguments of a function that is about to be compiled in a context, if it is a model's forward."""
     model = arguments.get("self", arguments.get("mod"))
-    if isinstance(model, nn.Module) and is_model(model):
+    # transformers wraps forward, and other methods of a model such as get_image_features, in functions of equal names.
+    is_other_method = getattr(arguments.get("func"), "__name__", "forward") != "forward"
+    if isinstance(model, nn.Module) and is_model(model) and not is_other_method:
         args, others = arguments.get("args", ()), arguments.get("kwargs", {})
         given = {name: each for name, each in arguments.items() if name not in ("self", "mod", "args", "kwargs")}
         _check_call(model, args, {**given, **others})
@@ -275,9 +278,11 @@ def _sdpa_mask(
     )  # fmt: skip
     if context is not None:
         value = mask.mask_for(context.config)  # refused here, where the model is
-        plain = (allow_is_causal_skip and value == Causal()) or (allow_is_bidirectional_skip and value == Full())
+        # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
+        may_skip = allow_is_causal_skip or is_plain_alone(mask_function)
+        plain = (may_skip and value == Causal()) or (allow_is_bidirectional_skip and value == Full())
         # transformers takes a single query for the next token after a cache, which sees all keys
-        if plain and not is_provider and mask.fewest_queries > 1:
+        if plain and mask.fewest_queries > 1:
             return None
     return name_of(mask)
 

@@ -200,10 +200,16 @@ def packed_alone(function: MaskFunction, allow_is_causal_skip: bool) -> dict[str
     utils = sys.modules[MASKING_UTILS]
     documents = utils.find_packed_sequence_indices(positions)
     if documents is None:
-        skip = allow_is_causal_skip or _is(inside, "causal_mask_function")
+        skip = allow_is_causal_skip or is_plain_alone(function)
         return {"mask_function": inside, "allow_is_causal_skip": skip}
     _, remapped = _parts(function, "and_masks") or ()
     return {"mask_function": utils.and_masks(utils.packed_sequence_mask_function(documents), remapped)}
+
+
+def is_plain_alone(function: MaskFunction) -> bool:
+    """True if one process makes a plain causal mask of one document, which transformers leaves out."""
+    inside, positions = unpacked(function)
+    return positions is not None and _is(inside, "causal_mask_function")
 
 
 def has_cache(function: MaskFunction, lengths: Span, offsets: Sequence[Any]) -> bool:
