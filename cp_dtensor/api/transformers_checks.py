@@ -15,7 +15,14 @@ from torch import nn
 from cp_dtensor import _torch
 from cp_dtensor.api.transformers_layers import is_attention, is_caught
 from cp_dtensor.api.transformers_private import implementation_of
-from cp_dtensor.api.transformers_towers import OWN_TOKENS, attends, is_model, is_tower_of, makes_tokens, takes_no_tokens
+from cp_dtensor.api.transformers_towers import (
+    OWN_TOKENS,
+    is_model,
+    is_tower,
+    is_tower_of,
+    makes_tokens,
+    may_make_tokens,
+)
 
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
@@ -54,7 +61,7 @@ def problems_of(model: nn.Module) -> list[str]:
     Parts that run only if a call has images or sound are left out: their own calls are checked.
     """
     found: dict[str, list[str]] = {}
-    if is_model(model) and takes_no_tokens(type(model)) and attends(model):
+    if is_tower(model):
         return [f"{type(model).__name__} {OWN_TOKENS}"]
     towers = {part for tower in model.modules() if is_tower_of(model, tower) for part in tower.modules()}
     inside = {part for module in model.modules() if is_caught(module) for part in module.modules()}
@@ -135,7 +142,7 @@ def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    if makes_tokens(type(model), 0, [key for key in given if given[key] is not None]) and attends(model):
+    if makes_tokens(model, [key for key in given if given[key] is not None]):
         raise NotImplementedError(f"{name} {OWN_TOKENS}")
     of_decoder = [given.get(key) for key in ("decoder_input_ids", "decoder_inputs_embeds")]
     if (
@@ -178,7 +185,7 @@ def called_model(
 
     @_torch.constant_in_trace
     def may_be_refused(kind: type[nn.Module], positional: int, named: tuple[str, ...]) -> bool:
-        return in_context() and makes_tokens(kind, positional, named)
+        return in_context() and may_make_tokens(kind, positional, named)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,9 @@ from cp_dtensor.api.transformers_layers import is_attention
 
 _TOKENS = frozenset({"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"})
 """Names of arguments that are the tokens of a sequence."""
-_OTHER = re.compile(r"image|video|audio|speech|vision|pixel|input_features|input_values")
+_INPUTS = re.compile(r"pixel_values|input_features|input_values")
+"""Part of the names of arguments that are images or sound."""
+_OTHER = re.compile(rf"{_INPUTS.pattern}|image|video|audio|speech|vision|pixel")
 """Part of the names of modalities, configurations and arguments of models that take images or sound."""
 OWN_TOKENS = (
     "makes tokens of images or sound, which attention inside of context_parallel would take for shards of the "
@@ -33,15 +35,9 @@ def is_model(module: nn.Module) -> bool:
     return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
-def makes_tokens(kind: Any, positional: int, named: Iterable[str]) -> bool:
-    """True if a class of models makes tokens of its own from the arguments of a call.
-
-    Args:
-        positional: the number of arguments without names.
-        named: names of the other ones that are not None.
-    """
-    given = {*_parameters(kind)[:positional], *named}
-    return takes_no_tokens(kind) or not _main_inputs(kind).isdisjoint(given)
+def is_tower(module: nn.Module) -> bool:
+    """True for a model that takes images or sound only, and attends to them."""
+    return is_model(module) and _takes_no_tokens(_kind(module)) and _attends(module)
 
 
 def is_tower_of(model: nn.Module, part: nn.Module) -> bool:
@@ -50,16 +46,45 @@ def is_tower_of(model: nn.Module, part: nn.Module) -> bool:
         return False
     # The body of a model with a head has the configuration of the whole.
     is_body = type(getattr(part, "config", None)) is type(getattr(model, "config", None))
-    return takes_no_tokens(type(part)) or (bool(_main_inputs(type(part))) and not is_body)
+    return _takes_no_tokens(_kind(part)) or (bool(_main_inputs(_kind(part))) and not is_body)
 
 
-def attends(model: nn.Module) -> bool:
-    """True if a model has attention of any kind, which convolutional towers have not."""
-    return any(is_attention(part) or "attention" in type(part).__name__.lower() for part in model.modules())
+def may_make_tokens(kind: Any, positional: int, named: Collection[str]) -> bool:
+    """True if a class of models may make tokens of its own from the arguments of a call.
+
+    Args:
+        positional: the number of arguments without names.
+        named: names of the other ones that are not None.
+    """
+    given = {*_parameters(kind)[:positional], *named}
+    return _takes_no_tokens(kind) or not _main_inputs(kind).isdisjoint(given)
+
+
+def makes_tokens(model: nn.Module, given: Collection[str]) -> bool:
+    """True if a model makes tokens of its own from the arguments of these names, and attends to them.
+
+    Parts that are models are not looked at: their own calls are checked.
+    """
+    if may_make_tokens(type(model), 0, given):
+        return _attends(model)
+    inputs = {name for name in given if _INPUTS.search(name)}
+    return bool(inputs) and any(
+        not inputs.isdisjoint(_parameters(_kind(part))) and not is_model(part) and _attends(part)
+        for part in model.modules()
+    )
+
+
+def _attends(module: nn.Module) -> bool:
+    """True if there is attention of any kind, which convolutional towers have not."""
+    return any(is_attention(part) or "attention" in type(part).__name__.lower() for part in module.modules())
+
+
+def _kind(module: nn.Module) -> Any:
+    return type(module)  # mypy takes no class of modules for hashable
 
 
 @cache
-def takes_no_tokens(kind: Any) -> bool:
+def _takes_no_tokens(kind: Any) -> bool:
     """True for a class of models which take images or sound only."""
     parameters = inspect.signature(kind.forward).parameters.values()
     passes_on = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)

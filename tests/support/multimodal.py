@@ -34,36 +34,41 @@ _AUDIO = {
 _OTHERS = {"video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 52}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LLaVA": (
-        "Llava",
+        "LlavaForConditionalGeneration",
         {"text_config": {"model_type": "llama", **_TEXT}, "image_token_id": PLACEHOLDER,
          "vision_config": {"model_type": "clip_vision_model", **_SIGLIP}},
     ),
     "Qwen2.5-VL": (
-        "Qwen2_5_VL",
+        "Qwen2_5_VLForConditionalGeneration",
         {"text_config": {**_TEXT, **_MROPE}, "image_token_id": PLACEHOLDER, **_OTHERS,
          "vision_config": {**_QWEN, "window_size": 16, "fullatt_block_indexes": [1]}},
     ),
     "Qwen3-VL": (
-        "Qwen3VL",
+        "Qwen3VLForConditionalGeneration",
         {"text_config": {**_TEXT, **_MROPE}, "image_token_id": PLACEHOLDER, **_OTHERS,
          "vision_config": {**_QWEN, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}},
     ),
     "Gemma 3": (
-        "Gemma3",
+        "Gemma3ForConditionalGeneration",
         {"text_config": {**_TEXT, "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]},
          "vision_config": _SIGLIP, "mm_tokens_per_image": 16, "image_token_index": PLACEHOLDER},
     ),
+    "Idefics": (
+        "IdeficsForVisionText2Text",
+        {**_TEXT, "vision_config": {**_SIGLIP, "embed_dim": 32}, "use_resampler": False, "cross_layer_interval": 1,
+         "additional_vocab_size": 0},
+    ),
     "PaliGemma": (
-        "PaliGemma",
+        "PaliGemmaForConditionalGeneration",
         {"text_config": {"model_type": "gemma", **_TEXT}, "image_token_index": PLACEHOLDER, "projection_dim": 32,
          "vision_config": {"model_type": "siglip_vision_model", **_SIGLIP, "projection_dim": 32}},
     ),
     "Qwen2-Audio": (
-        "Qwen2Audio",
+        "Qwen2AudioForConditionalGeneration",
         {"text_config": {"model_type": "qwen2", **_TEXT}, "audio_config": _AUDIO, "audio_token_index": PLACEHOLDER},
     ),
     "Whisper": (
-        "Whisper",
+        "WhisperForConditionalGeneration",
         {**_AUDIO, "vocab_size": VOCABULARY, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,
          "max_target_positions": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
          "decoder_start_token_id": 1},
@@ -79,8 +84,8 @@ def tiny_multimodal(name: str, attention: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
-        config = getattr(transformers, f"{kind}Config")(**changes)
-        model: nn.Module = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+        model_class = getattr(transformers, kind)
+        model: nn.Module = model_class(model_class.config_class(**changes))
     model.set_attn_implementation(attention)  # type: ignore[operator]
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -107,4 +112,6 @@ def batch_of(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if "Qwen" in name:
         grid = torch.tensor([[1, 8, 8]]).expand(ROWS, -1)
         return ids, {"pixel_values": of(ROWS * 64, 96), "image_grid_thw": grid}
+    if name == "Idefics":
+        return ids, {"pixel_values": of(ROWS, 1, 3, 16, 16), "image_attention_mask": torch.ones(ROWS, LENGTH // 2, 1)}
     return ids, {"pixel_values": of(ROWS, 3, 16, 16)}
