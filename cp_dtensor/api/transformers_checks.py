@@ -106,6 +106,8 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         yield f"{kind} has a position bias of positions within this rank's shard"
     elif getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         yield f"{kind} scales queries by positions within this rank's shard (attn_temperature_tuning)"
+    elif getattr(module, "expert_capacity", None) is not None:
+        yield f"{kind} counts the tokens of an expert within this rank's shard (expert_capacity)"
     elif getattr(module, "trigram_input", False):
         yield f"{kind} joins the embeddings of neighbouring tokens of this rank's shard only (trigram_input)"
 
