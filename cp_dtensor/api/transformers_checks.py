@@ -16,6 +16,14 @@ from torch import nn
 from cp_dtensor import _torch
 from cp_dtensor.api.transformers_layers import counts_from_cache, counts_positions, is_attention, is_caught
 from cp_dtensor.api.transformers_private import CACHE_UTILS, implementation_of
+from cp_dtensor.api.transformers_towers import (
+    OWN_TOKENS,
+    is_model,
+    is_tower,
+    is_tower_of,
+    makes_tokens,
+    may_make_tokens,
+)
 
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
@@ -49,12 +57,20 @@ _IN_PARALLEL = "mixes tokens of this rank's shard only"
 
 
 def problems_of(model: nn.Module) -> list[str]:
-    """One line for each kind of layer that would be wrong in a context, with the names of the layers."""
+    """One line for each kind of layer that would be wrong in a context, with the names of the layers.
+
+    Parts that run only if a call has images or sound are left out: their own calls are checked.
+    """
     found: dict[str, list[str]] = {}
+    if is_tower(model):
+        return [f"{type(model).__name__} {OWN_TOKENS}"]
+    towers = {part for tower in model.modules() if is_tower_of(model, tower) for part in tower.modules()}
     inside = {part for module in model.modules() if is_caught(module) for part in module.modules()}
     seen = {part for module in model.modules() if is_attention(module) for part in module.modules()}
     seen_or_inside = seen | inside
     for name, module in model.named_modules():
+        if module in towers:
+            continue
         problems = [] if module in inside else [*_problems_of_module(module)]
         if _mixes_unseen(module, seen_or_inside):
             problems.append(f"{type(module).__name__} computes attention by operations that a context does not see")
@@ -91,6 +107,8 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         yield f"{kind} has a position bias of positions within this rank's shard"
     elif counts_positions(module) and not counts_from_cache(module):
         yield f"{kind} scales queries by positions within this rank's shard (attn_temperature_tuning)"
+    elif getattr(module, "expert_capacity", None) is not None:
+        yield f"{kind} counts the tokens of an expert within this rank's shard (expert_capacity)"
     elif getattr(module, "trigram_input", False):
         yield f"{kind} joins the embeddings of neighbouring tokens of this rank's shard only (trigram_input)"
 
@@ -117,20 +135,18 @@ def _shortened(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def is_model(module: nn.Module) -> bool:
-    """True for models of transformers, also parts of others."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-
-
 def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuses arguments of a model's call that are wrong for shards, and warns of a router's loss.
 
     Raises:
+        NotImplementedError: images or sound of which the model makes tokens of its own.
         ValueError: position ids are missing; labels that are positions, or that the model would shift for a decoder.
     """
     name = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    if makes_tokens(model, [key for key in given if given[key] is not None]):
+        raise NotImplementedError(f"{name} {OWN_TOKENS}")
     of_decoder = [given.get(key) for key in ("decoder_input_ids", "decoder_inputs_embeds")]
     if (
         "decoder_input_ids" in parameters
@@ -211,13 +227,23 @@ _mark_uncompiled = _torch.never_compiled(_mark_caches)
 def called_model(
     check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], in_context: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """`PreTrainedModel.__call__` that calls `check` first, unless it is traced, and marks caches in contexts."""
+    """`PreTrainedModel.__call__` in contexts: `check` comes first, and caches are marked.
+
+    Traced calls are checked only where a context may refuse a tower.
+    """
+    uncompiled = _torch.never_compiled(check, "context_parallel checks the call of a vision or audio tower")
+
+    @_torch.constant_in_trace
+    def may_be_refused(kind: type[nn.Module], positional: int, named: tuple[str, ...]) -> bool:
+        return in_context() and may_make_tokens(kind, positional, named)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mark = _mark_uncompiled
         if not torch.compiler.is_compiling():
             check(self, args, kwargs)
             mark = _mark_caches
+        elif may_be_refused(type(self), len(args), tuple(name for name in kwargs if kwargs[name] is not None)):
+            uncompiled(self, args, kwargs)
         out = nn.Module.__call__(self, *args, **kwargs)
         if in_context():
             results = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()

@@ -31,7 +31,6 @@ from cp_dtensor.api.transformers_checks import (
     called_model,
     check_arguments,
     class_tables_of,
-    is_model,
     problems_of,
     refuse_in_table,
     unseen,
@@ -56,6 +55,7 @@ from cp_dtensor.api.transformers_private import (
     table_of,
     warn_of_version,
 )
+from cp_dtensor.api.transformers_towers import is_model
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.named_masks import name_of
 from cp_dtensor.spec.masks import Causal, Full, Mask
@@ -195,7 +195,9 @@ def sharding_context() -> ActiveContext | None:
 def check_compiled_call(arguments: dict[str, Any]) -> None:
     """Checks the arguments of a function that is about to be compiled in a context, if it is a model's forward."""
     model = arguments.get("self", arguments.get("mod"))
-    if isinstance(model, nn.Module) and is_model(model):
+    # transformers wraps forward, and other methods of a model such as get_image_features, in functions of equal names.
+    is_other_method = getattr(arguments.get("func"), "__name__", "forward") != "forward"
+    if isinstance(model, nn.Module) and is_model(model) and not is_other_method:
         args, others = arguments.get("args", ()), arguments.get("kwargs", {})
         given = {name: each for name, each in arguments.items() if name not in ("self", "mod", "args", "kwargs")}
         _check_call(model, args, {**given, **others})
@@ -267,7 +269,7 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def _check_positions(
     context: ActiveContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor, is_joined: bool
 ) -> None:
-    """Refuse position ids that are not this rank's part of the whole sequence's; warn of documents that a cache joins."""
+    """Refuse position ids that are no part of the whole sequence's; warn of documents that a cache joins."""
     if position_ids.size(-1) != embeds.size(1):
         raise ValueError(
             f"expected position_ids of this rank's {embeds.size(1)} tokens, got {position_ids.size(-1)}: "
@@ -331,11 +333,12 @@ def _sdpa_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     if context is not None:
         value = mask.mask_for(context.config)  # refused here, where the model is
+        # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
         is_plain = (kwargs.get("allow_is_causal_skip", True) and value == Causal()) or (
             kwargs.get("allow_is_bidirectional_skip", False) and value == Full()
         )
         # transformers takes a single query for the next token after a cache, which sees all keys
-        if is_plain and not is_provider and mask.fewest_queries > 1:
+        if is_plain and mask.fewest_queries > 1:
             return None
     return name_of(mask)
 

@@ -1,4 +1,6 @@
-"""Convolutions and recurrent layers of transformers' models in contexts: their functions, replaced by those of shards.
+"""Layers of transformers' models in contexts: their functions, replaced by those of shards.
+
+These are convolutions and recurrent layers, and embeddings that count mask tokens.
 
 Models call these functions by names of their own modules, which transformers binds to a kernel of another package or to
 torch operations. A function is recognised by the kernel's name, not by the architecture.
@@ -112,6 +114,9 @@ _REPLACED: MappingProxyType[str, Function] = MappingProxyType({
 })  # fmt: skip
 """By the name of a kernel: the function of shards."""
 
+_SHARE_IN_TRAINING = 0.15 * 0.8
+"""The share of mask tokens that ESM's embeddings are scaled to."""
+
 _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "flex_attention"})
 """Names by which a layer calls attention that a context sees."""
 
@@ -217,6 +222,45 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+# Embeddings that count mask tokens
+
+
+def _counts_masks(kind: type[nn.Module]) -> bool:
+    """True for ESM's embeddings, which scale with the share of mask tokens in the sequence."""
+    forward = inspect.unwrap(vars(kind).get("forward", len))
+    names = {*_names_in(forward.__code__)} if inspect.isfunction(forward) else set()
+    return {"token_dropout", "mask_token_id", "word_embeddings"} <= names
+
+
+def _with_whole_counts(
+    in_context: Callable[[], bool], forward: Function, module: Any, *given: Any, **named: Any
+) -> Any:
+    """`forward` of such embeddings; in contexts with the share of the whole sequence."""
+    arguments = dict(zip(("input_ids", "attention_mask", "position_ids", "inputs_embeds"), given, strict=False)) | named
+    if not module.token_dropout or arguments.get("input_ids") is None or not in_context():
+        return forward(module, **arguments)
+    return _scaled_by_whole_counts(forward, module, **arguments)
+
+
+@_torch.never_compiled
+def _scaled_by_whole_counts(
+    forward: Function, module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
+    context = current_context()
+    assert context is not None
+    is_mask = input_ids == module.mask_token_id
+    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    masks, lengths = context.config.ranks.gather(torch.stack([is_mask.sum(-1), kept.sum(-1).long()])).sum(0)
+    embeddings = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+    share = (masks.float() / lengths)[:, None, None]
+    # Without input_ids, forward does the rest and scales nothing.
+    scaled = embeddings.masked_fill(is_mask[..., None], 0.0) * (1 - _SHARE_IN_TRAINING) / (1 - share)
+    return forward(
+        module, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=scaled.to(embeddings.dtype)
+    )
+
+
 # Patches
 
 
@@ -226,24 +270,26 @@ class _Patches:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stack = ExitStack()
-        self._replaced = set[tuple[str, str]]()
+        self._replaced = set[tuple[Any, str]]()
 
     def replace(self, model: nn.Module, in_context: Callable[[], bool]) -> None:
         """Replaces the functions of a model's layers, which behave as before where `in_context()` is False."""
         with self._lock:
-            for kind in filter(_is_caught, {type(module) for module in model.modules()}):
+            kinds = {type(module) for module in model.modules()}
+            for kind in filter(_is_caught, kinds):
                 for owner, name, kernel in list(_functions_of(kind)):
-                    if (owner.__name__, name) not in self._replaced:
-                        self._replaced.add((owner.__name__, name))
-                        around = partial(_in_contexts, in_context, _REPLACED[kernel])
-                        self._stack.enter_context(_torch.wrapped(owner, name, around))
+                    self._wrap(owner, name, partial(_in_contexts, in_context, _REPLACED[kernel]))
+            for kind in filter(_counts_masks, kinds):
+                self._wrap(kind, "forward", partial(_with_whole_counts, in_context))
             for module in filter(counts_positions, model.modules()):
                 kind = next(each for each in type(module).__mro__ if "forward" in vars(each))
-                if (kind.__module__, kind.__name__) not in self._replaced:
-                    self._replaced.add((kind.__module__, kind.__name__))
-                    cache = "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
-                    around = partial(_with_whole_positions, in_context, cache)
-                    self._stack.enter_context(_torch.wrapped(kind, "forward", around))
+                cache = "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+                self._wrap(kind, "forward", partial(_with_whole_positions, in_context, cache))
+
+    def _wrap(self, owner: Any, name: str, around: Function) -> None:
+        if (owner, name) not in self._replaced:
+            self._replaced.add((owner, name))
+            self._stack.enter_context(_torch.wrapped(owner, name, around))
 
     def close(self) -> None:
         """Restores all functions."""

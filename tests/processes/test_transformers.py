@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from support.models import LENGTH, ROWS, tiny_model
 from support.processes import Processes
 from torch import nn
@@ -455,3 +456,50 @@ def test_attention_that_the_provider_does_not_see_is_refused(kind: str, changes:
     config = model_class.config_class(**sizes, num_attention_heads=4, **changes)
     config._attn_implementation = register()
     assert any(reason in line for line in check_model(model_class(config)))
+
+
+def share_of_masks(rank: int, attention: str) -> None:
+    """ESM scales its embeddings by the share of mask tokens, which differs between shards and between rows."""
+    import transformers
+
+    register()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128}
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        config = transformers.EsmConfig(
+            vocab_size=53, mask_token_id=32, pad_token_id=1, token_dropout=True, **sizes, **options
+        )
+        one = transformers.EsmForMaskedLM(config).double()
+        one.set_attn_implementation(attention)
+        return one
+
+    ids = torch.where(torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(7)) < 0.3, 32, 5)
+    ids[:, : LENGTH // 4] = 32
+    ids[0] = ids[0].roll(30)
+    for positions in ("absolute", "rotary"):
+        for width in (0, 9):
+            padding = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+            padding[0, LENGTH - width :] = 0
+            labels = torch.full((ROWS, LENGTH), 6).masked_fill(padding == 0, -100)
+            given = ModelBatch(
+                input_ids=ids.clone(), labels=labels, position_ids=torch.arange(2, LENGTH + 2)[None],
+                others={} if not width else {"attention_mask": padding.clone()},
+            )  # fmt: skip
+            options["position_embedding_type"] = positions
+            assert given.shift_labels is not None
+            alone_model, mine = model(), model()
+            logits = alone_model(**given.inputs).logits
+            expected = F.cross_entropy(logits.flatten(0, 1), given.shift_labels.flatten())
+            expected.backward()
+            assert check_model(mine) == []
+            with context_parallel(dist.group.WORLD, **given.buffers):
+                loss = causal_lm_loss(mine(**given.inputs).logits, given.shift_labels, gradients="sum")
+            loss.backward()
+            assert_equal(mine, loss, (expected.detach(), gradients(alone_model)))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "cp_dtensor"])
+def test_the_share_of_mask_tokens_is_that_of_the_whole_sequence(two_processes: Processes, attention: str) -> None:
+    two_processes.run(share_of_masks, attention)

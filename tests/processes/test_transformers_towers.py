@@ -1,0 +1,142 @@
+"""Models of transformers with vision and audio towers on 2 ranks: what is refused, and embeddings made before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.multimodal import PLACEHOLDER, ROWS, batch_of, tiny_multimodal
+from support.processes import Processes
+from torch import nn
+
+from cp_dtensor import context_parallel, context_parallel_shard
+from cp_dtensor.integrations.transformers import causal_lm_loss, check_model, register
+
+pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
+
+each_attention = pytest.mark.parametrize("attention", ["sdpa", "cp_dtensor"])
+TOWERS = {
+    "LLaVA": "CLIPVisionModel", "Qwen2.5-VL": "Qwen2_5_VisionTransformerPretrainedModel",
+    "Qwen3-VL": "Qwen3VLVisionModel", "Gemma 3": "SiglipVisionModel", "PaliGemma": "SiglipVisionModel",
+    "Idefics": "IdeficsForVisionText2Text",
+    "Qwen2-Audio": "Qwen2AudioEncoder", "Whisper": "WhisperForConditionalGeneration",
+}  # fmt: skip
+
+
+def positions_and_labels(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(ids.size(1)).expand(ROWS, -1).clone(), F.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+
+
+def assert_equal(model: nn.Module, loss: torch.Tensor, alone: nn.Module, expected: torch.Tensor) -> None:
+    """Compares the loss and the sum of all ranks' gradients with those of one process."""
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-6)
+    for found, wanted in zip(gradients(model), gradients(alone), strict=True):
+        summed = found.clone()
+        dist.all_reduce(summed)
+        torch.testing.assert_close(summed, wanted, rtol=1e-6, atol=1e-6)
+
+
+def with_images(rank: int, name: str, attention: str, compiled: bool = False) -> None:
+    register()
+    world: Any = dist.group.WORLD
+    model, (ids, others) = tiny_multimodal(name, attention), batch_of(name)
+    positions, _ = positions_and_labels(ids)
+    key = "decoder_" if name == "Whisper" else ""
+    called = torch.compile(model, backend="eager") if compiled else model
+    with (
+        pytest.raises(NotImplementedError, match=f"{TOWERS[name]} makes tokens .* docs/models.md has an example"),
+        context_parallel(world, buffers=[ids, positions], buffer_seq_dims=[1, 1]),
+    ):
+        called(**{f"{key}input_ids": ids, f"{key}position_ids": positions}, **others, use_cache=False)
+
+
+@each_attention
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_are_refused_by_name(two_processes: Processes, name: str, attention: str) -> None:
+    two_processes.run(with_images, name, attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL"])
+def test_towers_in_compiled_models_are_refused_by_name(two_processes: Processes, name: str) -> None:
+    two_processes.run(with_images, name, "sdpa", True)
+
+
+def text_alone(rank: int, name: str, attention: str) -> None:
+    register()
+    world: Any = dist.group.WORLD
+    ids, _ = batch_of(name)
+    ids = ids.masked_fill(ids == PLACEHOLDER, 3)
+    positions, labels = positions_and_labels(ids)
+    sound = torch.randn(ROWS, 32, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    inputs = {"input_ids": ids, "position_ids": positions}
+    if name == "Whisper":  # what its encoder has made is whole on every rank
+        inputs = {"decoder_input_ids": ids, "decoder_position_ids": positions, "encoder_outputs": (sound,)}
+    alone, model = tiny_multimodal(name, "sdpa"), tiny_multimodal(name, attention)
+    logits = alone(**inputs, use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+    assert check_model(model) == []
+    with context_parallel(world, buffers=[ids, positions, labels], buffer_seq_dims=[1, 1, 1]):
+        loss = causal_lm_loss(model(**inputs, use_cache=False).logits, labels, gradients="sum")
+    loss.backward()
+    assert_equal(model, loss, alone, expected)
+
+
+@each_attention
+@pytest.mark.parametrize("name", [name for name in TOWERS if name != "Idefics"])  # which always takes images
+def test_a_model_with_a_tower_is_right_without_images(two_processes: Processes, name: str, attention: str) -> None:
+    two_processes.run(text_alone, name, attention)
+
+
+def embeddings_before(rank: int, name: str, attention: str) -> None:
+    """The steps in docs/models.md."""
+    register()
+    world: Any = dist.group.WORLD
+    ids, others = batch_of(name)
+    is_image = ids == PLACEHOLDER
+    positions, labels = positions_and_labels(ids)
+    alone, model = tiny_multimodal(name, "sdpa"), tiny_multimodal(name, attention)
+    types = {"mm_token_type_ids": is_image.long()} if "Qwen" in name else {}
+    logits = alone(input_ids=ids, **others, **types, use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+
+    images = model.get_image_features(**others)
+    embeddings = model.get_input_embeddings()(ids)
+    embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat([*images.pooler_output]))
+    if "Qwen" in name:
+        positions, _ = model.model.get_rope_index(ids, **types, image_grid_thw=others["image_grid_thw"])
+    deep = [torch.zeros_like(embeddings).masked_scatter(is_image[..., None], torch.cat([*each]))
+            for each in getattr(images, "deepstack_features", None) or ()]  # fmt: skip
+    embeddings, *deep = context_parallel_shard(world, [embeddings, *deep], [1] * (1 + len(deep)))
+    with context_parallel(world, buffers=[positions, labels, is_image], buffer_seq_dims=[-1, 1, 1]):
+        given = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+        if deep:
+            more = {"visual_pos_masks": is_image, "deepstack_visual_embeds": [each[is_image] for each in deep]}
+            logits = model.lm_head(model.model.language_model(**given, **more).last_hidden_state)
+        else:
+            logits = model(**given).logits
+        loss = causal_lm_loss(logits, labels, gradients="sum")
+    loss.backward()
+    assert_equal(model, loss, alone, expected)
+
+
+@each_attention
+@pytest.mark.parametrize("name", ["LLaVA", "Qwen2.5-VL", "Qwen3-VL"])
+def test_embeddings_of_images_made_before_the_context(two_processes: Processes, name: str, attention: str) -> None:
+    two_processes.run(embeddings_before, name, attention)
+
+
+def test_check_model_names_a_tower() -> None:
+    model = tiny_multimodal("LLaVA", "sdpa")
+    assert check_model(model) == []
+    (line,) = check_model(model.model.vision_tower)
+    assert line.startswith("CLIPVisionModel makes tokens of images or sound")
