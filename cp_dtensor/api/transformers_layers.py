@@ -172,7 +172,8 @@ def _positions_before(length: int, device: torch.device) -> torch.Tensor:
     config, ranks = context.config, context.config.ranks
     if len(config.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
-            f"attn_temperature_tuning takes positions that are the same in all batch rows, got {config.layout}"
+            f"attn_temperature_tuning takes positions that are the same in all batch rows, got {config.layout}: use "
+            "another layout"
         )
     whole = known_length(length, config.declared_lengths or (), config.layout, ranks.rank, ranks.size)
     if whole is None:
