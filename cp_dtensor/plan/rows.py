@@ -234,6 +234,27 @@ def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: 
     )
 
 
+def rows_over_axes(row_map: RowMap, sequence: SequenceLayout, inner_size: int = 1) -> list[tuple[int, int]]:
+    """By rank: the rows that it receives over the outer and the inner axis, in an exchange and its transpose together.
+
+    Rows go to the right place of the inner axis first, then along the outer one.
+
+    >>> from cp_dtensor.spec.layouts import Contiguous
+    >>> rows_over_axes(Shift(1), SequenceLayout(Contiguous(), 4, 2))  # a row, and a gradient back
+    [(1, 0), (1, 0)]
+    """
+    owners = _owners(sequence)
+    received = [[0, 0] for _ in range(sequence.world_size)]
+    for rank in range(sequence.world_size):
+        for copy in _copies(row_map.rows(sequence, rank), owners):
+            for source, target in ((copy.owner, rank), (rank, copy.owner)):
+                (node, _), (to_node, to_place) = divmod(source, inner_size), divmod(target, inner_size)
+                on_the_way = node * inner_size + to_place
+                received[on_the_way][1] += copy.rows * (on_the_way != source)
+                received[target][0] += copy.rows * (to_node != node)
+    return [(outer, inner) for outer, inner in received]
+
+
 def _owners(sequence: SequenceLayout) -> list[tuple[int, int, int, int]]:
     """`(first position, stop, rank, first local row)` of all runs, by position."""
     found = []
