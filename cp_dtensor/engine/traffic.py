@@ -65,8 +65,8 @@ def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: in
         most_heads = max(stop - start for start, stop in map(heads.kv_groups, range(inner_size)))
         merged = replace(spec, partition=MergedPartition(spec.partition, inner_size))
         return max(_ring_rows(merged)) * most_heads * spec.head_bytes, _exchanged_bytes(spec, heads, outer_size)
-    row = spec.kv_heads * spec.head_bytes
-    return _outer_rows(spec, inner_size) * row, _inner_rows(spec, outer_size, inner_size) * row
+    over_outer, over_inner = _nested_rows(spec, outer_size, inner_size)
+    return over_outer * spec.kv_heads * spec.head_bytes, over_inner * spec.kv_heads * spec.head_bytes
 
 
 def _with_bytes(found: Estimate, outer_bytes: int, inner_bytes: int) -> CountedEstimate:
@@ -79,19 +79,23 @@ def _ring_rows(spec: CallSpec) -> list[int]:
     return [2 * come + back for come, back in zip(reading.received_rows(), reading.sent_rows(), strict=True)]
 
 
-def _outer_rows(spec: CallSpec, inner_size: int) -> int:
-    partitions = (OuterPartition(spec.partition, inner_size, rank) for rank in range(inner_size))
-    return max(max(_ring_rows(replace(spec, partition=each))) for each in partitions)
-
-
-def _inner_rows(spec: CallSpec, outer_size: int, inner_size: int) -> int:
-    """Rows over the inner axis of a nested ring: those of an inner ring for each outer rank's K/V."""
+def _nested_rows(spec: CallSpec, outer_size: int, inner_size: int) -> Span:
+    """The most rows over the outer and the inner axis: each outer rank's K/V go around a ring within the inner axis."""
+    by_place = [
+        replace(spec, partition=OuterPartition(spec.partition, inner_size, place)) for place in range(inner_size)
+    ]
+    readings = [each.tiling.reading for each in by_place]
     most = 0
     for outer_rank in range(outer_size):
-        partitions = (InnerPartition(spec.partition, inner_size, outer_rank, source) for source in range(outer_size))
+        sources = [
+            source
+            for source in range(outer_size)
+            if source == outer_rank or any(reading.parts(outer_rank, source) for reading in readings)
+        ]
+        partitions = (InnerPartition(spec.partition, inner_size, outer_rank, source) for source in sources)
         by_source = [_ring_rows(replace(spec, partition=each)) for each in partitions]
         most = max(most, *map(sum, zip(*by_source, strict=True)))
-    return most
+    return max(max(_ring_rows(each)) for each in by_place), most
 
 
 def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> int:
