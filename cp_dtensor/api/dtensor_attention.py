@@ -179,7 +179,7 @@ class PlacedPartition(CachedHash, SequencePartition):
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
 
-    def groups(self) -> tuple[GroupSegments, ...]:
+    def find_groups(self) -> tuple[GroupSegments, ...]:
         places = list(product(*(range(self.mesh_shape[axis]) for axis in self.placed.axes)))
         q_by_rank, kv_by_rank = (
             tuple(self._rows(length, placements, place) for place in places)

@@ -24,12 +24,13 @@ from cp_dtensor.engine.config import (
     refuse_other_lengths,
     sequence_ranks,
 )
-from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest
+from cp_dtensor.engine.cost_model import Axis, estimates, fastest
 from cp_dtensor.engine.layers import recurrence_spec
 from cp_dtensor.engine.planner import axes_of, call_spec
 from cp_dtensor.engine.recurrence import Rows
 from cp_dtensor.engine.recurrence_cost import recurrence_estimates, slower_axis
 from cp_dtensor.engine.sequence import document_edges
+from cp_dtensor.engine.traffic import CountedEstimate, counted, counted_recurrence
 from cp_dtensor.plan.cost import TOLERANCE
 from cp_dtensor.plan.hardware import GPUS, NETWORK, NODE, Hardware, named
 from cp_dtensor.plan.rows import SequenceLayout
@@ -62,7 +63,7 @@ class Explanation:
     """GPU and link of each axis, and the source of their speeds."""
     axes: tuple[str, ...]
     """Names of the axes, the outer one first."""
-    methods: dict[str, Estimate]
+    methods: dict[str, CountedEstimate]
     """Predictions by the value of `method=`. With latents also "expanded ring" and so on, which only "auto" takes: each
     rank expands its own latents, and K/V are sent."""
     chosen: str
@@ -91,7 +92,7 @@ class Explanation:
         ]
         return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), self.rule))
 
-    def _received(self, estimate: Estimate) -> list[str]:
+    def _received(self, estimate: CountedEstimate) -> list[str]:
         """Table cells: MiB that a rank receives over each axis."""
         received = (estimate.outer_bytes, estimate.inner_bytes)
         return [f"{count / 2**20:.0f} MiB" for count in (received if len(self.axes) == 2 else (sum(received),))]
@@ -126,8 +127,9 @@ def explain(
         quiet: True prints nothing.
 
     Returns:
-        the predictions; `str()` is the table. Over an axis: bytes that a rank receives in forward and backward
-        together. Memory: bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels.
+        the predictions; `str()` is the table. Over an axis: bytes that the busiest rank receives, forward and backward
+        together, by the plans of all ranks. Memory: bytes of buffers at the peak of backward, without inputs, results
+        and workspaces of kernels.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
@@ -174,13 +176,14 @@ def explain(
     )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
-    found = estimates(spec, axes[0], axes[1] if len(axes) > 1 else None, config.transport)
+    inner = axes[1] if len(axes) > 1 else None
+    found = estimates(spec, axes[0], inner, config.transport)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
         f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
-        assumption, names, found, fastest(found),
+        assumption, names, counted(found, spec, axes[0].size, None if inner is None else inner.size), fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)
@@ -231,21 +234,28 @@ def explain_recurrence(
     refuse_other_lengths(config.layout, seq_len, "explain_recurrence")
     is_delta, decays, wide_values = RECURRENCES[layer]
 
-    def rows(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(batch_size, 1, *shape, dtype=of, device="meta")
+    def rows(batch: int) -> Rows:
+        def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(batch, 1, *shape, dtype=dtype, device="meta")
 
-    values = rows(heads, value_dim, of=torch.float32 if wide_values else dtype)
-    keys = rows(key_heads, key_dim)
-    g = rows(heads, *[key_dim] * (decays == "by channel"), of=torch.float32)
-    sequence = SequenceLayout(config.layout, seq_len, ranks.size, 0, edges)
-    spec = recurrence_spec(Rows(values, keys, keys, g, rows(heads) if is_delta else None), sequence)
+        keys = of(dtype, key_heads, key_dim)
+        g = of(torch.float32, heads, *[key_dim] * (decays == "by channel"))
+        values = of(torch.float32 if wide_values else dtype, heads, value_dim)
+        return Rows(values, keys, keys, g, of(dtype, heads) if is_delta else None)
+
+    groups = [
+        (rows(stop - start), SequenceLayout(config.layout, seq_len, ranks.size, group, edges))
+        for group, (start, stop) in enumerate(config.layout.batch_groups(batch_size))
+    ]
+    spec = recurrence_spec(rows(batch_size), groups[0][1])
     axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
     found = recurrence_estimates(spec, slower_axis(axes), one_axis=len(axes) == 1)
     of_keys = "" if key_heads == heads else f":{key_heads}"
     explanation = Explanation(
         f"{layer} of {seq_len:,} tokens on {_ranks(str(ranks.size))}, {heads}{of_keys} heads of {key_dim}/{value_dim}, "
         f"batch {batch_size}, {dtype}, {_short(config.layout)}",
-        assumption, names, found, fastest(found), _FIRST,
+        assumption, names, counted_recurrence(found, groups, axes[1].size if len(axes) > 1 else None), fastest(found),
+        _FIRST,
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)

@@ -17,8 +17,8 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.plan.rows import Copy, RowRoute
 from cp_dtensor.spec.cache import LRUCache
 
-Matrix = Sequence[Sequence[int]]
-"""Numbers by sending and receiving rank."""
+Sizes = tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]]
+"""Rows to each rank, from each rank, and passed on (see `RowRoute`)."""
 
 
 def moved_rows(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
@@ -29,7 +29,8 @@ def moved_rows(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Te
     """
     out, table = _zeros(x, dim, route.rows_out), _tables(route, x.device)
     out.index_copy_(dim, table.own_target, x.index_select(dim, table.own_source))
-    arrived = _exchanged(x, dim, table.sent, route.counts, ranks)
+    sizes = route.rows_sent, route.rows_received, route.passed
+    arrived = _exchanged(x, dim, table.sent, sizes, ranks) if route.moves else None
     return out if arrived is None else out.index_copy_(dim, table.received, arrived)
 
 
@@ -39,43 +40,45 @@ def rows_moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRank
     dtype = wide_dtype(grad) if table.has_several_copies else grad.dtype
     total = _zeros(grad, dim, route.rows_in, dtype)
     total.index_add_(dim, table.own_source, grad.index_select(dim, table.own_target).to(dtype))
-    arrived = _exchanged(grad, dim, table.received, tuple(zip(*route.counts, strict=True)), ranks)
+    sizes = route.rows_received, route.rows_sent, route.passed_back
+    arrived = _exchanged(grad, dim, table.received, sizes, ranks) if route.moves else None
     if arrived is not None:
         total.index_add_(dim, table.sent, arrived.to(dtype))
     return total.to(grad.dtype)
 
 
-def _exchanged(x: Tensor, dim: int, rows: Tensor, counts: Matrix, ranks: SequenceRanks) -> Tensor | None:
-    """The rows that arrive in the order of ranks, None if no rank sends any; `rows` are those to send."""
-    if not any(map(any, counts)):  # alike on every rank
-        return None
+def _exchanged(x: Tensor, dim: int, rows: Tensor, sizes: Sizes, ranks: SequenceRanks) -> Tensor | None:
+    """The rows that arrive in the order of ranks, None if they have no elements; `rows` are those to send."""
     sent = x.index_select(dim, rows).movedim(dim, 0).contiguous()
     line = torch.Size(sent.shape[1:]).numel()
-    arrived = all_to_all(sent.view(-1), [[line * count for count in of_rank] for of_rank in counts], ranks)
+    to, come, passed = sizes
+    in_elements = [line * count for count in to], [line * count for count in come]
+    arrived = all_to_all(sent.view(-1), *in_elements, [[line * count for count in each] for each in passed], ranks)
     return arrived.view(-1, *sent.shape[1:]).movedim(0, dim) if line else None
 
 
-def all_to_all(rows: Tensor, sizes: Matrix, ranks: SequenceRanks) -> Tensor:
+def all_to_all(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], passed: Sequence[Sequence[int]], ranks: SequenceRanks
+) -> Tensor:
     """Sends a flat tensor's parts to the ranks, and returns what comes from them, both in the order of ranks.
 
     Args:
         rows: (elements,), contiguous.
-        sizes: elements from each rank to each, equal on every rank.
+        sent, received: elements to each rank and from each rank.
+        passed: see `RowRoute`, in elements; not read if the ranks are along one axis.
     """
     if ranks.inner is None:
-        return _all_to_all(rows, sizes[ranks.rank], [of_rank[ranks.rank] for of_rank in sizes], ranks.outer)
+        return _all_to_all(rows, sent, received, ranks.outer)
     # First to the right place of the inner axis, then along the outer one.
     inner, outer = range(ranks.inner_size), range(ranks.outer.size())
-    here, place = divmod(ranks.rank, ranks.inner_size)
-    parts = rows.split(list(sizes[ranks.rank]))
+    parts = rows.split(list(sent))
     by_place = torch.cat([parts[o * len(inner) + i] for i in inner for o in outer])
-    between = [[sizes[here * len(inner) + i][o * len(inner) + place] for o in outer] for i in inner]
-    sent = [sum(sizes[ranks.rank][o * len(inner) + i] for o in outer) for i in inner]
-    rows = _all_to_all(by_place, sent, list(map(sum, between)), ranks.inner)
-    parts = rows.split([size for of_place in between for size in of_place])
+    to_places = [sum(sent[o * len(inner) + i] for o in outer) for i in inner]
+    rows = _all_to_all(by_place, to_places, list(map(sum, passed)), ranks.inner)
+    parts = rows.split([size for of_place in passed for size in of_place])
     by_node = torch.cat([parts[i * len(outer) + o] for o in outer for i in inner])
-    received = [sum(sizes[o * len(inner) + i][ranks.rank] for i in inner) for o in outer]
-    return _all_to_all(by_node, [sum(of_place[o] for of_place in between) for o in outer], received, ranks.outer)
+    from_nodes = [sum(received[o * len(inner) + i] for i in inner) for o in outer]
+    return _all_to_all(by_node, [sum(of_place[o] for of_place in passed) for o in outer], from_nodes, ranks.outer)
 
 
 def _all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

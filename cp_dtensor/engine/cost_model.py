@@ -1,4 +1,4 @@
-"""Cost model of methods: time, bytes over each mesh axis and memory of a call. The same on every rank."""
+"""Cost model of methods: time and memory of a call. The same on every rank. `engine.traffic` counts bytes."""
 
 from __future__ import annotations
 
@@ -53,9 +53,6 @@ class Estimate:
     forward: float
     backward: float
     """Seconds."""
-    outer_bytes: float
-    inner_bytes: float
-    """Bytes that a rank receives over each axis in forward and backward together."""
     memory: float
     """Bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels."""
 
@@ -137,8 +134,6 @@ def ring_estimate(spec: CallSpec, axis: Axis, transport_method: TransportMethod)
         transport=transport.name,
         forward=forward + expanding,
         backward=backward + 3 * expanding,
-        outer_bytes=max(_received(plan, spec) for plan in plans),
-        inner_bytes=0.0,
         memory=max(_ring_memory(plan, spec, transport) for plan in plans),
     )
 
@@ -166,18 +161,14 @@ def ulysses_estimate(spec: CallSpec, inner: Axis, outer: Axis | None, transport_
         computing = [passes[index] for passes in computed]
         times.append(_begun(inner) + _pipeline(computing, arriving, leaving, inner, backward=index == 1, hides=hides))
     plans = [plan for each in by_stage for plan in plans_of_some_ranks(ring, each, around.size)]
-    over_ring = heads.stages * max(_received(plan, by_stage[0]) for plan in plans)
     ring_memory = max(_ring_memory(plan, by_stage[0], ring) for plan in plans)
     expanding = _expanding_in(plans, by_stage[0], around)
-    sent = sum(map(sum, exchanged)) * (inner.size - 1) / inner.size
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(exchanged[0]) * (2 if inner.shares_memory else 1) + ring_memory
     return Estimate(
         transport="-" if outer is None else ring.name,
         forward=times[0] + expanding,
         backward=times[1] + 3 * expanding,
-        outer_bytes=over_ring,
-        inner_bytes=sent,
         memory=memory,
     )
 
@@ -189,7 +180,7 @@ def nested_ring_estimate(
     tiling = replace(spec, partition=OuterPartition(spec.partition, inner.size, 0)).tiling
     plan = ring_plan(tiling, outer_rank, spec.kv_heads)
     forward = backward = _begun(inner)
-    received = memory = 0.0
+    memory = 0.0
     name = "-"
     for step, partition in zip(plan.forward, inner_partitions(spec.partition, plan, inner.size), strict=True):
         within = replace(spec, partition=partition)
@@ -203,15 +194,12 @@ def nested_ring_estimate(
         plans = plans_of_some_ranks(transport, within, inner.size)
         expanding = _expanding_in(plans, within, inner)
         forward, backward = forward + expanding, backward + 3 * expanding
-        received += max(_received(each, within) for each in plans)
         memory = max(memory, *(_ring_memory(each, within, transport) for each in plans))
         name = transport.name
     return Estimate(
         transport=name,
         forward=forward,
         backward=backward,
-        outer_bytes=_received(plan, spec),
-        inner_bytes=received,
         memory=memory + _ring_memory(plan, spec, OUTER_TRANSPORT),
     )
 
@@ -234,15 +222,6 @@ def _passes(transport: KVTransport, spec: CallSpec, axis: Axis) -> tuple[float, 
 
 def _begun(axis: Axis) -> float:
     return _CALL_LAUNCHES * axis.hardware.launch
-
-
-def _received(plan: TilePlan, spec: CallSpec) -> float:
-    """Received bytes: K/V in forward, K/V and their gradients in backward."""
-    forward, backward = (
-        sum(transfer_bytes(step.transfer, plan, spec) for step in steps if step.transfer is not None)
-        for steps in (plan.forward, plan.backward)
-    )
-    return float(forward + 2 * backward)
 
 
 def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:

@@ -1,4 +1,4 @@
-"""Cost model of recurrent layers: time, bytes and memory of each method. The same on every rank."""
+"""Cost model of recurrent layers: time and memory of each method. The same on every rank."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = T
             spec, sequence.seq_len, _longest(spec, sequence.seq_len), spec.heads // sequence.world_size,
             spec.value_dim, axis.hardware,
         )  # fmt: skip
-        found["heads"] = _exchanged(spec, axis, *seconds, 0.0, 0.0)
+        found["heads"] = _exchanged(spec, axis, *seconds, 0.0)
     if max(_runs(sequence, rank)[0] for rank in range(sequence.world_size)) > 1:
         there = SequenceLayout(Contiguous(), sequence.seq_len, sequence.world_size, 0, sequence.edges)
         scan = _scan(spec, there, axis)
-        found["relayout"] = _exchanged(spec, axis, scan.forward, scan.backward, scan.outer_bytes, scan.memory)
+        found["relayout"] = _exchanged(spec, axis, scan.forward, scan.backward, scan.memory)
     return found
 
 
@@ -106,12 +106,10 @@ def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimat
     backward = of_backward + products[1] + 2 * composed + exchange
     # Values of the transition, and outputs; without the delta rule queries in float32, and outputs.
     widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * spec.value_dim)
-    return Estimate("-", forward, backward, 2 * received, 0.0, 2 * gathered + widened)
+    return Estimate("-", forward, backward, 2 * gathered + widened)
 
 
-def _exchanged(
-    spec: RecurrenceSpec, axis: Axis, forward: float, backward: float, received: float, memory: float
-) -> Estimate:
+def _exchanged(spec: RecurrenceSpec, axis: Axis, forward: float, backward: float, memory: float) -> Estimate:
     """The estimate of a layer whose arguments and output travel."""
     sequence = spec.sequence
     tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size)) * spec.batch_size
@@ -119,7 +117,7 @@ def _exchanged(
     moved = size * (axis.size - 1) / axis.size
     hardware = axis.hardware
     seconds = 4 * hardware.link_latency + moved / hardware.link_speed + 4 * size / hardware.memory_speed
-    return Estimate("-", forward + seconds, backward + seconds, received + 2 * moved, 0.0, memory + 2 * size)
+    return Estimate("-", forward + seconds, backward + seconds, memory + 2 * size)
 
 
 def kernel_times(

@@ -159,7 +159,7 @@ def moved(call: SequenceCall, x: Tensor, dim: int, seq_len: int, edges: Edges) -
 
 def rows_of(x: Tensor, dim: int, row_map: RowMap, sequence: SequenceLayout, ranks: SequenceRanks) -> Tensor:
     """The rows of this rank by a row map, for batch rows that are divided alike; differentiable."""
-    result: Tensor = _MovedRows.apply(x, row_route(row_map, sequence, ranks.rank), dim, ranks, False)
+    result: Tensor = _MovedRows.apply(x, row_route(row_map, sequence, ranks.rank, ranks.inner_size), dim, ranks, False)
     return result
 
 
@@ -220,7 +220,7 @@ def _rows_back(grad: Tensor, cu_seqlens: Tensor | None, key: str, dim: int, seq_
     ranks = call.ranks
     with _torch.below_autograd():
         parts = [
-            rows_moved_back(grad[start:stop], row_route(row_map, sequence, ranks.rank), dim, ranks)
+            rows_moved_back(grad[start:stop], row_route(row_map, sequence, ranks.rank, ranks.inner_size), dim, ranks)
             for (start, stop), sequence, row_map in _groups(call, grad.size(0), length, edges)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

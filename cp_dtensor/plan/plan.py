@@ -188,7 +188,7 @@ class TilePlan:
             send += _pieces(reader, {part: rows.local_span(rank, part) for part in self.send_parts[reader]}, is_hop)
         for piece in send:
             grads.setdefault((piece.slot, piece.rows), []).append(piece)
-        parts = max(map(len, rows.lengths))
+        parts = len(rows.lengths[rank])  # as many on every rank
         # Joined pieces begin at every other part at most.
         return Route((parts + 1) // 2 if is_hop else parts, tuple(recv), tuple(send), tuple(map(tuple, grads.values())))
 
@@ -276,9 +276,11 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePla
 
     def marked(steps: Steps) -> Steps:
         found: list[Step] = []
+        later: set[Span] = set()  # heads: few groups, however many steps there are
         for step in reversed(steps):
-            meets_later = any(later.heads[0] < step.heads[1] and step.heads[0] < later.heads[1] for later in found)
+            meets_later = any(heads[0] < step.heads[1] and step.heads[0] < heads[1] for heads in later)
             found.append(replace(step, is_last=not meets_later, has_gaps=has_gaps(step)))
+            later.add(step.heads)
         return tuple(reversed(found))
 
     return TilePlan(
@@ -287,9 +289,7 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePla
         most_rows=tiling.most_rows(),
         recv_parts=recv_parts,
         send_parts=send_parts,
-        send_starts=tuple(
-            tuple(tiling.gathered_rows(reader).starts[rank][part] for part in send_parts[reader]) for reader in ranks
-        ),
+        send_starts=tuple(tiling.recv_starts(reader, rank) for reader in ranks),
         forward=marked(
             tuple(replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in forward)
         ),

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -168,39 +169,90 @@ class RowRoute(CachedHash):
     """By rank: the copies to it."""
     received: tuple[tuple[Copy, ...], ...]
     """By rank: the copies from it, in the order in which it sends them."""
-    counts: tuple[tuple[int, ...], ...]
-    """Rows from each rank to each other rank: `counts[owner][receiver]`."""
+    moves: bool
+    """True if any rank sends rows to another one; alike on every rank."""
+    passed: tuple[tuple[int, ...], ...]
+    """`passed[i][o]`: rows that inner rank i of this outer rank sends by way of this rank to outer rank o."""
+    passed_back: tuple[tuple[int, ...], ...]
+    """As `passed`, of gradients, which travel from receivers to owners."""
+
+    @cached_property
+    def rows_sent(self) -> tuple[int, ...]:
+        """By rank: the rows that this rank sends to it."""
+        return tuple(sum(copy.rows for copy in copies) for copies in self.sent)
+
+    @cached_property
+    def rows_received(self) -> tuple[int, ...]:
+        """By rank: the rows that this rank receives from it."""
+        return tuple(sum(copy.rows for copy in copies) for copies in self.received)
 
 
 @lru_cached
-def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int) -> RowRoute:
+def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: int = 1) -> RowRoute:
     """A rank's part of the exchange that gives every rank its result.
+
+    Args:
+        inner_size: ranks of the inner axis, if there are two; rank = outer rank * inner size + inner rank.
 
     >>> from cp_dtensor.spec.layouts import Contiguous
     >>> route = row_route(Shift(1), SequenceLayout(Contiguous(), 4, 2), rank=1)
     >>> route.own, route.received[0]
     ((Copy(owner=1, source=0, target=1, rows=1),), (Copy(owner=0, source=1, target=0, rows=1),))
     """
-    ranks = range(sequence.world_size)
-    owners = _owners(sequence)
-    copies = [list(_copies(row_map.rows(sequence, receiver), owners)) for receiver in ranks]
-    counts = [[0 for _ in ranks] for _ in ranks]
-    for receiver in ranks:
-        for copy in copies[receiver]:
-            if copy.owner != receiver:
-                counts[copy.owner][receiver] += copy.rows
+    size, owners = sequence.world_size, _owners(sequence)
+    here, place = divmod(rank, inner_size)
+    sent: list[list[Copy]] = [[] for _ in range(size)]
+    received: list[list[Copy]] = [[] for _ in range(size)]
+    passed, passed_back = ([[0] * (size // inner_size) for _ in range(inner_size)] for _ in range(2))
+    moves = False
+    # A table of all pairs of ranks would be megabytes for a thousand ranks, and each needs a few rows of it.
+    for receiver in range(size):
+        to_node, to_place = divmod(receiver, inner_size)
+        for copy in _copies(row_map.rows(sequence, receiver), owners):
+            if receiver == rank:
+                received[copy.owner].append(copy)
+            elif copy.owner == rank:
+                sent[receiver].append(copy)
+            if copy.owner == receiver:
+                continue
+            moves = True
+            node, of_place = divmod(copy.owner, inner_size)
+            if node == here and to_place == place:
+                passed[of_place][to_node] += copy.rows
+            if to_node == here and of_place == place:
+                passed_back[to_place][node] += copy.rows
+    own, received[rank] = received[rank], []
     return RowRoute(
         sum(stop - start for start, stop in sequence.runs(rank)),
         row_map.rows_out(sequence, rank),
-        _from(rank, copies[rank]),
-        tuple(_from(rank, copies[other]) if other != rank else () for other in ranks),
-        tuple(_from(other, copies[rank]) if other != rank else () for other in ranks),
-        tuple(map(tuple, counts)),
+        tuple(own),
+        tuple(map(tuple, sent)),
+        tuple(map(tuple, received)),
+        moves,
+        tuple(map(tuple, passed)),
+        tuple(map(tuple, passed_back)),
     )
 
 
-def _from(owner: int, copies: Iterable[Copy]) -> tuple[Copy, ...]:
-    return tuple(copy for copy in copies if copy.owner == owner)
+def rows_over_axes(row_map: RowMap, sequence: SequenceLayout, inner_size: int = 1) -> list[tuple[int, int]]:
+    """By rank: the rows that it receives over the outer and the inner axis, in an exchange and its transpose together.
+
+    Rows go to the right place of the inner axis first, then along the outer one.
+
+    >>> from cp_dtensor.spec.layouts import Contiguous
+    >>> rows_over_axes(Shift(1), SequenceLayout(Contiguous(), 4, 2))  # a row, and a gradient back
+    [(1, 0), (1, 0)]
+    """
+    owners = _owners(sequence)
+    received = [[0, 0] for _ in range(sequence.world_size)]
+    for rank in range(sequence.world_size):
+        for copy in _copies(row_map.rows(sequence, rank), owners):
+            for source, target in ((copy.owner, rank), (rank, copy.owner)):
+                (node, _), (to_node, to_place) = divmod(source, inner_size), divmod(target, inner_size)
+                on_the_way = node * inner_size + to_place
+                received[on_the_way][1] += copy.rows * (on_the_way != source)
+                received[target][0] += copy.rows * (to_node != node)
+    return [(outer, inner) for outer, inner in received]
 
 
 def _owners(sequence: SequenceLayout) -> list[tuple[int, int, int, int]]:

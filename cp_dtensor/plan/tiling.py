@@ -6,13 +6,14 @@ Over all ranks, tiles cover every allowed (query, key) pair exactly once and no 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, zip_longest
 
+from cp_dtensor.plan.reading import Reading
 from cp_dtensor.plan.tiles import (
     CAUSAL_TILE,
     FULL_TILE,
@@ -159,13 +160,22 @@ class Tiling(ABC):
     def gathered_rows(self, rank: int) -> GatheredRows:
         """The gathered buffer of `rank`. Lengths of parts are the same for all ranks."""
 
+    @property
     @abstractmethod
+    def reading(self) -> Reading:
+        """The parts of other shards that each rank's queries attend to."""
+
     def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
         """The parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
+        return self.reading.parts(rank, source)
 
+    @abstractmethod
+    def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
+        """The first row of each of `recv_parts` in the gathered buffer of `rank`."""
+
+    @abstractmethod
     def most_rows(self) -> int:
         """The rows of the longest of all ranks' gathered buffers."""
-        return max(self.gathered_rows(rank).total for rank in range(self.world_size))
 
 
 # Tiles by shape
@@ -205,17 +215,24 @@ class ShapeTiling(Tiling):
     def _all_rows(self) -> GatheredRows:
         return rows_in_order(self.groups[0].kv_by_rank)
 
-    def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
-        if rank == source:
-            return ()
-        return tuple(
-            part
-            for part in range(len(self.groups[0].kv_by_rank[source]))
-            if any(
-                _tiles_between(group.q_by_rank[rank], (group.kv_by_rank[source][part],), self.mask)
-                for group in self.groups
-            )
-        )
+    @cached_property
+    def reading(self) -> Reading:
+        """See `Tiling`. Under a causal mask, queries see all positions up to the last one of theirs."""
+        parts = [
+            [[[each] if each.length else [] for each in segments] for segments in group.kv_by_rank]
+            for group in self.groups
+        ]
+        return Reading(parts, [list(map(self._seen, group.q_by_rank)) for group in self.groups])
+
+    def _seen(self, queries: Sequence[Segment]) -> Span:
+        last = max((segment.last for segment in queries if segment.length), default=-1)
+        return 0, last + 1 if self.mask == Causal() or last < 0 else FAR
+
+    def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
+        return tuple(self._all_rows.starts[source][part] for part in self.recv_parts(rank, source))
+
+    def most_rows(self) -> int:
+        return self._all_rows.total
 
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
@@ -282,6 +299,7 @@ class IntervalTiling(Tiling):
         self.groups = groups
         self._unbroken = masking is Masking.INTERVALS_UNBROKEN
         self._together = masking is Masking.INTERVALS_TOGETHER
+        self._rows: dict[int, GatheredRows] = {}
         self._run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
         """Ranks receive whole multiples of so many positions; tiles begin at multiples of it, in rows and columns."""
         by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
@@ -299,10 +317,21 @@ class IntervalTiling(Tiling):
         return tuple(self._tiles(rank, starts, None))
 
     def gathered_rows(self, rank: int) -> GatheredRows:
-        return self._rows[rank]
+        rows = self._rows.get(rank)
+        if rows is None:
+            starts = [[-1] * len(parts) for parts in self._lengths]
+            row = 0
+            for owner, part in self.reading.places(rank):
+                starts[owner][part] = row
+                row += self._lengths[owner][part]
+            rows = self._rows.setdefault(rank, GatheredRows(self._lengths, tuple(map(tuple, starts))))
+        return rows
 
-    def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
-        return self._recv_parts[rank][source]
+    def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
+        return self.reading.starts(rank, source)
+
+    def most_rows(self) -> int:
+        return max(self.reading.received_rows())
 
     def _tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
         """Yields tiles against parts of shards; `starts` has their first rows, in the order of rows."""
@@ -353,25 +382,22 @@ class IntervalTiling(Tiling):
     @cached_property
     def _cuts(self) -> list[list[int]]:
         """Rows where each rank's shard is cut into parts; equally many on every rank."""
-        cuts = [self._cuts_of(owner) for owner in range(self.world_size)]
+        edges = list(map(_with_readers, self._seen))
+        cuts = [self._cuts_of(owner, edges) for owner in range(self.world_size)]
         most = max(map(len, cuts))
         return [rows + [rows[-1]] * (most - len(rows)) for rows in cuts]
 
-    def _cuts_of(self, owner: int) -> list[int]:
+    def _cuts_of(self, owner: int, edges_of_groups: list[list[tuple[int, int]]]) -> list[int]:
         shards = [group.kv_by_rank[owner] for group in self.groups]
         cuts = {row for segments in shards for row in accumulate((s.length for s in segments), initial=0)}
         whole = sorted({0, max(cuts)})
         # Shards of more segments than there may be parts travel whole. Stripes are not cut: a cut inside of a stripe
         # would be at other positions in another batch group.
         if len(cuts) <= _MOST_PARTS and all(segment.is_contiguous for segments in shards for segment in segments):
-            cuts |= {
-                row + edge - segment.start
-                for segments, seen in zip(shards, self._seen, strict=True)
-                for row, segment in _with_first_rows(segments)
-                for reader, edges in enumerate(seen)
-                if reader != owner
-                for edge in edges[bisect_right(edges, segment.start) : bisect_right(edges, segment.last)]
-            }
+            for segments, edges in zip(shards, edges_of_groups, strict=True):
+                for row, segment in _with_first_rows(segments):
+                    inside = bisect_left(edges, (segment.start + 1,)), bisect_left(edges, (segment.last + 1,))
+                    cuts |= {row + edge - segment.start for edge, reader in edges[slice(*inside)] if reader != owner}
         return sorted(cuts) if len(cuts) <= _MOST_PARTS else whole
 
     @cached_property
@@ -380,36 +406,28 @@ class IntervalTiling(Tiling):
         return [list(map(_divided, group.kv_by_rank, self._cuts)) for group in self.groups]
 
     @cached_property
-    def _recv_parts(self) -> list[list[tuple[int, ...]]]:
-        """`_recv_parts[reader][owner]`: as `recv_parts`."""
-
-        def ranges_of(parts: list[list[Segment]]) -> list[tuple[int, int, int]]:
-            return [(part, each.start, each.last + 1) for part, pieces in enumerate(parts) for each in pieces]
-
-        ranges = [list(map(ranges_of, by_owner)) for by_owner in self._pieces]
-
-        def received(reader: int, owner: int) -> tuple[int, ...]:
-            groups = zip(self._seen, ranges, strict=True) if reader != owner else ()
-            parts = {part for seen, of in groups for part, *keys in of[owner] if _meets(seen[reader], *keys)}
-            return tuple(sorted(parts))
-
-        ranks = range(self.world_size)
-        return [[received(reader, owner) for owner in ranks] for reader in ranks]
+    def reading(self) -> Reading:
+        """See `Tiling`."""
+        return Reading(self._pieces, self._seen)
 
     @cached_property
-    def _rows(self) -> list[GatheredRows]:
-        lengths = tuple(tuple(stop - start for start, stop in pairwise(rows)) for rows in self._cuts)
-        starts = [[pieces[0].start if pieces else -1 for pieces in parts] for parts in self._pieces[0]]
-        by_reader = (
-            {(owner, part): starts[owner][part] for owner, parts in enumerate(received) for part in parts}
-            for received in self._recv_parts
-        )
-        return [GatheredRows.of(lengths, positions) for positions in by_reader]
+    def _lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Rows of each part of each shard."""
+        return tuple(tuple(stop - start for start, stop in pairwise(rows)) for rows in self._cuts)
 
 
 def _of_batch(sets: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, ...]:
     """The interval sets of some batch rows; `sets` has one for each row or one for all."""
     return sets[slice(*batch)] if len(sets) > 1 else sets
+
+
+def _with_readers(seen: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """All edges, ascending, each with the rank whose edge it is, -1 if there are several."""
+    readers: dict[int, int] = {}
+    for rank, edges in enumerate(seen):
+        for edge in edges:
+            readers[edge] = rank if readers.get(edge, rank) == rank else -1
+    return sorted(readers.items())
 
 
 def _divided(segments: Sequence[Segment], cuts: Sequence[int]) -> list[list[Segment]]:
@@ -432,12 +450,6 @@ def _bands_by_segment(
     for row, segment in _with_first_rows(segments):
         for band in clipped_bands(bands, (segment.start, segment.last + 1), keys):
             yield row, segment, band
-
-
-def _meets(edges: Sequence[int], start: int, stop: int) -> bool:
-    """True if any of some separate ranges, whose edges ascend, overlaps another range."""
-    index = bisect_right(edges, start)
-    return index % 2 == 1 or (index < len(edges) and edges[index] < stop)
 
 
 @lru_cached

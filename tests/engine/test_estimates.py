@@ -15,7 +15,8 @@ from cp_dtensor.api import explain as api
 from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.select import ROTATE_METHODS
-from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate, ulysses_estimate
+from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate
+from cp_dtensor.engine.traffic import attention_bytes
 from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, head_stages
 from cp_dtensor.plan.tiling import Masking
@@ -55,9 +56,7 @@ def test_long_sequences_take_the_time_of_their_operations(length: int) -> None:
 
 def test_bytes_of_ulysses_by_hand() -> None:
     """Of 1024 tokens a rank: q and out 8 MiB, k and v 2 MiB each; 7/8 of them travel, twice each with gradients."""
-    found = ulysses_estimate(shape(8192), SHARED, None, AUTO)
-    assert found.inner_bytes == 2 * (8 + 8 + 2 + 2) * 2**20 * 7 / 8
-    assert found.outer_bytes == 0
+    assert attention_bytes(shape(8192), "ulysses", 8, None) == (0, 2 * (8 + 8 + 2 + 2) * 2**20 * 7 // 8)
 
 
 @pytest.mark.parametrize(("length", "usual", "little"), [(16384, 1, 1), (24576, 2, 1), (32768, 4, 2), (65536, 4, 4)])
@@ -85,18 +84,21 @@ def test_a_stage_has_whole_kv_heads() -> None:
 
 
 def test_bytes_of_a_ring_by_hand() -> None:
-    """Rank 7 wants of each other rank its head, rank 0 its tail; so at most 7 x 1 MiB of k and v each, three times."""
-    found = ring_estimate(shape(8192), SHARED, ROTATE_METHODS["alltoall"])
-    assert found.transport == "alltoall"
-    assert 3 * 7 * 2 * 2**20 <= found.outer_bytes <= 3 * 7 * 4 * 2**20
+    """Heads and tails have 1 MiB of k and as much of v: rank 0 wants all others' of both, and only its head is wanted.
+
+    Rank 7 wants the heads of all others, and both of its own are wanted by all.
+    """
+    assert attention_bytes(shape(8192), "ring", 8, None) == (max(2 * 14 + 7, 2 * 7 + 14) * 2 * 2**20, 0)
 
 
 def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
     """A nested ring brings K/V into a node once for all its ranks; a hybrid brings them by heads."""
     slow, fast = axis(2, link_speed=20e9, shares_memory=False), axis(4)
     flat = ring_estimate(shape(32768), axis(8, link_speed=20e9, shares_memory=False), ROTATE_METHODS["alltoall"])
-    for found in of_two_axes(32768, slow, fast).values():
-        assert found.outer_bytes < flat.outer_bytes / 3
+    assert flat.transport == "alltoall"
+    flat_bytes, _ = attention_bytes(shape(32768), "ring", 8, None)
+    for name, found in of_two_axes(32768, slow, fast).items():
+        assert attention_bytes(shape(32768), name, 2, 4)[0] < flat_bytes / 3
         assert found.seconds < flat.seconds
 
 
@@ -277,8 +279,8 @@ def test_an_axis_of_one_rank_counts_as_none(
 def test_one_rank_alone_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(1, lambda rank: explain(dist.group.WORLD, seq_len=64, q_heads=4))
     assert "64 tokens on 1 rank, " in capsys.readouterr().out
-    alone = Axis(1, dataclasses.replace(H200, link_speed=0.0), shares_memory=True)
-    assert ulysses_estimate(shape(64, ranks=1), alone, None, AUTO).inner_bytes == 0
+    for method in ("ring", "ulysses"):
+        assert attention_bytes(shape(64, ranks=1), method, 1, None) == (0, 0)
 
 
 @pytest.mark.parametrize(

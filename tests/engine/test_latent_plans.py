@@ -34,6 +34,7 @@ from cp_dtensor.engine import planner
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, Estimate, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
+from cp_dtensor.engine.traffic import attention_bytes
 from cp_dtensor.plan.hardware import Hardware
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 
@@ -192,14 +193,15 @@ def test_by_heads_latents_cost_one_product_more() -> None:
 
 def test_bytes_of_latents_by_hand() -> None:
     """K/V in forward, and K/V and gradients in backward: 3 * 7/8 of 8,192 tokens, 2 bytes each value."""
-    both = found(8192, 8, 16, H200.link_speed)
+    call = replace(shape(8192, 8, 16), mask=Full())
+    both = {name: attention_bytes(call, name, 8, None) for name in found(8192, 8, 16, H200.link_speed)}
     tokens = 3 * 8192 * 7 // 8 * 2
-    assert both["ring"].outer_bytes == tokens * 576
-    assert both["expanded ring"].outer_bytes == tokens * 16 * 320
+    assert both["ring"] == (tokens * 576, 0)
+    assert both["expanded ring"] == (tokens * 16 * 320, 0)
     # By heads, latents of 1,024 own tokens go to 8 ranks, and q, out and their gradients as with K/V.
     rows = 2 * 1024 * 7 / 8 * 2
-    assert both["ulysses"].inner_bytes == rows * (8 * 576 + 16 * 320)
-    assert both["expanded ulysses"].inner_bytes == rows * (16 * 320 + 16 * 320)
+    assert both["ulysses"] == (0, rows * (8 * 576 + 16 * 320))
+    assert both["expanded ulysses"] == (0, rows * (16 * 320 + 16 * 320))
 
 
 def test_expanding_takes_the_time_of_its_operations() -> None:

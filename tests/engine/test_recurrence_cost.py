@@ -1,4 +1,4 @@
-"""Predictions of the methods of recurrent layers, beside what calls send, and `explain_recurrence`."""
+"""Predictions of the methods of recurrent layers, and `explain_recurrence`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives import recorded_collectives
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, Striped, explain_recurrence, gated_delta_rule, linear_attention
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, explain_recurrence, linear_attention
 from cp_dtensor.engine import layers
 from cp_dtensor.engine.cost_model import Axis, fastest
 from cp_dtensor.engine.layers import LinearRecurrence
@@ -74,42 +73,6 @@ def test_times_of_kernels_are_those_measured() -> None:
         assert predicted[: len(measured)] == pytest.approx(measured, rel=0.13), row
         compared += 1
     assert compared == 17
-
-
-@pytest.mark.parametrize("is_delta", [True, False])
-@pytest.mark.parametrize(
-    ("method", "layout"),
-    [(method, layout) for method in ("scan", "heads") for layout in (HeadTail(), Striped(1))]
-    + [("relayout", Striped(1))],  # how many rows stay depends on the layouts
-    ids=str,
-)
-def test_bytes_are_those_that_calls_send(layout: Layout, method: str, is_delta: bool) -> None:
-    """Of 16 tokens a rank. Ranks keep a quarter of what they exchange."""
-
-    def body(rank: int) -> None:
-        q, k, v = (torch.randn(2, 16, 4, dim, requires_grad=True) for dim in (3, 3, 5))
-        g, beta = -torch.rand(2, 16, 4), torch.rand(2, 16, 4)
-        options: dict[str, Any] = {"mesh": dist.group.WORLD, "layout": layout, "seq_len": 64, "method": method}
-        out = gated_delta_rule(q, k, v, g, beta, **options) if is_delta else linear_attention(q, k, v, g, **options)
-        out.sum().backward()  # type: ignore[union-attr]
-
-    with recorded_collectives() as collectives:
-        run_ranks(4, body)
-    sent = sum(x.nbytes for each in collectives if each.rank == 0 for x in each.sent)
-    numbers = 4 * (3 + 3 + 5 + 1 + is_delta)
-    given = RecurrenceSpec(
-        SequenceLayout(layout, 64, 4), 2, 4, 3, 5, 4 * numbers, 4 * 4 * 5, is_delta, by_channel=False
-    )
-    found = recurrence_estimates(given, Axis(4, NVLINK, shares_memory=False))[method]
-    if method == "relayout":  # of rows, what stays is not sent; a map to each rank, and the sums of all
-        states = (1 + 4) * given.map_bytes
-        assert found.outer_bytes == sent - states + 2 * 3 * given.map_bytes
-    elif method == "heads":
-        assert found.outer_bytes == sent * 3 / 4
-    else:  # an all-gather sends a rank's maps to three others; a reduce-scatter has those of all four
-        runs = 2 if layout == HeadTail() else 16
-        assert sent == (1 + 4) * runs * given.map_bytes
-        assert found.outer_bytes == 2 * 3 * runs * given.map_bytes
 
 
 def test_the_call_takes_what_is_predicted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -51,6 +52,45 @@ def recorded_collectives(*, of_first_calls: bool = False) -> Iterator[list[Colle
         if not of_first_calls:
             patches.enter_context(mock.patch.object(agreement._compared, "has", return_value=True))
         yield collectives
+
+
+@contextmanager
+def received_bytes() -> Iterator[dict[tuple[int, int], int]]:
+    """Yields bytes that ranks receive from other ranks, by (rank, size of the group), after first calls.
+
+    Meshes have axes of different sizes, so that the size names the axis. A sum over ranks counts as the blocks of all
+    others.
+    """
+    received: dict[tuple[int, int], int] = {}
+    lock = threading.Lock()
+    join = threaded.Collective.join
+
+    def recording_join(self: Any, rank: int, data: Any) -> Any:
+        key = dist.get_rank(), self._world_size
+        with lock:
+            received[key] = received.get(key, 0) + _bytes_of_others(type(self._collective).__name__, rank, data)
+        return join(self, rank, data)
+
+    with (
+        mock.patch.object(threaded.Collective, "join", recording_join),
+        mock.patch.object(agreement._compared, "has", return_value=True),
+    ):
+        yield received
+
+
+def _bytes_of_others(kind: str, rank: int, data: Any) -> int:
+    match kind:
+        case "AllToAllBase":
+            out, _, sizes, _ = data
+            own = sizes[rank] if sizes else out.size(0) // dist.get_world_size()
+            return (out.size(0) - own) * math.prod(out.shape[1:]) * out.itemsize
+        case "AllToAll":
+            return sum(each.nbytes for source, each in enumerate(data[0]) if source != rank)
+        case "AllGather":
+            return sum(each.nbytes for source, each in enumerate(data[0][0]) if source != rank)
+        case "ReduceScatter":
+            return sum(each.nbytes for target, each in enumerate(data[1][0]) if target != rank)
+    raise AssertionError(f"how many bytes does a rank receive in {kind}?")
 
 
 def kinds(collectives: list[Collective], rank: int = 0) -> list[str]:
