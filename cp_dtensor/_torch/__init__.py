@@ -22,7 +22,10 @@ from cp_dtensor._torch.compiler import (
     begin_traced_scope, compiled_code_kept_apart, constant_in_trace, define_operator, end_traced_scope, is_traced,
     never_compiled, refuse_in_compiled_function, traced_inside, traced_scope, when_loaded,
 )
-from cp_dtensor._torch.dtensor import bound_arguments, dispatched_by_default, dtensor_ops_handled
+from cp_dtensor._torch.dtensor import (
+    bound_arguments, dispatched_by_default, dtensor_ops_handled, torchs_context_parallel_is_open,
+    torchs_modules_checked,
+)
 from cp_dtensor._torch.patches import (
     attribute_replaced, checkpointed_functions_bound, entry_replaced, lower_right_bias_redirected,
     module_buffers_broadcast_but, multihead_attention_ends_in_sdpa, present_hooks_detached,

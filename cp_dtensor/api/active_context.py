@@ -16,6 +16,7 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor.api.buffers import InPlaceShard
+from cp_dtensor.api.interception import TORCHS_TOO
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, ActiveConfig, CompiledCallSpec, key_of
 from cp_dtensor.engine.config import AttentionConfig, refuse_dtensors
@@ -89,6 +90,13 @@ def listed_if_unseen(context: ActiveContext) -> Iterator[None]:
         yield
     finally:
         _unseen_contexts.remove(context)
+
+
+def refuse_torchs_modules() -> None:
+    """Refuses modules with torch's `_ContextParallel`, whose DTensors are contiguous, where shards are not."""
+    context = innermost_context()
+    if context is not None and context.config.ranks.size > 1 and context.config.layout != Contiguous():
+        raise RuntimeError(TORCHS_TOO)
 
 
 # Arguments of contexts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -123,6 +123,23 @@ class InPlaceShard:
             put_shard(grad, local.grad, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
             local.grad = None
             buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
+
+
+def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
+    """ids of the buffers to leave sharded; refuses a buffer listed twice, and one that is no buffer."""
+    if isinstance(no_restore, torch.Tensor):
+        raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
+    listed = [id(tensor) for tensor in buffers]
+    for index, identity in enumerate(listed):
+        if identity in listed[:index]:
+            raise ValueError(f"buffer {index} is the same tensor as buffer {listed.index(identity)}: list it once")
+    for tensor in no_restore:
+        if id(tensor) not in listed:
+            raise ValueError(
+                "expected no_restore_buffers to be among buffers (the same objects); got one of shape "
+                f"{tuple(tensor.shape)} that is not"
+            )
+    return {id(tensor) for tensor in no_restore}
 
 
 def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]) -> None:
