@@ -31,6 +31,8 @@ from cp_dtensor.api.active_context import (
     open_local_sdpa,
     refuse_sinks,
     refuse_torchs_modules,
+    warn_of_other_layout,
+    warn_of_other_threads,
 )
 from cp_dtensor.api.buffers import (
     Buffer,
@@ -39,7 +41,7 @@ from cp_dtensor.api.buffers import (
     facts_of_buffers,
     identities,
     is_shard_now,
-    refuse_shards_of_batches,
+    refuse_shards_of_other_dims,
 )
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
@@ -197,6 +199,8 @@ class context_parallel(ContextDecorator):
                 "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
             )
         refuse_torchs_context_parallel()
+        if not self._buffers:
+            warn_of_other_layout(self._config, self._seq_len)
         self._compare_ranks()
         lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
         differs_by_row = self._buffers and len(self._config.layout.batch_groups(2)) > 1
@@ -332,6 +336,8 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
         return None
     context = current_context()
     if context is None:
+        if not isinstance(call.q, DTensor):  # those are served in all threads
+            warn_of_other_threads()
         return None
     context.seen.add("attention")
     queries_are_shards = open_local_sdpa(context)
@@ -399,9 +405,9 @@ def sdpa_of_shards(
         refuse_sinks(sinks is not None, "scaled_dot_product_attention in compiled code")
     else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.config)
-        if "sdpa" not in context.seen:
-            context.seen.add("sdpa")
-            refuse_shards_of_batches(context.buffers, call.q)
+        if call.q.shape not in context.seen:
+            refuse_shards_of_other_dims(context.buffers, context.config, call.q, call.k)
+            context.seen.add(call.q.shape)
     q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)
     mask_name = call.attn_mask if is_name(call.attn_mask) else None
