@@ -98,7 +98,7 @@ def _warn_of_whole(
     what: str, shard: torch.Tensor, whole: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks
 ) -> None:
     """Warns, once for each kind, of a shard that is equal on all ranks and varies along `dim`: it was whole already."""
-    if ranks.size == 1 or not shard.numel():
+    if ranks.size == 1 or not shard.numel() or shard.dtype == torch.bool:  # patterns of booleans repeat
         return
 
     def find() -> str | None:
