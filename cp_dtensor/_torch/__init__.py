@@ -11,7 +11,8 @@ from cp_dtensor._torch.attention import (
 )
 from cp_dtensor._torch.autograd import (
     autograd_recorded,
-    backward_may_come_again, current_backward, get_thread_state, in_autograd_thread, in_main_thread, thread_state,
+    backward_may_come_again, current_backward, get_thread_state, in_autograd_thread, in_main_thread,
+    main_thread_state, thread_state,
 )
 from cp_dtensor._torch.cache import is_before_capture, is_in_cuda_graph, prepared
 from cp_dtensor._torch.collectives import (
@@ -22,7 +23,10 @@ from cp_dtensor._torch.compiler import (
     begin_traced_scope, compiled_code_kept_apart, constant_in_trace, define_operator, end_traced_scope, is_traced,
     never_compiled, refuse_in_compiled_function, traced_inside, traced_scope, when_loaded,
 )
-from cp_dtensor._torch.dtensor import bound_arguments, dispatched_by_default, dtensor_ops_handled
+from cp_dtensor._torch.dtensor import (
+    bound_arguments, dispatched_by_default, dtensor_ops_handled, torchs_context_parallel_is_open,
+    torchs_modules_checked,
+)
 from cp_dtensor._torch.patches import (
     attribute_replaced, checkpointed_functions_bound, entry_replaced, lower_right_bias_redirected,
     module_buffers_broadcast_but, multihead_attention_ends_in_sdpa, present_hooks_detached,

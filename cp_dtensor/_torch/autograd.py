@@ -143,6 +143,12 @@ def get_thread_state(key: str) -> Any:
     return values[-1] if values else None
 
 
+def main_thread_state(key: str) -> Any:
+    """The latest object under `key` of the main thread, in whatever thread this is called."""
+    values: _Stack = _of_main_thread.get(key, ())
+    return values[-1] if values else None
+
+
 @contextmanager
 def thread_state(key: str, value: Any) -> Iterator[None]:
     """Stores an object for `get_thread_state` while open. Contexts may be left in any order, as by dropped generators.

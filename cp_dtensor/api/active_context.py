@@ -16,7 +16,9 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor.api.buffers import InPlaceShard
+from cp_dtensor.api.interception import TORCHS_TOO
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.agreement import warn_once
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE, ActiveConfig, CompiledCallSpec, key_of
 from cp_dtensor.engine.config import AttentionConfig, refuse_dtensors
 from cp_dtensor.spec.layouts import Contiguous, HeadTail
@@ -40,8 +42,8 @@ class ActiveContext(ActiveConfig):
     buffers: tuple[InPlaceShard, ...] = ()
     sinks: torch.Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
-    seen: set[str] = field(default_factory=set)
-    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", "sdpa" of plain tensors."""
+    seen: set[str | torch.Size] = field(default_factory=set)
+    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", shapes of SDPA's plain queries."""
 
 
 def open_local_sdpa(context: ActiveContext) -> bool | None:
@@ -78,6 +80,24 @@ _unseen_contexts: list[ActiveContext] = []
 """Open contexts of threads other than the main one, whose state autograd's threads cannot read."""
 
 
+def warn_of_other_threads() -> None:
+    """Warns, once, of attention in a thread without a context while another thread of this rank has one.
+
+    Not in a backward, which may be that of code outside of the context.
+    """
+    of_main_thread = _torch.main_thread_state(CONTEXT_STATE)
+    for context in (*_unseen_contexts, *(() if of_main_thread is None else of_main_thread[:1])):
+        ranks = context.config.ranks
+        if ranks.size > 1 and ranks.are_of_this_thread and _torch.current_backward() is None:
+            text = (
+                "scaled_dot_product_attention was called in a thread without a context while another thread has one: "
+                "each rank attends to its own keys only. If q, k and v are shards, enter context_parallel in the "
+                "thread that calls attention, or call context_parallel_attention"
+            )
+            warn_once(ranks, "another thread", text)
+            return
+
+
 @contextmanager
 def listed_if_unseen(context: ActiveContext) -> Iterator[None]:
     """Lists a context while open, if this is such a thread."""
@@ -89,6 +109,33 @@ def listed_if_unseen(context: ActiveContext) -> Iterator[None]:
         yield
     finally:
         _unseen_contexts.remove(context)
+
+
+def refuse_torchs_modules() -> None:
+    """Refuses modules with torch's `_ContextParallel`, whose DTensors are contiguous, where shards are not."""
+    context = innermost_context()
+    if context is not None and context.config.ranks.size > 1 and context.config.layout != Contiguous():
+        raise RuntimeError(TORCHS_TOO)
+
+
+def warn_of_other_layout(config: AttentionConfig, seq_len: tuple[int, ...]) -> None:
+    """Warns, once, of a context without buffers inside of one whose buffers are shards in another layout.
+
+    Args:
+        config: of the context that is about to be entered.
+        seq_len: its global lengths. Others than those of the context around are of shards of its own.
+    """
+    around = innermost_context()
+    if around is None or not around.buffers or config.ranks.size == 1 or around.config.layout == config.layout:
+        return
+    outer = around.config
+    if outer.ranks.shares_sequence_with(config.ranks) and {*seq_len} <= {*(outer.declared_lengths or ())}:
+        text = (
+            f"a context_parallel without buffers, in {config.layout} (layout=None is HeadTail()), was entered inside "
+            f"of one over the same ranks whose buffers are shards in {outer.layout}: attention of these shards inside "
+            f"takes their tokens for others. Pass layout={outer.layout}, or list the buffers of the inner context"
+        )
+        warn_once(config.ranks, (type(outer.layout), type(config.layout)), text)
 
 
 # Arguments of contexts

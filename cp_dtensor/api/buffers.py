@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,9 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import indexable
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.engine.agreement import warn_once
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.spec.layouts import Layout, shard_lengths
 
 _SHARD = "cp_dtensor_shard"
 """Attribute of tensors that a context has left sharded: the ranks, and the local length."""
@@ -125,6 +127,23 @@ class InPlaceShard:
             buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
 
 
+def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
+    """ids of the buffers to leave sharded; refuses a buffer listed twice, and one that is no buffer."""
+    if isinstance(no_restore, torch.Tensor):
+        raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
+    listed = [id(tensor) for tensor in buffers]
+    for index, identity in enumerate(listed):
+        if identity in listed[:index]:
+            raise ValueError(f"buffer {index} is the same tensor as buffer {listed.index(identity)}: list it once")
+    for tensor in no_restore:
+        if id(tensor) not in listed:
+            raise ValueError(
+                "expected no_restore_buffers to be among buffers (the same objects); got one of shape "
+                f"{tuple(tensor.shape)} that is not"
+            )
+    return {id(tensor) for tensor in no_restore}
+
+
 def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]) -> None:
     """Refuses tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
     for index, tensor in enumerate(tensors):
@@ -159,22 +178,42 @@ def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
     return facts
 
 
-def refuse_shards_of_batches(shards: tuple[InPlaceShard, ...], q: torch.Tensor) -> None:
-    """Refuses queries (B, ..., S, D) of a buffer's whole length if its shard has their batch size: the context has
-    sharded the batch. Ranks refuse alike, since the shapes of buffers are equal on all.
+def refuse_shards_of_other_dims(
+    shards: tuple[InPlaceShard, ...], config: AttentionConfig, q: torch.Tensor, k: torch.Tensor
+) -> None:
+    """Refuses queries (..., S, D) of no declared length that have a buffer's share in another dim than S.
+
+    Either the buffer has another sequence dim, or q is (batch, sequence, heads, head_dim). Where nothing but the share
+    says so, it may be the number of heads, so that is warned of. Only shares that are equal on all ranks count, so that
+    ranks refuse alike: others make calls whose sizes differ, which the ranks compare.
     """
-    lengths = {share for each in shards for share in each.lengths()}
+    ranks, q_len = config.ranks, q.size(-2)
+    lengths = {n for each in config.declared_lengths or () for n in shard_lengths(config.layout, each, ranks.size)}
+    if ranks.size == 1 or q.dim() < 3 or q_len in lengths:
+        return
     for index, each in enumerate(shards):
-        buffer, shape = each.buffer, each.whole_shape
-        if buffer.dim or q.size(-2) in lengths or q.size(-2) not in shape[1:]:
+        dim, shape, (share, *others) = each.buffer.dim, tuple(each.whole_shape), {*each.lengths()}
+        if others or q.shape[: dim + 1] != (*shape[:dim], share):
             continue
-        if buffer.ranks.size > 1 and q.dim() > 2 and q.size(0) == each.lengths()[buffer.ranks.rank]:
-            raise ValueError(
-                f"buffer {index} of shape {tuple(shape)} is sharded along dim 0, and queries have its share of "
-                f"{q.size(0)} there as batch rows, with whole sequences of {q.size(-2)} tokens: got q "
-                f"{tuple(q.shape)}, expected buffer_seq_dims to name the sequence dim, for buffer {index} maybe "
-                f"{shape.index(q.size(-2), 1)}"
-            )
+        is_batch = dim == 0 and q_len in shape[1:]
+        is_buffer = q.shape == (*shape[:dim], share, *shape[dim + 1 :])
+        # k of (batch, heads, sequence, head_dim) is a transposed projection in most models.
+        are_heads = k.shape[: dim + 1] != q.shape[: dim + 1] or k.size(-2) in lengths or k.stride(-2) > k.stride(-3)
+        if not (is_batch or is_buffer) and (dim != q.dim() - 3 or are_heads):
+            continue
+        place = shape.index(q_len, 1) if is_batch else q.dim() - 2
+        hint = f", for buffer {index} maybe {place}" if is_batch or is_buffer else ""
+        total = q_len * ranks.size
+        text = (
+            f"buffer {index} of shape {shape} is sharded along dim {dim}, and q {tuple(q.shape)} has its share of "
+            f"{share} there, with {q_len} queries on each of {ranks.size} ranks, which no length of the context "
+            f"explains: expected buffer_seq_dims to name the sequence dim{hint}, and q, k and v of (batch, heads, "
+            f"sequence, head_dim), maybe q.transpose(1, 2). If there is a sequence of {total} tokens in all, announce "
+            f"it: context_parallel(..., seq_len={total})"
+        )
+        if is_batch or is_buffer or q_len * q.size(-1) in shape[dim + 1 :]:  # where heads are one dim of the buffer
+            raise ValueError(text)
+        warn_once(ranks, ("heads", dim, q.size(-1), q.dtype), text)
 
 
 # Shards of tensors

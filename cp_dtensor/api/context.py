@@ -30,21 +30,30 @@ from cp_dtensor.api.active_context import (
     listed_if_unseen,
     open_local_sdpa,
     refuse_sinks,
+    refuse_torchs_modules,
+    warn_of_other_layout,
+    warn_of_other_threads,
 )
 from cp_dtensor.api.buffers import (
     Buffer,
     InPlaceShard,
     check_in_place,
     facts_of_buffers,
+    identities,
     is_shard_now,
-    refuse_shards_of_batches,
+    refuse_shards_of_other_dims,
 )
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.hints import add_hint
-from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
+from cp_dtensor.api.interception import (
+    SdpaArguments,
+    SharedInstallation,
+    intercepted,
+    refuse_torchs_context_parallel,
+)
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
@@ -119,7 +128,7 @@ class context_parallel(ContextDecorator):
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
             configurations and buffers that differ between ranks, on every rank alike.
         RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
-            `torch.compile`d function; on exit, out of order.
+            `torch.compile`d function, or while torch's own context parallelism is open; on exit, out of order.
 
     Attention over lengths other than those of the buffers and `seq_len` is allowed; the ranks then exchange their
     local lengths in one small collective per call. In the first such call of each kind they also compare q, k and v:
@@ -156,7 +165,7 @@ class context_parallel(ContextDecorator):
         layout = config.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
-        stay_sharded = _identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
+        stay_sharded = identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         ranks = self._config.ranks
         check_in_place(tensors, dims, set(ranks.global_ranks()))
         self._buffers = [
@@ -189,6 +198,9 @@ class context_parallel(ContextDecorator):
             raise RuntimeError(
                 "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
             )
+        refuse_torchs_context_parallel()
+        if not self._buffers:
+            warn_of_other_layout(self._config, self._seq_len)
         self._compare_ranks()
         lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
         differs_by_row = self._buffers and len(self._config.layout.batch_groups(2)) > 1
@@ -244,23 +256,6 @@ class context_parallel(ContextDecorator):
             )
 
 
-def _identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
-    """ids of the buffers to leave sharded; refuses a buffer listed twice, and one that is no buffer."""
-    if isinstance(no_restore, torch.Tensor):
-        raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
-    listed = [id(tensor) for tensor in buffers]
-    for index, identity in enumerate(listed):
-        if identity in listed[:index]:
-            raise ValueError(f"buffer {index} is the same tensor as buffer {listed.index(identity)}: list it once")
-    for tensor in no_restore:
-        if id(tensor) not in listed:
-            raise ValueError(
-                "expected no_restore_buffers to be among buffers (the same objects); got one of shape "
-                f"{tuple(tensor.shape)} that is not"
-            )
-    return {id(tensor) for tensor in no_restore}
-
-
 # Entry and patches
 
 
@@ -287,6 +282,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
     yield _torch.jagged_sdpa_checked(_refuse_nested)
+    yield _torch.torchs_modules_checked(refuse_torchs_modules)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.saved_tensors_detached(is_shard_now)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, check_compiled_call)
@@ -340,6 +336,8 @@ def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
         return None
     context = current_context()
     if context is None:
+        if not isinstance(call.q, DTensor):  # those are served in all threads
+            warn_of_other_threads()
         return None
     context.seen.add("attention")
     queries_are_shards = open_local_sdpa(context)
@@ -407,9 +405,9 @@ def sdpa_of_shards(
         refuse_sinks(sinks is not None, "scaled_dot_product_attention in compiled code")
     else:  # compiled code checks it when it runs
         check_batch_size(call.q, context.config)
-        if "sdpa" not in context.seen:
-            context.seen.add("sdpa")
-            refuse_shards_of_batches(context.buffers, call.q)
+        if call.q.shape not in context.seen:
+            refuse_shards_of_other_dims(context.buffers, context.config, call.q, call.k)
+            context.seen.add(call.q.shape)
     q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
     check_qkv(q, k, v, call.enable_gqa)
     mask_name = call.attn_mask if is_name(call.attn_mask) else None

@@ -17,7 +17,12 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.dtensor_attention import LocalCall, dtensor_sdpa, from_local, is_seq_sharded, on_one_mesh, to_local
-from cp_dtensor.api.interception import SharedInstallation, intercepted, intercepted_sdpa
+from cp_dtensor.api.interception import (
+    SharedInstallation,
+    intercepted,
+    intercepted_sdpa,
+    refuse_torchs_context_parallel,
+)
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.select import transport_by_name
@@ -134,6 +139,7 @@ _FUSED_OPS: dict[Any, tuple[str, Callable[..., tuple[Any, ...]] | tuple[None, ..
 
 
 def _parts() -> Iterator[AbstractContextManager[None]]:
+    refuse_torchs_context_parallel()
     yield intercepted(dtensor_sdpa)
     handlers: dict[Any, Any] = dict.fromkeys(_FUSED_OPS, _fused_handler)
     # In inference mode, SDPA itself reaches DTensor.
@@ -186,9 +192,10 @@ def enable_context_parallel_dispatcher() -> ExitStack:
     prefer `context_parallel` or `ContextParallel`, which balance the load.
 
     Raises:
-        RuntimeError: inside of a `torch.compile`d function.
+        RuntimeError: inside of a `torch.compile`d function, or while torch's own context parallelism is open.
     """
     _torch.refuse_in_compiled_function("enable_context_parallel_dispatcher")
+    refuse_torchs_context_parallel()
     dispatcher_installation.acquire()
     _enabled_by_user.append(None)
     lease = ExitStack()

@@ -133,3 +133,19 @@ _interceptors = _Interceptors()
 intercepted = _interceptors.entered
 intercepted_sdpa = _interceptors.sdpa
 """SDPA that torch's dispatcher brings to its operator without the override: of DTensors in inference mode."""
+
+
+# Torch's own context parallelism
+
+TORCHS_TOO = (
+    "torch's own context parallelism (context_parallel, _ContextParallel or its dispatcher, of "
+    "torch.distributed.tensor.experimental) is in use together with cp_dtensor's. Both change the same attention, and "
+    "both results would be wrong: use one of them at a time. cp_dtensor.integrations.torch_experimental has torch's "
+    "names, and its redirect_imports() puts them in place of torch's for programs that import those"
+)
+
+
+def refuse_torchs_context_parallel() -> None:
+    """Refuses a context, the dispatcher, or attention in them while torch's own context parallelism is open."""
+    if _torch.torchs_context_parallel_is_open():
+        raise RuntimeError(TORCHS_TOO)

@@ -15,7 +15,7 @@ from cp_dtensor.api.buffers import put_shard, take_shard
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.agreement import hash_of, odd_ones
+from cp_dtensor.engine.agreement import hash_of, odd_ones, warn_once
 from cp_dtensor.engine.config import (
     Mesh,
     check_devices,
@@ -96,10 +96,32 @@ def context_parallel_unshard(
             "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for the "
             "exchange between ranks: call it outside of the recorded code"
         )
-    return [
-        _Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers")
-        for tensor, dim in zip(buffers, dims, strict=True)
-    ]
+    found = []
+    for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
+        found.append(_Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers"))
+        _warn_of_whole(f"buffer {index}", tensor, found[-1], dim, layout, ranks)
+    return found
+
+
+def _warn_of_whole(
+    what: str, shard: torch.Tensor, whole: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks
+) -> None:
+    """Warns, once for each kind, of a shard that is equal on all ranks and varies along `dim`: it was whole already."""
+    if ranks.size == 1 or not shard.numel() or shard.dtype == torch.bool:  # patterns of booleans repeat
+        return
+
+    def find() -> str | None:
+        others = (take_shard(whole, dim, layout, rank, ranks.size) for rank in range(ranks.size))
+        is_constant = torch.equal(shard, shard.narrow(dim, 0, 1).expand_as(shard))
+        if is_constant or not all(torch.equal(shard, other) for other in others):
+            return None
+        return (
+            f"context_parallel_unshard: {what} of shape {tuple(shard.shape)} is equal on all {ranks.size} ranks, which "
+            f"makes {whole.size(dim)} tokens of it: expected this rank's shard. A buffer is whole again where its "
+            "context was left, and so is what context_parallel_unshard has returned"
+        )
+
+    warn_once(ranks, ("unshard", shard.dtype, shard.shape, dim, type(layout)), find)
 
 
 def local_positions(

@@ -55,6 +55,15 @@ class SequenceRanks:
         return all(map(has_cpu_backend, self._groups))
 
     @property
+    def are_of_this_thread(self) -> bool:
+        """False in a thread that stands for another rank, as those of torch's threaded process groups do."""
+        try:
+            dist.get_process_group_ranks(self.outer)
+        except (KeyError, ValueError):  # not among the groups of this thread
+            return False
+        return True
+
+    @property
     def _groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 

@@ -283,6 +283,41 @@ def refuse_equal_shards(
         _compared.get(ranks.outer, kind, compare)
 
 
+def warn_once(ranks: SequenceRanks, kind: Hashable, text_of: str | Callable[[], str | None]) -> None:
+    """Warns of a probable mistake on this rank, at the first of its kind. No collective.
+
+    Args:
+        text_of: the text, or a function that may read tensors and returns the text, None if there is no mistake.
+    """
+
+    def check() -> None:
+        with _torch.no_modes(), torch.no_grad():
+            text = text_of if isinstance(text_of, str) else text_of()
+        if text is not None:
+            warnings.warn(text, stacklevel=4)
+
+    if not capturing():
+        _compared.get(ranks.outer, ("warned", kind), check)
+
+
+def warn_of_zeros_and_ones(bias: Tensor, ranks: SequenceRanks) -> None:
+    """Warns of a floating attn_mask of zeros and ones, which are added to the logits; once for each kind."""
+    if bias.dtype == torch.bool or bias.requires_grad:
+        return
+
+    def find() -> str | None:
+        if not bias.numel() or [float(edge) for edge in torch.aminmax(bias)] != [0, 1]:
+            return None
+        if not bool(((bias == 0) | (bias == 1)).all()):  # after the edges, since it takes memory
+            return None
+        return (
+            f"attn_mask {tuple(bias.shape)} of {bias.dtype} has zeros and ones only, which are added to the logits and "
+            "mask nothing: pass attn_mask.bool() if 1 stands for a key that is seen"
+        )
+
+    warn_once(ranks, ("zeros and ones", bias.dtype, bias.size(1), bias.size(2) == 1), find)
+
+
 def _are_fake(ranks: SequenceRanks) -> bool:
     """True for torch's fake process groups, whose other ranks have what this one has."""
     return dist.get_backend(ranks.outer) == "fake"

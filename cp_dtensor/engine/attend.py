@@ -9,6 +9,7 @@ from cp_dtensor._torch.autograd import refuse_traced_transforms, refuse_transfor
 from cp_dtensor._torch.tensors import joined_rows, split_rows
 from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.engine.agreement import warn_of_zeros_and_ones
 from cp_dtensor.engine.autograd import Attention
 from cp_dtensor.engine.compiled_spec import CallKeys, keys_of
 from cp_dtensor.engine.config import (
@@ -60,6 +61,8 @@ def attend(
     if lengths is None or config.placed is None:
         lengths = global_lengths(q, k, v, config, mask, modifiers, scale, lengths, gives_lse=needs_lse)
         check_bias(q, modifiers.bias, lengths, config.layout, config.ranks)
+    if modifiers.bias is not None:
+        warn_of_zeros_and_ones(modifiers.bias, config.ranks)
     if config.replay:
         refuse_unreplayable(q, mask, modifiers)
     call = bound_call(q, k, v, config, lengths, mask, modifiers, scale)

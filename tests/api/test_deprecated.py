@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[Callable[..., torch.Tensor], dict[str, Any], dict[str, An
         {"buffer_seq_dims": [0]},
     ),
     "unshard": (
-        lambda **dims: context_parallel_unshard(dist.group.WORLD, [torch.arange(4)], **dims)[0],
+        lambda **dims: context_parallel_unshard(dist.group.WORLD, [torch.arange(4) + dist.get_rank()], **dims)[0],
         {"seq_dims": [0]},
         {"buffer_seq_dims": [0]},
     ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.collectives import errors_by_rank
 from support.problems import shard
@@ -54,6 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], int, torch.dtype]:
 
 
 @settings(max_examples=120)
+@example((Contiguous(), (18, 1), 0, torch.bool), 2)
 @given(cases(), st.integers(1, 4))
 def test_shards_are_the_layouts_positions_and_unshard_is_the_inverse(
     case: tuple[Layout, tuple[int, ...], int, torch.dtype], world_size: int

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,13 +129,11 @@ def other_threads(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     function = compiled(causal)
     shards = Shards(rank)
-    results = []
-    with context_parallel(mesh):
+    with context_parallel(mesh), ThreadPoolExecutor(1) as thread:  # which is in no context
         shards.check(function)
-        thread = threading.Thread(target=lambda: results.append(function(*shards.inputs())))
-        thread.start()  # which is in no context
-        thread.join()
-    assert_close(results[0], causal(*shards.inputs()), "a thread outside of the context")
+        with pytest.warns(UserWarning, match="in a thread without a context"):
+            result = thread.submit(function, *shards.inputs()).result()
+    assert_close(result, causal(*shards.inputs()), "a thread outside of the context")
 
 
 def test_other_threads_are_in_no_context(two_processes: Processes) -> None:

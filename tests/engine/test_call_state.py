@@ -1,6 +1,7 @@
 """State of a call in its autograd node: backward after exit, in other threads, and in other contexts."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -222,6 +223,27 @@ def test_only_the_thread_that_entered_is_in_the_region() -> None:
             assert torch.equal(in_thread(lambda: sdpa(q, k, v)), plain)
             shards.forward()
             assert torch.equal(in_thread(lambda: sdpa(q, k, v)), plain)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, body)
+    assert ["in a thread without a context" in str(each.message) for each in caught] == [True, True]  # once a rank
+
+
+def test_ranks_that_are_threads_do_not_warn_of_each_other() -> None:
+    q, k, v = WHOLE[:3]
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            with context_parallel(dist.group.WORLD):
+                dist.barrier()
+                dist.barrier()
+        else:
+            with context_parallel(dist.group.WORLD):
+                pass
+            dist.barrier()
+            sdpa(q, k, v)  # while rank 0 is in its context
+            dist.barrier()
 
     run_ranks(2, body)
 
