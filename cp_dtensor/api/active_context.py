@@ -43,7 +43,7 @@ class ActiveContext(ActiveConfig):
     sinks: torch.Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
     seen: set[str | torch.Size] = field(default_factory=set)
-    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", shapes of SDPA's plain queries."""
+    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", shapes of queries of SDPA."""
 
 
 def open_local_sdpa(context: ActiveContext) -> bool | None:

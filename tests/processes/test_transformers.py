@@ -430,34 +430,6 @@ def test_mean_gradients_by_ddp_and_given_numbers_of_items(two_processes: Process
     two_processes.run(register_and, mean_gradients)
 
 
-def test_check_model_names_layers() -> None:
-    assert check_model(tiny_model("Llama", "sdpa")) == []
-    (eager,) = check_model(tiny_model("Llama", "eager"))
-    assert eager.startswith('LlamaForCausalLM, model: attn_implementation="eager" computes attention as matrix')
-    assert check_model(tiny_model("LFM2", "sdpa")) == check_model(tiny_model("Qwen3-Next", "sdpa")) == []
-    assert any("mixer" in line for line in check_model(tiny_model("Mamba", "eager")))
-    assert any("embed_positions" in line for line in check_model(tiny_model("BART", "sdpa")))
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("BloomForCausalLM", {"n_layer": 1}, "BloomAttention computes attention by operations that a context does not"),
-        ("FNetForMaskedLM", {}, "none of its layers calls attention that a context sees"),
-        ("MobileBertForMaskedLM", {"embedding_size": 16, "intra_bottleneck_size": 32}, "trigram_input"),
-    ],
-)  # fmt: skip
-def test_attention_that_the_provider_does_not_see_is_refused(kind: str, changes: dict[str, Any], reason: str) -> None:
-    """transformers takes any attention function for any model, also for models that do not call it."""
-    import transformers
-
-    sizes = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    model_class = getattr(transformers, kind)
-    config = model_class.config_class(**sizes, num_attention_heads=4, **changes)
-    config._attn_implementation = register()
-    assert any(reason in line for line in check_model(model_class(config)))
-
-
 def share_of_masks(rank: int, attention: str) -> None:
     """ESM scales its embeddings by the share of mask tokens, which differs between shards and between rows."""
     import transformers
