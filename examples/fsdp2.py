@@ -95,5 +95,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     train(cp_size=2, steps=10)
-    dist.barrier()  # a CPU rank that ends while others run may abort
+    dist.barrier()  # a rank that ends closes connections that others may still use
     dist.destroy_process_group()

@@ -80,7 +80,7 @@ def start(
 
 
 def leave() -> None:
-    """Ends the process group when all ranks are here: a CPU rank that ends alone may be aborted by gloo's threads."""
+    """Ends the process group when all ranks are here: one that ends alone closes connections that others still use."""
     dist.barrier()
     dist.destroy_process_group()
 
