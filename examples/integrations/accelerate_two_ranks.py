@@ -10,6 +10,9 @@ CPUs over gloo, where accelerate averages gradients by DDP. On GPUs pass `parall
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -146,4 +149,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
     main()

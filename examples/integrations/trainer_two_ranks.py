@@ -10,6 +10,9 @@ CPUs over gloo, where accelerate averages gradients by DDP. On GPUs give `Traini
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 from accelerate.utils import ParallelismConfig
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -105,4 +108,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
     main()

@@ -9,6 +9,8 @@ whole sequences, by transformers' own loss, and compares losses and gradients. T
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -77,4 +79,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
     main()

@@ -83,7 +83,7 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str) -> N
         ("--parallelism.context_parallel_load_balancer=ptrr", '"headtail" or "none" or .*, got "ptrr"'),
         ("--parallelism.context_parallel_rotate_method=ring", 'expected "auto" or .* or "alltoall", got "ring"'),
         ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree: expected 1 .*, got 2"),
-        ("--parallelism.tensor_parallel_degree=3", "number of ranks, 4, got .* = 6"),
+        ("--parallelism.tensor_parallel_degree=3", "number of ranks, 4, got .* = 6: start with torchrun .*node 6"),
         ("--parallelism.data_parallel_shard_degree=1", "number of ranks, 4, got .* = 2"),
         ("--activation_checkpoint.mode=all", 'expected "none" or "selective" or "full", got "all"'),
         ("--activation_checkpoint.selective_ac_option=op", 'expected a positive integer in quotes, .* got "op"'),
