@@ -102,7 +102,7 @@ def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, to
 
 def main() -> None:
     if "RANK" not in os.environ:
-        sys.exit("expected torchrun: torchrun --nproc-per-node 2 examples/cuda_graph.py")
+        sys.exit("start with torchrun: torchrun --nproc-per-node 2 examples/cuda_graph.py")
     local_rank, needed = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.device_count() < needed:
         sys.exit(

@@ -40,8 +40,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The sum of the losses of (B, S) tokens; labels of -100 do not count."""
@@ -90,10 +89,11 @@ def train(cp_size: int, steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    assert "RANK" in os.environ, "start it with torchrun: torchrun --nproc-per-node 2 examples/fsdp2.py"
+    if "RANK" not in os.environ:
+        raise SystemExit("start with torchrun: torchrun --nproc-per-node 2 examples/fsdp2.py")
     if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     train(cp_size=2, steps=10)
-    dist.barrier()  # a CPU rank that ends while others run may abort
+    dist.barrier()  # a rank that ends closes connections that others may still use
     dist.destroy_process_group()

@@ -89,8 +89,7 @@ def process_group() -> Iterator[torch.device]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield device
-    # A gloo thread frees a tensor shortly after its collective, which must happen before the interpreter closes.
-    dist.barrier()
+    dist.barrier()  # a rank that ends closes connections that others may still use
     dist.destroy_process_group()
 
 

@@ -89,7 +89,8 @@ def _with_parallelism(config: Config, world_size: int) -> Config:
         raise ConfigError(
             f"parallelism: expected degrees whose product is the number of ranks, {world_size}, got "
             f"data_parallel_shard_degree {shards} x context_parallel_degree {degrees.context_parallel_degree} x "
-            f"tensor_parallel_degree {degrees.tensor_parallel_degree} = {shards * others}"
+            f"tensor_parallel_degree {degrees.tensor_parallel_degree} = {shards * others}: "
+            f"start with torchrun --nproc-per-node {shards * others}, or set other degrees"
         )
     return dataclasses.replace(config, parallelism=dataclasses.replace(degrees, data_parallel_shard_degree=shards))
 

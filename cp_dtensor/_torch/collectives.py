@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import atexit
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +82,39 @@ def start_all_to_all(
     # Other backends coalesce only sends and receives into one launch, and may not wait for other collectives.
     waits = [group.alltoall(tensors_in, tensors_out, options).wait for tensors_in, tensors_out in pairs]
     return waits[0] if len(waits) == 1 else lambda: [wait() for wait in waits]
+
+
+_THREADS = Path("/proc/self/task")
+_LOOKS, _SECONDS_BETWEEN_LOOKS, _MOST_SECONDS = 3, 1e-3, 5.0
+
+
+def _gloo_thread_states() -> Iterator[str]:
+    """Yields the state of each thread in which gloo runs collectives: "S" where it sleeps."""
+    for thread in _THREADS.iterdir():
+        with suppress(OSError):  # a thread that has ended meanwhile
+            name, _, numbers = (thread / "stat").read_text().rpartition(") ")
+            if name.endswith("(pt_gloo_runloop"):
+                yield numbers[0]
+
+
+def _wait_for_gloo_threads() -> None:
+    """Waits until gloo's threads have freed the tensors of collectives that have ended.
+
+    A thread needs Python's lock to free a tensor. Python aborts the process if a thread asks for the lock after exit
+    handlers have run. `destroy_process_group` ends these threads only if nothing else refers to the group, but a
+    `DeviceMesh` does (torch 2.13), and so do FSDP2's modules and autograd nodes.
+    """
+    deadline, quiet = time.monotonic() + _MOST_SECONDS, 0
+    while quiet < _LOOKS and time.monotonic() < deadline:
+        states = {*_gloo_thread_states()}
+        if not states:
+            return
+        quiet = quiet + 1 if states == {"S"} else 0
+        time.sleep(_SECONDS_BETWEEN_LOOKS)  # without Python's lock, so a thread that waits for it does not sleep
+
+
+if _THREADS.is_dir():  # Linux
+    atexit.register(_wait_for_gloo_threads)
 
 
 def name_of_group(group: dist.ProcessGroup) -> str:

@@ -20,6 +20,7 @@ from cp_dtensor.tools.ranks import leave, start
 _TRANSPORTS = ("allgather", "alltoall", "symm_mem")
 _CUDNN, _FLASH, _EFFICIENT = (f"{name}_ATTENTION" for name in ("CUDNN", "FLASH", "EFFICIENT"))
 _MATH = "MATH"
+_CPU_TOKENS = 256  # a quarter of a minute on two idle cores; 1,024 take six times as long
 _DESCRIPTION = """\
 Computes attention, forward and backward, by every backend and KV transport, and compares out, dq, dk and dv with
 float64 attention of the same inputs. Exits with status 1 if an error is more than --limit times that of one device.
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measures, prints and writes the table of the command line."""
     parser = command_parser("accuracy", _DESCRIPTION)
     parser.add_argument("--output", type=Path, metavar="FILE", help="Markdown file to write")
-    tokens = "global number of tokens; default: 4096, 1024 without GPUs"
+    tokens = "global number of tokens; default: 4096, 256 without GPUs"
     parser.add_argument("--seq-len", type=positive, help=tokens)
     parser.add_argument(
         "--limit", type=positive_number, default=1.5, help="largest ratio to one device's error; default: 1.5"
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     use_gpu = uses_gpu(parser, options.device)
     ranks, device, command = start("-m cp_dtensor accuracy", arguments, use_gpu, 300)
-    measured = cases(options.seq_len or (4096 if use_gpu else 1024), use_gpu, options.quick)
+    measured = cases(options.seq_len or (4096 if use_gpu else _CPU_TOKENS), use_gpu, options.quick)
     show = progress(sum(1 + len(transports) for _, transports in measured), visible=ranks.rank == 0)
     suite = Suite(ranks, device, Effort(1, 0.0, 0.0), Source(0, device.torch_device), sys.maxsize >> 32, show)
     rows: list[Row] = []

@@ -317,7 +317,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{mask_as_text(mask, seq_len)}\n{title}: imbalance {imbalance(layout, mask, seq_len, ranks):.1%}")
         return
     if importlib.util.find_spec("matplotlib") is None:
-        parser.error("a picture needs matplotlib, of the extra tools: pip install 'cp_dtensor[tools]'")
+        parser.error("a picture needs matplotlib: pip install matplotlib")
     figure = draw_assignment(mask, layout, seq_len, ranks, title, options.rotate_method or "alltoall")
     try:
         figure.savefig(options.output, dpi=110, facecolor="white")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
+from cp_dtensor.attention.backends.packages import INSTALL
 from cp_dtensor.attention.backends.select import (
     PACKAGES,
     allowed_backends,
@@ -63,7 +64,7 @@ def facts() -> Iterator[tuple[str, str]]:
         yield "symmetric memory", "needs GPUs"
         yield "backends", ", ".join(backends("cpu", torch.float32)) or _NONE
     for package in PACKAGES:
-        yield package.title, package.version or "not installed: pip install 'cp_dtensor[kernels]'"
+        yield package.title, package.version or f"not installed: {INSTALL}"
     yield from kernels()
 
 

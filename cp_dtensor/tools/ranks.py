@@ -55,7 +55,8 @@ def start(
     `may_share_gpus`: more ranks than GPUs share these and their memory, with gloo, since NCCL wants a GPU each.
     """
     if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun: torchrun --nproc-per-node N {program} ...")
+        count = torch.cuda.device_count() if use_gpu else 2
+        sys.exit(f"start with torchrun: torchrun --nproc-per-node {count} {program} {shlex.join(arguments)}".rstrip())
     store, rank, world_size = next(dist.rendezvous("env://"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     shares = use_gpu and may_share_gpus and local_ranks > torch.cuda.device_count()
@@ -80,7 +81,7 @@ def start(
 
 
 def leave() -> None:
-    """Ends the process group when all ranks are here: a CPU rank that ends alone may be aborted by gloo's threads."""
+    """Ends the process group when all ranks are here: one that ends alone closes connections that others still use."""
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ otherwise CPUs.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -109,7 +110,7 @@ def compare(name: str, made: tuple[Any, dict[str, Any]], config: ContextParallel
 def main() -> None:
     """Compares both models under all methods."""
     if int(os.environ.get("WORLD_SIZE", 1)) != RANKS:
-        raise SystemExit(f"torchrun --nproc-per-node {RANKS} ...")
+        raise SystemExit(f"start with torchrun: torchrun --nproc-per-node {RANKS} {sys.argv[0]}")
     if torch.cuda.device_count() >= RANKS:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -11,6 +11,7 @@ line that is added. On CPUs over gloo accelerate averages gradients by DDP.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -117,4 +118,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
     main()

@@ -60,6 +60,8 @@ def report(name: str, largest: float, device: str) -> None:
 
 def run(name: str, example: Callable[[], tuple[float, str]]) -> None:
     """Runs an example and reports the error that it returns with the type of its device."""
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start with torchrun: torchrun --nproc-per-node {RANKS} {sys.argv[0]}")
     report(name, *example())
-    dist.barrier()  # gloo threads free tensors late, which must happen before the interpreter closes
+    dist.barrier()  # a rank that ends closes connections that others may still use
     dist.destroy_process_group()

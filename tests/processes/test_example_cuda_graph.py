@@ -37,7 +37,7 @@ def test_its_training_step_is_that_of_one_rank(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("rank", "message"),
-    [(None, "expected torchrun"), ("0", "need a GPU for each rank: expected 2, this machine has 1")],
+    [(None, "start with torchrun"), ("0", "need a GPU for each rank: expected 2, this machine has 1")],
 )
 def test_it_refuses_plainly(rank: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

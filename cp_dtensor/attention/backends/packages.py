@@ -21,6 +21,9 @@ from cp_dtensor.plan.partition import CallSpec
 
 _log = logging.getLogger("cp_dtensor.attention")
 
+INSTALL = "pip install '.[kernels]' in a clone of cp_dtensor"
+"""Installs the packages. This library is in no registry yet, where another project could have its name."""
+
 SHORTEST = 256
 """Fewest rows and keys of a tile that a package computes. For shorter ones FlashAttention-4 has other kernels, which
 would be compiled in the middle of a run. Shorter ones under masks, such as those of one token after the other, are
@@ -133,4 +136,4 @@ def log_missing(distributions: tuple[str, ...]) -> None:
     """Logs once, on a GPU that packages serve, which of them are not installed."""
     if distributions:
         names = " and ".join(distributions)
-        _log.warning("%s would make attention faster on this GPU: pip install 'cp_dtensor[kernels]'", names)
+        _log.warning("%s would make attention faster on this GPU: %s", names, INSTALL)

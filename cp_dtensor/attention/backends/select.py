@@ -36,7 +36,7 @@ _BACKENDS: dict[str, AttentionBackend] = {
     backend.name: backend for backend in (CudnnAttention(), FlashAttention(), EfficientAttention(), MathAttention())
 }
 PACKAGES = (flash4.PACKAGE, cudnn_flex.PACKAGE)
-"""Optional packages of kernels: `pip install 'cp_dtensor[kernels]'`."""
+"""Optional packages of kernels, of the extra `kernels`."""
 _CPU_FLASH = CpuFlashAttention()
 _INTERVALS = IntervalAttention()
 _WIDE_GRADIENTS = WideGradients()

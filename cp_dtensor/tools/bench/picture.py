@@ -53,7 +53,7 @@ def draw(results: Results, path: Path) -> None:
     Without matplotlib there is a message on stderr and no picture.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        print(f"no {path}: it needs matplotlib, of the extra tools: pip install 'cp_dtensor[tools]'", file=sys.stderr)
+        print(f"no {path}: it needs matplotlib: pip install matplotlib", file=sys.stderr)
         return
     from matplotlib.figure import Figure
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from cp_dtensor import GPUS
-from cp_dtensor.attention.backends.packages import has_package_kernels, installed_version
+from cp_dtensor.attention.backends.packages import INSTALL, has_package_kernels, installed_version
 from cp_dtensor.attention.backends.select import PACKAGES
 from cp_dtensor.tools.info import ALL_GPUS, backends, environment, peer_access
 
@@ -80,7 +80,7 @@ def versions() -> Iterator[Finding]:
             missing = [each.distribution for each in PACKAGES if installed_version(each.distribution) is None]
             if missing:
                 text = f"{' and '.join(missing)} not installed: other kernels serve, slower in some calls"
-                yield Finding("packages", NOTE, text, "pip install 'cp_dtensor[kernels]'")
+                yield Finding("packages", NOTE, text, INSTALL)
 
 
 def _other_than_built_with() -> Iterator[Finding]:
