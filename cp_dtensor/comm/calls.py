@@ -39,11 +39,11 @@ class Signature:
     """The facts of a call that are equal on all ranks, in words and as a number."""
 
     text: str
-    token: int = field(init=False)
-    """Even and below 2^31; the odd number after it is that of backward."""
+    number: int = field(init=False)
+    """Even and below 2^30; the odd number after it is that of backward."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token", 2 + 2 * (crc32(self.text.encode()) >> 2))
+        object.__setattr__(self, "number", 2 + 2 * (crc32(self.text.encode()) >> 4))
         if len(self.text) > 300:  # documents of a batch may be thousands
             object.__setattr__(self, "text", f"{self.text[:260]} ... {self.text[-35:]}")
 
@@ -60,6 +60,8 @@ class Calls:
     """Caches of plans refer to it, and do not count its bytes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.number = 1
+        """That of the present pass: of its signature and direction."""
         self._count = self._rolled = 0
         """Events, and their rolling hash."""
         self._hashes: list[int] = []
@@ -69,9 +71,9 @@ class Calls:
         self._failure: faults.PeerError | None = None
         self._has_run_backward, self._all_have_written, self._next_look = False, False, 0.0
         self._rank, self._described, self._keys = group.rank(), faults.described(group), list[str]()
-        self._store: Any = None  # where others are not real, and while a CUDA graph may replay calls
-        if dist.get_backend(group) != "fake":
-            self._store = group_store(group)
+        # None for ranks that are not real, and once a CUDA graph may replay calls.
+        self._store: Any = None if dist.get_backend(group) == "fake" else group_store(group)
+        if self._store is not None:
             # A store may outlive a group, and serve another one of the same name.
             session = self._store.add(f"cp_dtensor/calls/{self._rank}", 1)
             self._keys = [f"cp_dtensor/calls/{rank}/{session}" for rank in range(group.size())]
@@ -98,11 +100,11 @@ class Calls:
             self._has_run_backward, ends_step = False, True
         if not on_cpu and self._store is not None and capturing():
             self._store = None  # replays of the graph are not counted, and other ranks may not make one
-        number = signature.token + backward
+        self.number = signature.number + backward
         self._count += 1
-        self._rolled = (self._rolled * _FACTOR + number) & _WORD
+        self._rolled = (self._rolled * _FACTOR + self.number) & _WORD
         self._hashes.append(self._rolled)
-        self._events.append((number, signature.text))
+        self._events.append((self.number, signature.text))
         if len(self._hashes) == 2 * _KEPT:
             del self._hashes[:_KEPT], self._events[:_KEPT]
         if on_cpu or debug or ends_step:
@@ -167,18 +169,19 @@ class Calls:
         index = place - self._count + len(self._hashes)
         before = self._hashes[index - 1] if index else 0  # so that a hash tells the number of its event
         texts = {number: f"{'backward' if number % 2 else 'forward'} of {text}" for number, text in self._events}
-        texts[END_OF_CONTEXT.token] = END_OF_CONTEXT.text
+        texts[END_OF_CONTEXT.number] = END_OF_CONTEXT.text
         by_text: dict[str, list[str]] = {}
         for rank, (count, hashes) in enumerate(latest):
             if count - len(hashes) <= place < count:
                 number = (hashes[place - count] - before * _FACTOR) & _WORD
-                text = texts.get(number, "another call" if index or not place else "an earlier call")
+                begins_here = place == 0 or (index and place > count - len(hashes))
+                text = texts.get(number, "another call") if begins_here else "different ones before it"
                 by_text.setdefault(text, []).append(str(rank))
         found = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items())
         numbers = [number for number, _ in self._events[:index]][::-1]
-        has_end = END_OF_CONTEXT.token in numbers
-        of_step = numbers[: numbers.index(END_OF_CONTEXT.token)] if has_end else numbers
-        passes = sum(number % 2 == 0 and number != COMPARISON.token for number in of_step)
+        has_end = END_OF_CONTEXT.number in numbers
+        of_step = numbers[: numbers.index(END_OF_CONTEXT.number)] if has_end else numbers
+        passes = sum(number % 2 == 0 and number != COMPARISON.number for number in of_step)
         since = "since the end of a context" if has_end else "of the group"
         consequence = "" if place == self._count - 1 else " Results since then are wrong."
         return faults.PeerError(
@@ -188,6 +191,11 @@ class Calls:
 
 
 _calls = GroupCache[Calls]()
+
+
+def counted_calls(group: dist.ProcessGroup) -> Calls | None:
+    """The calls of a group on this rank; None if none was counted."""
+    return _calls.get(group, None, partial(Calls, group)) if _calls.has(group, None) else None
 
 
 def calls_of(ranks: SequenceRanks) -> tuple[Calls, ...]:
