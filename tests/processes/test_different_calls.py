@@ -21,6 +21,8 @@ from support.different_calls import (
     table,
 )
 from support.processes import Processes
+from support.ranks import run_ranks
+from support.shared_memory import shared_memory
 
 from cp_dtensor.comm import faults
 from cp_dtensor.comm.calls import Calls
@@ -78,3 +80,26 @@ def test_the_end_of_a_step_without_shared_memory(three: Processes) -> None:
     for of_rank in found:
         check_named(fault, of_rank)
     assert WRONG_STEP <= min(of_rank.step for of_rank in found) <= WRONG_STEP + 1
+
+
+@every_fault
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_shared_memory(fault: str, method: str) -> None:
+    """No rank takes rows of another pass: a host that waits for its stream raises after the deadline."""
+    cell = table()[fault, "shared memory"]
+
+    def body(rank: int) -> Found:
+        options = {"rotate_method": "symm_mem"} if method == "ring" else {}
+        return steps_until_found(rank, dist.group.WORLD, fault, method=method, **options)
+
+    with shared_memory(timeout=1.0), as_on_gpus():
+        found = run_ranks(RANKS, body)
+    for rank, of_rank in enumerate(found):
+        assert WRONG_STEP <= of_rank.step <= WRONG_STEP + 2
+        if cell == "a step later":
+            check_named(fault, of_rank)
+            continue
+        assert cell == "a step later, or after T"
+        check_right_or_nan(rank, RANKS, of_rank)
+        text = str(of_rank.error)
+        assert "make different calls" in text or "in shared memory, longer than the timeout" in text, text
