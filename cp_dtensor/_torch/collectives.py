@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import broadcast
-from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from cp_dtensor._torch.cache import GroupCache
 
@@ -141,7 +142,7 @@ def group_of_name(name: str) -> dist.ProcessGroup:
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The store through which the ranks of a group have met; keys of other groups are not seen."""
-    store: dist.Store = _world.pg_map[group][1]
+    store: dist.Store = distributed_c10d._world.pg_map[group][1]  # tests with ranks as threads replace `_world`
     return store
 
 

@@ -42,18 +42,24 @@ class FlagOperations:
     """Waits for flags, or writes of flags, that one driver call submits."""
 
     def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
+        """Makes the operations; the value of those that have another than 0 is chosen when they are submitted."""
         self._array = (_MemoryOperation * len(operations))(*(_MemoryOperation(*each, 0, 0) for each in operations))
+        self._with_value, self._value = [each for each in self._array if each.value], 1
 
-    def submit(self, stream: int) -> None:
+    def submit(self, stream: int, value: int = 1) -> None:
         """Appends the operations to a CUDA stream, in order."""
+        if value != self._value:
+            self._value = value
+            for each in self._with_value:
+                each.value = value
         if len(self._array):
             _check(_driver().cuStreamBatchMemOp_v2(stream, len(self._array), self._array, 0), "cuStreamBatchMemOp")
 
 
 def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
-    """Operations that wait until all these local flags are 1, and reset them to 0.
+    """Operations that wait until all these local flags have a value, and reset them to 0.
 
-    The word of host memory at `status` is 1 while they wait, and then 0.
+    The word of host memory at `status` has the value while they wait, and then 0.
     """
     begin, end = ((_WRITE_VALUE_32, status, value, _DEFAULT) for value in (1, 0))
     waits = [(_WAIT_VALUE_32, address, 1, _WAIT_EQUAL) for address in addresses]
@@ -61,7 +67,7 @@ def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
 
 
 def raise_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Operations that set local or remote flags to 1 when earlier work on the stream is done and visible."""
+    """Operations that set local or remote flags to a value when earlier work on the stream is done and visible."""
     return FlagOperations([(_WRITE_VALUE_32, address, 1, _DEFAULT) for address in addresses])
 
 

@@ -57,7 +57,7 @@ from cp_dtensor.api.interception import (
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
-from cp_dtensor.engine.agreement import compare_contexts, described
+from cp_dtensor.engine.agreement import compare_contexts, described, end_context
 from cp_dtensor.engine.attend import attend, modifiers_of
 from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
 from cp_dtensor.engine.config import (
@@ -120,21 +120,21 @@ class context_parallel(ContextDecorator):
             queries. Refused for DTensors over these ranks, `varlen_attn`, FlexAttention and in compiled code.
         deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn`.
         replay: True: passes of SDPA that come again are replayed as CUDA graphs (see `context_parallel_attention`).
-        debug: True: on every entry the ranks compare configuration and buffers, and at every attention call what must
-            agree; a disagreement names the rank. False: at the first entry and the first attention call of each kind,
-            and at calls that exchange lengths.
+        debug: True: on every entry the ranks compare configuration and buffers, at every attention call what must
+            agree, and at passes and exits that all do the same; a disagreement names the rank. False: at the first
+            entry and the first attention call of each kind, and at calls that exchange lengths.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
             configurations and buffers that differ between ranks, on every rank alike.
         RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
-            `torch.compile`d function, or while torch's own context parallelism is open; on exit, out of order.
+            `torch.compile`d function, or while torch's own context parallelism is open; on exit, out of order, or a
+            `PeerError`: ranks have made different calls.
 
     Attention over lengths other than those of the buffers and `seq_len` is allowed; the ranks then exchange their
-    local lengths in one small collective per call. In the first such call of each kind they also compare q, k and v:
-    if these are equal on all ranks, they were never sharded, which is refused (without a mask, where results are right
-    all the same, warned of). On GPUs, a length that differs from one of those by about the
-    number of ranks or less is refused unless `seq_len` has it, since both may have equal shards on some ranks.
+    local lengths in one small collective per call. In the first such call of each kind they also compare q, k and v: if
+    these are equal on all ranks, they were never sharded, which is refused (without a mask: warned of). On GPUs, a
+    length that differs from one of those by about the number of ranks or less is refused unless `seq_len` has it.
 
     Two ranks, 8 tokens, `HeadTail()`: rank 0 has the tokens 0, 1, 6, 7 and rank 1 the tokens 2, 3, 4, 5.
 
@@ -145,8 +145,7 @@ class context_parallel(ContextDecorator):
         out.flatten()  # on rank 0: 0, 0.5, 3, 3.5, the means of the tokens up to each
         x.shape  # (1, 1, 8, 1)
 
-    Source: torch.distributed.tensor.experimental.context_parallel has the same arguments `mesh`, `buffers`,
-    `buffer_seq_dims` and `no_restore_buffers`.
+    Source: torch.distributed.tensor.experimental.context_parallel, which has the same first four arguments.
     """
 
     @renamed_keywords(seq_lens="seq_len")
@@ -248,6 +247,8 @@ class context_parallel(ContextDecorator):
         if error is not None:
             add_hint(error, context)
         manager.__exit__(kind, error, trace)
+        if error is None:
+            end_context(context.config)
         if error is None and "model" in context.seen and "attention" not in context.seen:
             warnings.warn(
                 "a model of transformers ran inside of context_parallel, and no attention call was seen there: each "

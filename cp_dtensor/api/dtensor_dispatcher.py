@@ -73,6 +73,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             if call is None:  # on a CPU, where torch has no rule for the op
                 out, lse = op(*qkv, arguments["dropout_p"], is_causal, scale=scale)
             else:
+                call.begin(local.q)
                 with call:
                     out, lse, _ = call.plan.forward(*qkv, call.values(), True)
             return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
@@ -82,6 +83,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
         else:
             lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
+            call.begin(local.q, backward=True)
             with call:
                 saved = call.plan.remake_saved(*qkv, out, lse, call.values())
                 grads = call.plan.backward(grad_out, saved, call.values(), None)

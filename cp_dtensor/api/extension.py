@@ -112,6 +112,7 @@ def ring_attention_backward(
     with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
         leaf = q.detach().requires_grad_()
         scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
+    call.begin(q, backward=True)
     with torch.no_grad(), no_autocast(q), call:
         saved = call.plan.remake_saved(scaled.detach(), k, v, out, lse, call.values())
         grad_q, grad_k, grad_v = call.plan.backward(grad_out, saved, call.values(), None)

@@ -200,7 +200,7 @@ def _flex_of_shards(call: FlexCall, config: AttentionConfig, lengths: tuple[int,
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Gather first: the host makes tables and launches attention while K/V are in flight.
-    gather = KVGather(ranks, layout, lengths[1], lengths[1], config.transport)
+    gather = KVGather(ranks, layout, lengths[1], lengths[1], config.transport, config.debug)
     keys, values = GatherKV.apply(call.k, call.v, gather)
     positions = rows.positions(call.q.device)
     if mask is not None and rows.count:

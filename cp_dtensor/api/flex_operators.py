@@ -68,7 +68,7 @@ def _keys(
             f"{layout}"
         )
     rows = lengths[1] if known else longest_length(k.size(2), layout, ranks.rank, ranks.size)
-    keys, values = KVGather(ranks, layout, lengths[1], rows, config.transport).gather(k, v)
+    keys, values = KVGather(ranks, layout, lengths[1], rows, config.transport, config.debug).gather(k, v)
     positions = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, q.size(0)).positions(q.device)
     # Backward gets these numbers, so it needs neither the context nor communication.
     if compiled_spec.reads_context:
@@ -103,7 +103,7 @@ def _keys_backward(
     if found is not None:
         pending_backwards.end(found, int(numbers[2]))
     config, seq_len = config_of(spec_key, numbers), int(numbers[0]) if kv_len < 0 else kv_len
-    gather = KVGather(config.ranks, config.layout, seq_len, grad_k.size(2), config.transport)
+    gather = KVGather(config.ranks, config.layout, seq_len, grad_k.size(2), config.transport, config.debug)
     return gather.reduce_gradients(grad_k, grad_v, local)
 
 

@@ -19,8 +19,11 @@ if TRITON_AVAILABLE:
 class Flag(IntEnum):
     """Flags that one rank, the setter, sets for another.
 
-    A flag is a 32-bit word, 0 or 1, in the memory of the rank that waits for it; each setter has a word of its own.
-    The waiting rank resets the word, so there is no counter, and a captured CUDA graph can be replayed.
+    A flag is a 32-bit word, 0 if it is not set, in the memory of the rank that waits for it; each setter has a word of
+    its own. The waiting rank resets the word, so there is no counter, and a captured CUDA graph can be replayed.
+
+    The word of rows that are ready is the number of the pass that they belong to, which is equal in equal passes. A
+    rank at another pass waits for another number, and so ends with an error instead of these rows.
     """
 
     KV_READY = 0
@@ -33,6 +36,7 @@ class Flag(IntEnum):
     """The setter has read this rank's gradients."""
 
 
+_OF_PASSES = Flag.KV_READY, Flag.GRAD_READY
 _FEW_RANKS = 4
 
 
@@ -40,7 +44,8 @@ class WaitStatus:
     """Words of host memory that tell whether a stream waits for flags, without a CUDA call."""
 
     def __init__(self, device: torch.device) -> None:
-        # A word for each flag, 1 while a stream waits for it, and one that changes when a kernel has waited.
+        # A word for each flag, which a stream that waits for it sets to the awaited value, and one that changes when a
+        # kernel has waited.
         self._words = torch.zeros(len(Flag) + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.submitted = 0
         """Waits that the host has submitted."""
@@ -49,16 +54,16 @@ class WaitStatus:
         """Addresses of the word of a flag, and of the word that changes; 0 for no flag."""
         return [0, 0] if flag is None else [self._words[flag].data_ptr(), self._words[-1].data_ptr()]
 
-    def waiting(self) -> list[Flag]:
-        """Flags that a stream waits for."""
-        return [flag for flag in Flag if self._words[flag]]
+    def waiting(self) -> dict[Flag, int]:
+        """Flags that a stream waits for, and the values."""
+        return {flag: value for flag in Flag if (value := int(self._words[flag]))}
 
     def progress(self) -> tuple[int, ...]:
         """Value that changes when a wait ends."""
         return (self.submitted, *self._words.tolist())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Flags:
     """The flags of a group."""
 
@@ -67,6 +72,8 @@ class Flags:
     """Address of the first flag in each rank's memory, as mapped on this device."""
     device: torch.device
     status: WaitStatus
+    number: int = 1
+    """Number of the present pass."""
 
     def submit(
         self, stream: torch.cuda.Stream, *, signal: Flag | None = None, wait: Flag | None = None, overlaps: bool = False
@@ -76,25 +83,26 @@ class Flags:
         Args:
             stream: the current stream, or any stream with `overlaps`.
             signal: the flag to set.
-            wait: the flag to wait for.
+            wait: the flag to wait for; with a signal, another flag of that kind.
             overlaps: True if attention runs at the same time on another stream. Attention leaves a kernel no
                 multiprocessor, so the front end of the GPU handles the flags. Otherwise a Triton kernel does, if there
                 is Triton: with many ranks it is several times as fast. The front end sets flags of a few ranks, since
                 that takes the host less time than a launch.
         """
         self.status.submitted += wait is not None
+        value = self.number if signal in _OF_PASSES or wait in _OF_PASSES else 1
         if TRITON_AVAILABLE and not overlaps and (wait is not None or len(self.addresses) > _FEW_RANKS):
-            self._launches[signal, wait]()
+            self._launches[signal, wait](value)
             return
         if signal is not None:
-            self._sets[signal].submit(stream.cuda_stream)
+            self._sets[signal].submit(stream.cuda_stream, value)
         if wait is not None:
-            self._waits[wait].submit(stream.cuda_stream)
+            self._waits[wait].submit(stream.cuda_stream, value)
 
     def prepare(self) -> None:
         """Uploads the addresses of flags and loads the kernel, which a CUDA graph cannot capture."""
         if TRITON_AVAILABLE:
-            self._launches[None, None]()
+            self._launches[None, None](1)
 
     @cached_property
     def _sets(self) -> list[FlagOperations]:
@@ -105,7 +113,7 @@ class Flags:
         return [await_flags(self._awaited[flag], self.status.addresses(flag)[0]) for flag in Flag]
 
     @cached_property
-    def _launches(self) -> dict[tuple[Flag | None, Flag | None], Callable[[], None]]:
+    def _launches(self) -> dict[tuple[Flag | None, Flag | None], Callable[[int], None]]:
         """By the flag to set and the flag to wait for; None is no flag."""
         flags = [*Flag, None]
         signalled, awaited = (dict(zip(flags, [*each, []], strict=True)) for each in (self._signalled, self._awaited))
@@ -119,14 +127,14 @@ class Flags:
         uploaded = torch.tensor([*rows.values()], device=self.device).unbind()
         return dict(zip(rows, map(flag_launch, uploaded), strict=True))
 
-    def release_all(self) -> FlagOperations:
-        """Operations that set all flags that this rank may wait for."""
-        return raise_flags([address for addresses in self._awaited for address in addresses])
+    def releases(self) -> list[FlagOperations]:
+        """By flag: operations that set it in this rank's memory, for all setters."""
+        return [raise_flags(addresses) for addresses in self._awaited]
 
-    def setters_missing(self, words: Sequence[int], flag: Flag) -> list[int]:
-        """Ranks that have not set a flag, given the flags in this rank's memory as integers."""
+    def setters_missing(self, words: Sequence[int], flag: Flag, value: int) -> list[int]:
+        """Ranks that have not set a flag to a value, given the flags in this rank's memory as integers."""
         count = len(self.addresses)
-        return [rank for rank, word in enumerate(words[flag * count : (flag + 1) * count]) if not word]
+        return [rank for rank, word in enumerate(words[flag * count : (flag + 1) * count]) if word != value]
 
     @property
     def _signalled(self) -> list[list[int]]:

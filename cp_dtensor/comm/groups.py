@@ -52,7 +52,7 @@ class SequenceRanks:
     @property
     def have_cpu_backend(self) -> bool:
         """True if CPU tensors can be gathered."""
-        return all(map(has_cpu_backend, self._groups))
+        return all(map(has_cpu_backend, self.groups))
 
     @property
     def are_of_this_thread(self) -> bool:
@@ -64,14 +64,15 @@ class SequenceRanks:
         return True
 
     @property
-    def _groups(self) -> tuple[dist.ProcessGroup, ...]:
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of this rank along the axes, the inner one first."""
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
     def global_ranks(self) -> list[int]:
         """The global ranks in their order; of two groups that have only names, those on this rank's axes."""
         if self.members:
             return list(self.members)
-        return [rank for group in self._groups for rank in dist.get_process_group_ranks(group)]
+        return [rank for group in self.groups for rank in dist.get_process_group_ranks(group)]
 
     def shares_sequence_with(self, other: SequenceRanks) -> bool:
         """True if both have the same ranks, along the same axes or others."""
@@ -90,7 +91,7 @@ class SequenceRanks:
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gathers (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""
         gathered = mine.contiguous()
-        for group in self._groups:
+        for group in self.groups:
             of_group = gathered.new_empty(group.size(), *gathered.shape)
             with peer_errors(group, what):
                 all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
@@ -116,7 +117,7 @@ class SequenceRanks:
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
         """Sums (ranks, ...) over the ranks, and returns this rank's block (...)."""
         mine = blocks.contiguous()
-        for group in reversed(self._groups):
+        for group in reversed(self.groups):
             block = mine.new_empty(mine.numel() // group.size())
             with peer_errors(group, "a sum over ranks"):
                 reduce_scatter_single(block, mine.view(-1), group=group)

@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from cp_dtensor._torch import SymmetricBuffer, cuda_driver, group_timeout, prepared, symmetric_buffer, uses_nccl
 from cp_dtensor._torch.cache import GroupCache, capturing, refuse_capture
 from cp_dtensor._torch.cuda_driver import fill_bytes
+from cp_dtensor.comm.calls import Calls, counted_calls
 from cp_dtensor.comm.faults import PeerError, described, named
 from cp_dtensor.comm.flags import Flag, Flags, WaitStatus
 from cp_dtensor.comm.watchdog import WatchedWaits, watch
@@ -202,9 +202,9 @@ class _Waits(WatchedWaits):
         self._flags = workspace.buffer.bytes_of[workspace.rank][:_FLAG_BYTES].view(torch.int32)
         self._copy = torch.empty_like(self._flags, device="cpu", pin_memory=device.type == "cuda")
         self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
-        self._all_flags = workspace.flags.release_all()
+        self._releases, self._waiting = workspace.flags.releases(), workspace.flags.status.waiting
 
-    def fail(self, flags: Sequence[Flag], seconds: float) -> None:
+    def fail(self, flags: dict[Flag, int], seconds: float) -> None:
         held, group = self._workspace(), self._group()
         if held is None or group is None:
             return
@@ -214,9 +214,10 @@ class _Waits(WatchedWaits):
             end = time.monotonic() + _ANSWER_SECONDS
             while not self._copied.query() and time.monotonic() < end:
                 time.sleep(0.01)
-            words = self._copy.tolist() if self._copied.query() else [1] * self._copy.numel()
+            words = self._copy.tolist() if self._copied.query() else []
         waits = " and ".join(
-            f"{_LATE[flag]} {named(held.flags.setters_missing(words, flag), self._members)}" for flag in flags
+            f"{_LATE[flag]} {named(held.flags.setters_missing(words, flag, value), self._members)}"
+            for flag, value in flags.items()
         )
         latest = ""
         if held.last_call is not None:
@@ -233,8 +234,10 @@ class _Waits(WatchedWaits):
                 fill_bytes(self._stream.cuda_stream, address + _FLAG_BYTES, _NAN_BYTE, held.kv_bytes + held.grad_bytes)
 
     def release(self) -> None:
+        waiting = self._waiting()
         with torch.cuda.stream(self._stream):
-            self._all_flags.submit(self._stream.cuda_stream)
+            for flag, operations in zip(Flag, self._releases, strict=True):
+                operations.submit(self._stream.cuda_stream, waiting.get(flag, 1))
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:
@@ -251,6 +254,8 @@ class _Memory:
     """Those of captured graphs, whose replays use these addresses."""
     abandoned: list[Workspace] = field(default_factory=list)
     """Those of calls that raised, which peers may still be reading, and whose copies may still be in flight."""
+    calls: Calls | None = None
+    """The passes of the group, if they are counted."""
     failure: PeerError | None = None
     """The error of a wait that took longer than the timeout of the group."""
 
@@ -300,6 +305,8 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
             held = memory.current = None
             memory.abandoned.clear()
         held = memory.current = prepared(lambda: Workspace(group, device, _round_up(kv_bytes), _round_up(grad_bytes)))
+    memory.calls = memory.calls or counted_calls(group)
+    held.flags.number = 1 if memory.calls is None else memory.calls.number
     if torch.cuda.is_current_stream_capturing() and held not in memory.pinned:
         memory.pinned.append(held)
     return held

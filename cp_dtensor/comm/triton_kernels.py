@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import triton
@@ -177,33 +176,35 @@ def _store_int32(addresses, value, ASM: tl.constexpr, INTERPRETED: tl.constexpr)
         tl.inline_asm_elementwise(ASM, "=r,l,r", [addresses, value], dtype=tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
-def pass_flags_kernel(addresses_ptr, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Sets the flags at the first PLACES addresses, waits until those at the next are 1, and resets these to 0.
+@triton.jit(do_not_specialize=["value"])
+def pass_flags_kernel(addresses_ptr, value, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Sets the flags at the first PLACES addresses to a value, waits until those at the next have it; sets these to 0.
 
-    The last two addresses are those of the status, words of host memory: one is 1 while the kernel waits, the other
-    changes when it has waited. An address of 0 is skipped. One argument, since each takes the host time in a launch.
+    The last two addresses are those of the status, words of host memory: one has the value while the kernel waits, the
+    other changes when it has waited. An address of 0 is skipped. Few arguments, since each takes the host time in a
+    launch.
 
-    Example: addresses [0x10, 0, 0x20, 0x24, 0, 0]: the word at 0x10 becomes 1; when the words at 0x20 and 0x24 are 1,
-    they become 0.
+    Example: value 7, addresses [0x10, 0, 0x20, 0x24, 0, 0]: the word at 0x10 becomes 7; when the words at 0x20 and 0x24
+    are 7, they become 0.
     """
     place = tl.arange(0, PLACES)
-    one = tl.full((PLACES,), 1, tl.int32)
+    zero = tl.full((PLACES,), 0, tl.int32)
+    values = zero + value
     # Earlier kernels on the stream have ended, so the peer that sees the flag sees what they wrote.
-    _store_int32(tl.load(addresses_ptr + place), one, _RELEASED, INTERPRETED)
+    _store_int32(tl.load(addresses_ptr + place), values, _RELEASED, INTERPRETED)
     awaited = tl.load(addresses_ptr + PLACES + place)
     first = place == 0
     waits = tl.where(first, tl.load(addresses_ptr + 2 * PLACES), 0)
     passes = tl.where(first, tl.load(addresses_ptr + 2 * PLACES + 1), 0)
-    _store_int32(waits, one, _RELAXED, INTERPRETED)
+    _store_int32(waits, values, _RELAXED, INTERPRETED)
     flags, is_flag = awaited.to(tl.pointer_type(tl.int32)), awaited != 0
     missing = 1
     while missing > 0:
         seen = tl.atomic_add(flags, 0, mask=is_flag, sem="acquire", scope="sys")
-        missing = tl.sum(tl.where(is_flag & (seen == 0), 1, 0))
+        missing = tl.sum(tl.where(is_flag & (seen != values), 1, 0))
     tl.store(flags, 0, mask=is_flag)
-    _store_int32(waits, one - 1, _RELAXED, INTERPRETED)
-    _store_int32(passes, one if INTERPRETED else one * globaltimer().to(tl.int32), _RELAXED, INTERPRETED)
+    _store_int32(waits, zero, _RELAXED, INTERPRETED)
+    _store_int32(passes, zero + 1 if INTERPRETED else zero + globaltimer().to(tl.int32), _RELAXED, INTERPRETED)
 
 
 def padded_count(count: int) -> int:
@@ -221,19 +222,20 @@ def flag_addresses(signalled: list[int], awaited: list[int], status: list[int], 
     Args:
         signalled: of int32 words to set.
         awaited: of words in this device's memory to wait for.
-        status: of two words in host memory: 1 while the launch waits, and changed afterwards; 0 for no word.
+        status: of two words in host memory: the value while the launch waits, and changed afterwards; 0 for no word.
         ranks: the most words to set or to wait for.
     """
     count = padded_count(ranks)
     return [word for words in (signalled, awaited) for word in words + [0] * (count - len(words))] + status
 
 
-def flag_launch(addresses: torch.Tensor) -> Callable[[], None]:
-    """The launch with these `flag_addresses`, int64 on the device, on the current stream."""
-    return partial(_flag_launch(addresses.numel() // 2 - 1), addresses)
+def flag_launch(addresses: torch.Tensor) -> Callable[[int], None]:
+    """The launch with these `flag_addresses`, int64 on the device, on the current stream, of a value of flags."""
+    places = addresses.numel() // 2 - 1
+    return lambda value: _flag_launch(places, value)(addresses)
 
 
 @cached_launch
-def _flag_launch(places: int) -> Launch:
+def _flag_launch(places: int, value: int) -> Launch:
     interpreted = not isinstance(pass_flags_kernel, triton.runtime.JITFunction)
-    return Launch(pass_flags_kernel, 1, (), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})
+    return Launch(pass_flags_kernel, 1, (value,), {"PLACES": places, "INTERPRETED": interpreted, "num_warps": 1})

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from weakref import WeakSet
 
 from cp_dtensor.comm.flags import Flag, WaitStatus
@@ -36,12 +35,12 @@ class WatchedWaits(ABC):
         self._since, self._seen, self._failed = time.monotonic(), status.progress(), False
 
     @abstractmethod
-    def fail(self, flags: Sequence[Flag], seconds: float) -> None:
-        """Reports that the streams have waited so long for these flags."""
+    def fail(self, flags: dict[Flag, int], seconds: float) -> None:
+        """Reports that the streams have waited so long for these flags to have these values."""
 
     @abstractmethod
     def release(self) -> None:
-        """Submits operations that set all flags. Does not wait for the device."""
+        """Submits operations that set flags as the streams await them. Does not wait for the device."""
 
     def look(self) -> float:
         """Acts if a wait is over its deadline; returns the seconds until the next look."""

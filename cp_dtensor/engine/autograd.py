@@ -15,6 +15,8 @@ from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
+from cp_dtensor.comm.calls import NO_SIGNATURE, Calls, Signature
+from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.groups import SequenceRanks
 
 Result = tuple[torch.Tensor, torch.Tensor, Tensors]
@@ -90,6 +92,19 @@ class BoundCall:
     plan: AttentionPlan
     ranks: SequenceRanks
     scale: float
+    signature: Signature = NO_SIGNATURE
+    calls: tuple[Calls, ...] = ()
+    """Those that count the passes; none for a rank that has all rows."""
+    debug: bool = False
+
+    def begin(self, x: torch.Tensor, *, backward: bool = False) -> None:
+        """Counts a pass before it exchanges anything; `x` is a tensor of the pass.
+
+        Raises:
+            PeerError: the ranks have made different calls.
+        """
+        for calls in self.calls:
+            calls.begin(self.signature, backward=backward, on_cpu=not x.is_cuda, debug=self.debug)
 
     def values(self, modifiers: Modifiers = NO_MODIFIERS) -> CallValues:
         """The values of a pass."""
@@ -101,6 +116,9 @@ class BoundCall:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
             self.plan.abandon(self.ranks)
+        if error is not None and issubclass(error, PeerError):
+            for calls in self.calls:
+                calls.compare()  # this rank may have waited for another that is at another call, which this names
 
 
 class Attention(torch.autograd.Function):
@@ -119,6 +137,7 @@ class Attention(torch.autograd.Function):
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         if modifiers.bias is not None and modifiers.bias.is_neg():
             modifiers = replace(modifiers, bias=modifiers.bias.resolve_neg())
+        call.begin(q)
         # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
         with no_autocast(q), _torch.below_autograd(), call:
             out, lse, saved = call.plan.forward(q, k, v, call.values(modifiers), needs_lse)
@@ -141,6 +160,7 @@ class Attention(torch.autograd.Function):
         ctx: Any, all_saved: Tensors, grad_out: torch.Tensor, *_others: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         refuse_batches(grad_out)
+        ctx.call.begin(grad_out, backward=True)
         bias, seed, up, sinks, out, lse, _origin, *saved = all_saved
         modifiers = ctx.modifiers
         grad_up = zeros_for_sums(up) if up is not None and ctx.needs_input_grad[8] else None

@@ -22,6 +22,7 @@ from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import in_words, on_device, wide_dtype
 from cp_dtensor.attention.masked import positions_of
+from cp_dtensor.comm.calls import Signature, calls_of
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
@@ -49,11 +50,14 @@ class KVGather:
     """Rows of the gathered tensors, at least `seq_len`; rows after the last key are zero."""
     method: TransportMethod
     """The caller's KV transport: symmetric memory, where the ranks share it, else all-gather."""
+    debug: bool = False
+    """True if the ranks compare at every pass that they make the same calls."""
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
         """Local (B, H, T, D) and (B, H, T, Dv) to contiguous (B, H, rows, D) and (B, H, rows, Dv); a collective."""
         if self._is_empty(k):
             return k.new_zeros(*k.shape[:2], self.rows, k.size(3)), v.new_zeros(*v.shape[:2], self.rows, v.size(3))
+        self._begin(k, v, backward=False)
         with on_device(k.device):
             words = in_words(k, v)
             # FlexAttention reads K and V that are contiguous 2% faster than K and V that share the rows of one tensor.
@@ -67,6 +71,7 @@ class KVGather:
         out_k, out_v = (grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
         if self._is_empty(grad_k):
             return out_k, out_v
+        self._begin(grad_k, grad_v, backward=True)
         with on_device(grad_k.device):
             k, v = in_words(grad_k[:, :, : self.seq_len], grad_v[:, :, : self.seq_len])
             blocks = k.new_empty(self.ranks.size, self._longest, *k.shape[:2], k.size(3) + v.size(3))
@@ -76,6 +81,12 @@ class KVGather:
             for out, rows in zip((out_k, out_v), _split_kv(summed, grad_k.size(3)), strict=True):
                 out.copy_(rows)
         return out_k, out_v
+
+    def _begin(self, k: torch.Tensor, v: torch.Tensor, backward: bool) -> None:
+        """Counts a pass before it exchanges anything."""
+        signature = _signature(self.layout, self.seq_len, k.shape[:2], (k.size(3), v.size(3)), k.dtype)
+        for calls in calls_of(self.ranks):
+            calls.begin(signature, backward=backward, on_cpu=not k.is_cuda, debug=self.debug)
 
     def _is_empty(self, k: torch.Tensor) -> bool:
         """True if no element is gathered, on any rank."""
@@ -140,6 +151,15 @@ class GatherKV(RankFunction):
         """Sums gradients over the ranks."""
         refuse_batches(grad_k, grad_v)
         return *ctx.gather.reduce_gradients(grad_k, grad_v, ctx.local), None
+
+
+@lru_cached
+def _signature(
+    layout: Layout, seq_len: int, batch_and_heads: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype
+) -> Signature:
+    """The signature of FlexAttention, which is equal on all ranks."""
+    batch, heads = batch_and_heads
+    return Signature(f"FlexAttention to {seq_len:,} keys, batch {batch}, {heads} heads of {dims}, {dtype}, {layout}")
 
 
 def _split_kv(rows: torch.Tensor, width: int) -> Pair:

@@ -122,6 +122,7 @@ def _forward(
     )
     q, k, v = (split_rows(x, found.rows) for x in (q, k, v))
     call = bound_call(q, k, v, spec.config(found.context), lengths, found.mask, modifiers, scale, backends)
+    call.begin(q)
     with no_autocast(q), _torch.below_autograd(), call:
         out, lse, saved = call.plan.forward(q, k, v, call.values(modifiers), gives_lse)
         out = joined_rows(_row_after_row(out), found.rows)
@@ -174,6 +175,7 @@ def _backward(
     if call is None:  # the same as in forward, and found without communication
         config, backends = spec.config(found.context), _backends(constant.backends)
         call = bound_call(q, k, v, config, lengths, found.mask, modifiers, constant.scale, backends)
+    call.begin(grad_out, backward=True)
     grad_bias = zeros_for_sums(bias) if needs_grad_bias and bias is not None else None
     with no_autocast(grad_out), _torch.below_autograd(), call:
         grad_sinks = gradient_of_sinks(sinks, grad_out, out, lse) if needs_grad_sinks and sinks is not None else None

@@ -22,6 +22,7 @@ from cp_dtensor.attention.backends.select import (
     with_wide_gradients,
 )
 from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.calls import Calls, Signature, calls_of
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
@@ -57,7 +58,8 @@ from cp_dtensor.spec.masks import Mask, as_plain
 
 _WIDE_GRADIENTS_FROM = 4
 """Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
-_plans: WeakKeyDictionary[dist.ProcessGroup, LRUCache[AttentionPlan]] = WeakKeyDictionary()
+_Planned = tuple[AttentionPlan, Signature, tuple[Calls, ...]]
+_plans: WeakKeyDictionary[dist.ProcessGroup, LRUCache[_Planned]] = WeakKeyDictionary()
 _axes = GroupCache[tuple[Axis, Axis]]()
 """Outer and inner axis with the values of the slowest ranks, by the outer group and the name of the inner one."""
 
@@ -88,8 +90,8 @@ def bound_call(
     plans = _plans.get(ranks.outer)
     if plans is None:
         plans = _plans[ranks.outer] = LRUCache()
-    plan = plans.get(key)
-    if plan is None:
+    planned = plans.get(key)
+    if planned is None:
         spec = call_spec(config.partition(lengths, q.size(0)), *properties)
         if spec.deterministic:
             spec = masked_by_shape(spec, allowed)
@@ -97,8 +99,25 @@ def bound_call(
         plan = plan_call(spec, config.method, config.transport, backend, ranks)
         if is_logged("engine"):
             _log_plan(plan, spec, config, lengths, ranks)
-        plan = plans.add(key, replayed(plan) if config.replay else plan)
-    return BoundCall(plan, ranks, scale)
+        calls = () if _is_alone(spec) else calls_of(ranks)
+        plan = replayed(plan) if config.replay else plan
+        planned = plans.add(key, (plan, _signature(spec, config, lengths, mask), calls))
+    plan, signature, calls = planned
+    return BoundCall(plan, ranks, scale, signature, calls, config.debug)
+
+
+def _signature(spec: CallSpec, config: AttentionConfig, lengths: tuple[int, int], mask: Mask) -> Signature:
+    """The signature of a call: what is equal on all ranks and decides what they exchange."""
+    layout = "DTensors" if config.placed is not None else str(config.layout)
+    return Signature(
+        f"attention of {lengths[0]:,} queries to {lengths[1]:,} keys, batch {spec.batch_size}, {spec.q_heads}:"
+        f"{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, method {config.method!r}, {layout}, {mask}"
+    )
+
+
+def _is_alone(spec: CallSpec) -> bool:
+    """True if one rank has all rows."""
+    return len(spec.partition.groups()[0].kv_by_rank) == 1
 
 
 def _log_plan(
@@ -164,10 +183,9 @@ def plan_call(
 
     Of latents, "auto" may expand them before K/V are sent, as a rank that is alone does; other methods send latents.
     """
-    is_alone = len(spec.partition.groups()[0].kv_by_rank) == 1
-    if is_alone and method == "auto" and spec.latent_dims is not None:
+    if _is_alone(spec) and method == "auto" and spec.latent_dims is not None:
         method = EXPANDED + "ring"
-    elif is_alone:
+    elif _is_alone(spec):
         return plan_ring(spec, transport, backend, None, 0)
     if method == "auto" and spec.masking is Masking.INTERVALS_UNBROKEN:
         method = "ring"  # by heads, the rows of a bias would have to travel

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction
+from cp_dtensor.comm.calls import Signature, calls_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
-from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
+from cp_dtensor.engine.agreement import begin_comparison, compare_first_call, hash_of, odd_ones
 from cp_dtensor.engine.compiled_spec import ConstantKeys
 from cp_dtensor.engine.config import refuse_other_lengths
 from cp_dtensor.engine.lengths import global_length, known_length
 from cp_dtensor.plan.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.documents import ascending, edges_of_documents, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import Layout, Span
 from cp_dtensor.spec.masks import Mask
@@ -64,10 +66,13 @@ class SequenceCall:
             raise
         if known is not None:
             compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, known, edges, others))
-            return known
-        found = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
-        self.check_edges(edges, found)
-        return found
+        else:
+            known = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
+            self.check_edges(edges, known)
+        if _torch.current_backward() is None:  # compiled code computes layers again in backward, other code does not
+            for calls in calls_of(ranks):
+                calls.begin(_signature(self.owner, x.dtype, self.layout), on_cpu=not x.is_cuda)
+        return known
 
     def _known_length(self, x: Tensor, dim: int, seq_len: int | None) -> int | None:
         """The length that the caller passed or declared, which fits the local tokens; None if ranks exchange theirs."""
@@ -91,6 +96,7 @@ class SequenceCall:
         `seq_len`: the global length; None if it is to be found, "refused" if this rank refuses its call.
         """
         ranks = self.ranks
+        begin_comparison(ranks, x)
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
         # axes, ranks have different groups.
@@ -125,6 +131,12 @@ class SequenceCall:
             (rows, SequenceLayout(self.layout, seq_len, size, group, edges))
             for group, rows in enumerate(self.layout.batch_groups(batch_size))
         ]
+
+
+@lru_cached
+def _signature(owner: str, dtype: torch.dtype, layout: Layout) -> Signature:
+    """The signature of a sequence operation: a part of what is equal on all ranks."""
+    return Signature(f"{owner}, {dtype}, {layout}")
 
 
 def names_of(ranks: SequenceRanks) -> tuple[str, ...]:

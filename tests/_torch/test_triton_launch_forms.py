@@ -173,7 +173,7 @@ class Calls:
     def flags(self) -> None:
         from cp_dtensor.comm.triton_kernels import flag_addresses, flag_launch
 
-        flag_launch(torch.tensor(flag_addresses([], [], [0, 0], self.choice((1, 40)))))()
+        flag_launch(torch.tensor(flag_addresses([], [], [0, 0], self.choice((1, 40)))))(self.choice((1, 2**30)))
 
     def rows(self) -> None:
         from cp_dtensor.comm.triton_kernels import launch_rows

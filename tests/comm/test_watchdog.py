@@ -164,7 +164,7 @@ def test_calls_after_a_larger_workspace_was_mapped_raise_too() -> None:
         held = workspaces.workspace(group, device, 1024, 512)
         workspaces.memory_of(group).pinned.append(held)
         workspaces.workspace(group, device, 64 << 20, 512)
-        held._waits.fail([Flag.KV_READY], 1.25)
+        held._waits.fail({Flag.KV_READY: 1}, 1.25)
         with pytest.raises(PeerError, match=r"waited 1\.25 s in shared memory"):
             attend(rank, "ring", group)
 

@@ -76,7 +76,7 @@ def test_the_flag_kernel_is_loaded_when_memory_is_mapped(
     """A CUDA graph could not capture that."""
     pytest.importorskip("cp_dtensor.comm.triton_kernels")
     launched: list[list[int]] = []
-    monkeypatch.setattr(flags, "flag_launch", lambda addresses: lambda: launched.append(addresses.tolist()))
+    monkeypatch.setattr(flags, "flag_launch", lambda addresses: lambda value: launched.append(addresses.tolist()))
     mapped()
     (addresses,) = launched
     assert not any(addresses), "no flag is passed yet"

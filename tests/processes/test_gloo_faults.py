@@ -332,14 +332,16 @@ def test_the_others_raise_and_name_the_rank(three: Processes) -> None:
             assert isinstance(error, PeerError), (name, error)
             assert outcome.seconds < SECONDS + LONG
             text = str(error)
+            if name.startswith("_debugs_alone"):  # this rank names the call that differs, and need not have waited
+                assert "After 1 forward passes" in text, text
+                assert f"rank {FAULTY}: forward of a call that ranks compare first" in text, text
+                continue
             assert f"failed on rank {rank} of process group 'cp' (global ranks [0, 1, 2])" in text
             if not was_late[index] and not len(NAMED) <= index < len(NAMED) + len(UNNAMED):
                 assert f"rank {FAULTY} (global rank {FAULTY})" in text, (name, text)
         injected = [outcome.error for _, outcome in by_rank[rank][known:-1]]
         assert sum(error is None for error in injected) < 8
         assert all(outcome.error is None for _, outcome in by_rank[rank][known - len(RIGHT) : known])
-        debugging = by_rank[rank][len(NAMED) + len(UNNAMED) - 1][1].error
-        assert f"debug=True: rank 0 for an exchange of rows; rank {FAULTY} for a comparison of calls" in str(debugging)
     for name, outcome in by_rank[FAULTY]:
         assert outcome.error is None or isinstance(outcome.error, (PeerError, Injected)), (name, outcome.error)
 

@@ -67,19 +67,19 @@ class _Machine:
                 flag.value = each.value
         return 0
 
-    def flag_launch(self, addresses: torch.Tensor) -> Callable[[], None]:
+    def flag_launch(self, addresses: torch.Tensor) -> Callable[[int], None]:
         places = addresses.numel() // 2 - 1
         signalled, awaited, waits, passes = addresses.split([places, places, 1, 1])
 
         def words(addresses: torch.Tensor) -> list[ctypes.c_uint32]:
             return [ctypes.c_uint32.from_address(address) for address in filter(None, addresses.tolist())]
 
-        def launch() -> None:
+        def launch(value: int) -> None:
             for flag in words(signalled):
-                flag.value = 1
+                flag.value = value
             for word in words(waits):
-                word.value = 1
-            _await(lambda: all(flag.value == 1 for flag in words(awaited)))
+                word.value = value
+            _await(lambda: all(flag.value == value for flag in words(awaited)))
             for flag in words(awaited) + words(waits):
                 flag.value = 0
             for word in words(passes):

@@ -242,18 +242,19 @@ class Group:
     def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: Sequence[Any], _: int) -> int:
         for each in operations:
             self.streams[stream].submit("wait" if each.operation == _WAIT else "set", each.address, each.value)
-        self._count_signals([each.address for each in operations if each.operation != _WAIT and each.value == 1])
+        self._count_signals([each.address for each in operations if each.operation != _WAIT and each.value])
         return 0
 
-    def _flag_launch(self, addresses: torch.Tensor) -> Callable[[], None]:
+    def _flag_launch(self, addresses: torch.Tensor) -> Callable[[int], None]:
         places = addresses.numel() // 2 - 1
         signalled, awaited, waits, _ = addresses.split([places, places, 1, 1])
-        ops = [("set", signalled, 1), ("set", waits, 1), ("wait", awaited, 1), ("set", awaited, 0), ("set", waits, 0)]
+        before = [("set", signalled), ("set", waits), ("wait", awaited)]
 
-        def launch() -> None:
-            for op, addresses, value in ops:
+        def launch(value: int) -> None:
+            of_value = [(*op, value) for op in before]
+            for op, addresses, word in (*of_value, ("set", awaited, 0), ("set", waits, 0)):
                 for address in filter(None, addresses.tolist()):
-                    self.active.current.submit(op, address, value)
+                    self.active.current.submit(op, address, word)
             self._count_signals([*filter(None, signalled.tolist())])
 
         return launch
