@@ -188,7 +188,7 @@ class TilePlan:
             send += _pieces(reader, {part: rows.local_span(rank, part) for part in self.send_parts[reader]}, is_hop)
         for piece in send:
             grads.setdefault((piece.slot, piece.rows), []).append(piece)
-        parts = len(rows.lengths[rank])  # as many on every rank
+        parts = rows.most_parts
         # Joined pieces begin at every other part at most.
         return Route((parts + 1) // 2 if is_hop else parts, tuple(recv), tuple(send), tuple(map(tuple, grads.values())))
 

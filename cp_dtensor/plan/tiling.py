@@ -74,6 +74,11 @@ class GatheredRows:
         return len(self.lengths)
 
     @cached_property
+    def most_parts(self) -> int:
+        """Parts of the shard that has most; a layout by a permutation may give ranks different numbers."""
+        return max(map(len, self.lengths))
+
+    @cached_property
     def total(self) -> int:
         """Rows of the buffer."""
         starts = chain(*self.starts)
