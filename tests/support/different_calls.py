@@ -87,9 +87,10 @@ def steps_until_found(
     *whole, _ = PROBLEM.draw(seed=0, device=device)
     if device == "cuda":  # for which kernels of masks are made
         whole = [x.float() for x in whole]
+    shards = [shard(x, HeadTail(), rank, size) for x in whole]  # not in a step: it waits for the GPU
     for step in range(STEPS):
         outs: list[tuple[int, torch.Tensor]] = []
-        leaves = [shard(x, HeadTail(), rank, size).clone().requires_grad_(step_of.has_backward) for x in whole]
+        leaves = [x.clone().requires_grad_(step_of.has_backward) for x in shards]
         context: AbstractContextManager[Any] = nullcontext()
         if step_of.has_context:
             context = context_parallel(group, seq_len=PROBLEM.q_len, debug=debug)
