@@ -50,7 +50,7 @@ _BY_FUNCTIONS = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"
 """Types of layers that are right in a context if their functions are replaced (`is_caught`)."""
 _COUNTED = re.compile(r"(learned|sinusoidal)\w*position\w*embedding", re.I)
 _OF_ROWS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeads")
-"""Class names of models whose results are of whole rows."""
+"""Class names of models whose results are of whole rows, beside those that take next_sentence_label or its like."""
 models_with_positions = WeakSet[nn.Module]()
 """Models whose pre-hooks add missing position ids now, which the check of a call does not see."""
 _IN_PARALLEL = "mixes tokens of this rank's shard only"
@@ -93,7 +93,8 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         types = {*layer_types} & {*_LAYER_TYPES} - ({*_BY_FUNCTIONS} if are_caught else set())
         for layer_type in sorted(types):
             yield f"layer_types has {layer_type!r}, {_LAYER_TYPES[layer_type]}, which {_IN_PARALLEL}"
-        if _OF_ROWS.search(kind):
+        labels_of_rows = any("sentence" in name for name in inspect.signature(module.forward).parameters)
+        if _OF_ROWS.search(kind) or labels_of_rows:
             yield f"{kind} takes the result of a whole row from the tokens of this rank's shard"
         return
     has_caught_part = any(map(is_caught, module.modules()))

@@ -1,9 +1,8 @@
-"""Layers of transformers' models in contexts: their functions, replaced by those of shards.
-
-These are convolutions and recurrent layers, and embeddings that count mask tokens.
+"""Convolutions and recurrent layers of transformers' models in contexts: their functions, replaced by those of shards.
 
 Models call these functions by names of their own modules, which transformers binds to a kernel of another package or to
-torch operations. A function is recognised by the kernel's name, not by the architecture.
+torch operations. A function is recognised by the kernel's name, not by the architecture. Embeddings that count mask
+tokens are recognised by the names that they use.
 """
 
 from __future__ import annotations

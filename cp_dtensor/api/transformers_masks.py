@@ -211,7 +211,7 @@ class ModelMask(NamedMask):
                 "own: give the context a mask=, and the model position ids that do not begin again"
             )
         starts, lengths = _documents(positions)
-        if self.size is None or isinstance(mask, (Causal, Full, SlidingWindow)):
+        if self.size is None or isinstance(mask, (Causal, Full, SlidingWindow, Keys)):
             return Documents.from_lengths(lengths, within=mask)
         if not hasattr(sys.modules[MASKING_UTILS], REMAP):  # earlier versions count chunks from the row's first token
             return mask_intersection(Documents.from_lengths(lengths, within=Full()), mask)

@@ -55,6 +55,34 @@ COMPILED = ("Llama", "BART")
 """Families of which compiled models are run with other versions: compiling takes seconds."""
 ABSENT = "this version does not have it"
 
+IMAGES = """
+## Images and sound
+
+A model with a vision or audio tower is right with text alone. The call of a tower inside of a context is refused by
+name: attention would take its tokens for shards of the sequence. Call the tower before the context, and shard the
+embeddings:
+
+```python
+images = model.get_image_features(pixel_values, **others)  # what the tower takes, such as image_grid_thw
+is_image = input_ids == model.config.image_token_id
+embeddings = model.get_input_embeddings()(input_ids)
+embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat([*images.pooler_output]))
+position_ids = torch.arange(input_ids.size(1)).expand(len(input_ids), -1).clone()
+# Qwen-VL: position_ids, _ = model.model.get_rope_index(input_ids, mm_token_type_ids, image_grid_thw=image_grid_thw)
+[embeddings] = context_parallel_shard(mesh, [embeddings], [1])
+with context_parallel(mesh, buffers=[position_ids, shift_labels], buffer_seq_dims=[-1, 1]):
+    logits = model(inputs_embeds=embeddings, position_ids=position_ids, use_cache=False).logits
+    loss = causal_lm_loss(logits, shift_labels)
+loss.backward()
+```
+
+Every rank calls the tower with all images, and the mean of the ranks' gradients is the gradient of one process, also
+for the tower. Where layers of the language model add more features of images (`deepstack_visual_embeds` of Qwen3-VL),
+call the language model and shard these features too. [Tests](../tests/processes/test_transformers_towers.py) do both,
+with LLaVA, Qwen2.5-VL and Qwen3-VL. An encoder of sound (Whisper) is called before the context in the same way, and its
+results are sharded: `encoder_outputs=(context_parallel_shard(mesh, [states], [1])[0],)`.
+"""
+
 
 def cells_here(short: bool, all_compiled: bool) -> dict[tuple[str, str], str]:
     """Run the cells with the version that is imported here, and return them."""
@@ -141,7 +169,7 @@ def main() -> None:
         here = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
         about = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=here)
         matrix = about + table(cells_here(options.short, all_compiled=True))
-        matrix += "\nWritten by `python docs/scripts/models.py`.\n\n"
+        matrix += f"\nWritten by `python docs/scripts/models.py`.\n{IMAGES}\n"
     PAGE.write_text(f"{matrix}{VERSIONS}{versions.strip()}\n")
 
 

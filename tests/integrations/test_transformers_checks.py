@@ -24,6 +24,8 @@ def test_check_model_names_layers() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
+        ("BertForPreTraining", {}, "takes the result of a whole row from the tokens of this rank's shard"),
+        ("AlbertForPreTraining", {}, "takes the result of a whole row from the tokens of this rank's shard"),
         ("BloomForCausalLM", {"n_layer": 1}, "BloomAttention computes attention by operations that a context does not"),
         ("FNetForMaskedLM", {}, "none of its layers calls attention that a context sees"),
         ("MobileBertForMaskedLM", {"embedding_size": 16, "intra_bottleneck_size": 32}, "trigram_input"),
