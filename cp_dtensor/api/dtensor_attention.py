@@ -62,7 +62,8 @@ def dtensor_sdpa(
     masked_on_cpu = call.attn_mask is not None and q.device.type == "cpu" and mask is None
     if not is_seq_sharded(*sharded) and not masked_on_cpu:
         return None
-    refuse_torchs_context_parallel()  # opened meanwhile
+    if _torch.torchs_context_parallel_is_open():  # meanwhile
+        refuse_torchs_context_parallel()
     if mask is not None and _torch.is_traced(call.q):
         raise NotImplementedError(
             f"in compiled code, the mask of this context ({mask}) is for plain tensors: got DTensors over the ranks of "
