@@ -1,7 +1,9 @@
-"""What `check_model` says of models, and layers that the provider does not see."""
+"""What `check_model` says of models, layers that the provider does not see, and versions of transformers."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,10 @@ from support.models import tiny_model
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
-from cp_dtensor.integrations.transformers import check_model, register
+from cp_dtensor.api.transformers_private import TESTED, warn_of_version  # noqa: E402
+from cp_dtensor.integrations.transformers import check_model, register  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_check_model_names_layers() -> None:
@@ -40,3 +45,27 @@ def test_attention_that_the_provider_does_not_see_is_refused(kind: str, changes:
     config = model_class.config_class(**sizes, num_attention_heads=4, **changes)
     config._attn_implementation = register()
     assert any(reason in line for line in check_model(model_class(config)))
+
+
+@pytest.mark.parametrize(("version", "warns"), [("5.9.1", 1), ("5.10.4", 0), ("5.24.2", 0), ("5.25.0.dev0", 1)])
+def test_versions_that_were_not_run_are_warned_of_once(
+    version: str, warns: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    warn_of_version.cache_clear()
+    for _ in range(2):
+        warn_of_version()
+    assert [f"this is {version}" in str(each.message) for each in recwarn] == [True] * warns
+
+
+def test_the_extra_ends_where_the_tested_versions_end() -> None:
+    """The page has a row for the oldest and the newest of them."""
+    oldest, newest = (tuple(map(int, each.split("."))) for each in TESTED)
+    extra = next(
+        line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("transformers =")
+    )
+    assert f"transformers>={TESTED[0]},<{newest[0]}.{newest[1] + 1}" in extra
+    rows = re.findall(r"^\| (\d+)\.(\d+)\.\d+ \| \d+ \|", (ROOT / "docs" / "models.md").read_text(), re.M)
+    assert {oldest, newest} <= {(int(major), int(minor)) for major, minor in rows}
