@@ -79,7 +79,7 @@ def _run_cell(family: str, column: str, layout: Layout | None, device: str) -> s
     batch, more = batch_of(family, kind, device)
     if "position_ids" not in inspect.signature(tiny_model(family, "eager").forward).parameters:
         batch.inputs.pop("position_ids", None)
-    loss, grads = _alone(family, batch, more, device)
+    loss, grads = _alone(family, batch, more, device, column.startswith("plain"))
     try:
         model = tiny_model(family, "sdpa" if column.startswith("plain") else register())
     except (ValueError, KeyError):  # models without SDPA are used as they come
@@ -127,12 +127,15 @@ class _SoftmaxInFloat64(TorchFunctionMode):
 
 
 def _alone(
-    family: str, batch: ModelBatch, more: dict[str, torch.Tensor], device: str
+    family: str, batch: ModelBatch, more: dict[str, torch.Tensor], device: str, is_plain: bool
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Loss and gradients of one process."""
-    model: nn.Module | None = None
+    model: Any = None
     with suppress(ValueError):
         model = tiny_model(family, "sdpa")
+    # Versions before 5.21 let "sdpa" leave out the softcap, which the provider has.
+    if not is_plain and getattr(getattr(model, "config", None), "attn_logit_softcapping", None):
+        model = None
     model = (tiny_model(family, "eager") if model is None else model).to(device)
     assert batch.shift_labels is not None
     with _SoftmaxInFloat64(), recurrences_in_float64(model):
