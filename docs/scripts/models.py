@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -111,7 +112,7 @@ def cells_with(version: str, short: bool) -> dict[tuple[str, str], str]:
         command = [sys.executable, "-m", "pip", "install", "-q", "--target", folder, f"transformers=={version}"]
         subprocess.run(command, check=True)
         for each in Path(folder).glob("numpy*"):
-            subprocess.run(["rm", "-r", str(each)], check=True)
+            shutil.rmtree(each)
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, __file__, "--print-cells", *(["--short"] if short else [])]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
@@ -122,13 +123,14 @@ def cells_with(version: str, short: bool) -> dict[tuple[str, str], str]:
 
 def row_of(version: str, cells: dict[tuple[str, str], str], published: dict[tuple[str, str], str]) -> str:
     """Return the row of a version in the table of versions."""
-    differ: dict[str, list[str]] = {}
+    differ: dict[tuple[str, str], list[str]] = {}
     for (family, column), cell in cells.items():
-        if cell == ABSENT:
-            differ.setdefault(f"{family}: {ABSENT}", [])
-        elif cell != published[family, column]:
-            differ.setdefault(f"{family}: {cell}", []).append(column)
-    texts = [text + (f" ({', '.join(columns)})" if columns else "") for text, columns in differ.items()]
+        if cell != published[family, column]:
+            differ.setdefault((family, cell), []).append(column)
+    texts = []
+    for (family, cell), columns in differ.items():
+        is_whole_row = columns == [column for each, column in cells if each == family]
+        texts.append(f"{family}: {cell}" + ("" if is_whole_row else f" ({', '.join(columns)})"))
     run = sum(cell != ABSENT for cell in cells.values())
     return f"| {version} | {run} | {'; '.join(texts) or 'none'} |"
 
