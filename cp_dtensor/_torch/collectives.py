@@ -93,7 +93,7 @@ def _gloo_thread_states() -> Iterator[str]:
     """Yields the state of each thread in which gloo runs collectives: "S" where it sleeps."""
     for thread in _THREADS.iterdir():
         with suppress(OSError):  # a thread that has ended meanwhile
-            name, _, numbers = (thread / "stat").read_text().rpartition(") ")
+            name, _, numbers = (thread / "stat").read_text(errors="replace").rpartition(") ")
             if name.endswith("(pt_gloo_runloop"):
                 yield numbers[0]
 

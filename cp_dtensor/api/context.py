@@ -121,8 +121,8 @@ class context_parallel(ContextDecorator):
         deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn`.
         replay: True: passes of SDPA that come again are replayed as CUDA graphs (see `context_parallel_attention`).
         debug: True: on every entry the ranks compare configuration and buffers, at every attention call what must
-            agree, and at passes and exits that all do the same; a disagreement names the rank. False: at the first
-            entry and the first attention call of each kind, and at calls that exchange lengths.
+            agree, and at passes of attention and exits that all do the same; a disagreement names the rank. False: at
+            the first entry and the first attention call of each kind, and at calls that exchange lengths.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for

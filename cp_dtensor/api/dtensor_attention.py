@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from cp_dtensor import _torch
-from cp_dtensor.api.interception import SdpaArguments, refuse_torchs_context_parallel
+from cp_dtensor.api.interception import TORCHS_TOO, SdpaArguments
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import SequenceRanks
@@ -62,8 +62,8 @@ def dtensor_sdpa(
     masked_on_cpu = call.attn_mask is not None and q.device.type == "cpu" and mask is None
     if not is_seq_sharded(*sharded) and not masked_on_cpu:
         return None
-    if _torch.torchs_context_parallel_is_open():  # meanwhile
-        refuse_torchs_context_parallel()
+    if _torch.torchs_context_parallel_is_open():  # since; asked here, which is one frame less a call
+        raise RuntimeError(TORCHS_TOO)
     if mask is not None and _torch.is_traced(call.q):
         raise NotImplementedError(
             f"in compiled code, the mask of this context ({mask}) is for plain tensors: got DTensors over the ranks of "

@@ -107,7 +107,8 @@ def _warn_of_whole(
     what: str, shard: torch.Tensor, whole: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks
 ) -> None:
     """Warns, once for each kind, of a shard that is equal on all ranks and varies along `dim`: it was whole already."""
-    if ranks.size == 1 or not shard.numel() or shard.dtype == torch.bool:  # patterns of booleans repeat
+    # Booleans, masks and position ids of packed documents may repeat from rank to rank.
+    if ranks.size == 1 or not shard.numel() or not shard.is_floating_point():
         return
 
     def find() -> str | None:
@@ -121,7 +122,7 @@ def _warn_of_whole(
             "context was left, and so is what context_parallel_unshard has returned"
         )
 
-    warn_once(ranks, ("unshard", shard.dtype, shard.shape, dim, type(layout)), find)
+    warn_once(ranks, ("unshard", shard.dtype, shard.dim(), dim, type(layout)), find)
 
 
 def local_positions(

@@ -95,7 +95,7 @@ def _masks_of_whole_sequences(utils: ModuleType) -> Iterator[None]:
 
 
 def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make` for models that see shards or have the provider, which is never compiled; else `original` as it is."""
+    """Return a function that calls `make`, uncompiled, for models of shards or of the provider, else `original`."""
     uncompiled = _torch.never_compiled(make, _MASKS_UNCOMPILED)
 
     def mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -246,6 +246,7 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     cache, encoder = given.get("cache", given.get("past_key_values")), given.get("encoder_hidden_states")
     if implementation_of(config) not in SEEN:
         raise NotImplementedError(unseen(str(implementation_of(config))))
+    whole = None
     if context is not None:
         given["position_ids"] = None  # documents are found in the position ids of all ranks
     is_done, padding, packed, q_len, kv_len, q_offset, kv_offset = original(*bound.args, **bound.kwargs)
@@ -257,19 +258,23 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             raise NotImplementedError(NO_CACHE)
         if positions is not None:
             is_joined = cache is not None and padding is None
-            _check_positions(context, config, embeds, positions, is_joined)
+            whole = _checked_positions(context, config, embeds, positions, is_joined)
     is_packed = positions is not None and padding is None and cache is None
-    positions = positions.expand(embeds.size(0), -1) if is_packed else None
-    request = MaskRequest(positions, padding, packed, is_cached)
+    positions, whole = (positions.expand(embeds.size(0), -1), whole) if is_packed else (None, None)
+    request = MaskRequest(positions, padding, packed, is_cached, whole)
     if not is_cached:  # transformers takes the width of a whole padding for this rank's keys
         kv_len = q_len if encoder is None else encoder.size(1)
     return False, request.as_padding(embeds, kv_len), None, q_len, kv_len, q_offset, kv_offset
 
 
-def _check_positions(
+def _checked_positions(
     context: ActiveContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor, is_joined: bool
-) -> None:
-    """Refuse position ids that are no part of the whole sequence's; warn of documents that a cache joins."""
+) -> torch.Tensor:
+    """Return (B, S) position ids of the whole sequence; warn of documents that a cache joins.
+
+    Raises:
+        ValueError: they are not this rank's part of the whole sequence's.
+    """
     if position_ids.size(-1) != embeds.size(1):
         raise ValueError(
             f"expected position_ids of this rank's {embeds.size(1)} tokens, got {position_ids.size(-1)}: "
@@ -278,9 +283,12 @@ def _check_positions(
     whole = whole_positions(position_ids, embeds.size(0), context.config)
     _refuse_counted_positions(context, position_ids, whole)
     _refuse_rope_by_length(config, whole)
-    kept_apart = implementation_of(config) == PROVIDER and "cu_seq_lens_q" in context.seen
+    kept_apart = context.config.mask is not None or (  # the caller says which tokens see each other
+        implementation_of(config) == PROVIDER and "cu_seq_lens_q" in context.seen
+    )
     if is_joined and not kept_apart and (whole.diff(dim=1) != 1).any():
         _warn_of_joined_documents()
+    return whole
 
 
 def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
@@ -377,7 +385,6 @@ def _model_mask(
     return ModelMask(
         function, request, kwargs["batch_size"], (kwargs["q_length"], kwargs["kv_length"]),
         torch.device(kwargs.get("device", "cpu")), kwargs.get("local_size"), bool(kwargs.get("use_vmap")), alone,
-        positions_are_checked=context is not None,
     )  # fmt: skip
 
 

@@ -124,7 +124,7 @@ _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention
 
 
 class _CountedFrom:
-    """Stands for the cache of a layer that counts positions from its length: here from that of each token's place.
+    """Stands for a layer's cache. Its length is a tensor, so that `arange(tokens) + length` gives global positions.
 
     Args:
         cache: the layer's own, or None.
@@ -279,7 +279,8 @@ class _Patches:
             for kind in filter(_is_caught, kinds):
                 for owner, name, kernel in list(_functions_of(kind)):
                     self._wrap(owner, name, partial(_in_contexts, in_context, _REPLACED[kernel]))
-            for kind in filter(_counts_masks, kinds):
+            owners = {next((each for each in kind.__mro__ if "forward" in vars(each)), kind) for kind in kinds}
+            for kind in filter(_counts_masks, owners):
                 self._wrap(kind, "forward", partial(_with_whole_counts, in_context))
             for module in filter(counts_positions, model.modules()):
                 kind = next(each for each in type(module).__mro__ if "forward" in vars(each))

@@ -47,12 +47,14 @@ class MaskRequest:
         padding: (B, keys) boolean, False for padding: whole on every rank, or of this rank's keys. None: no padding.
         packed: (B, queries) documents that transformers found in this rank's position ids; None: one, or unknown.
         is_cached: True if there are keys of other calls, which only attention of one process takes.
+        whole: (B, S) `positions` of the whole sequence, if they are known not to be counted in each shard.
     """
 
     positions: torch.Tensor | None
     padding: torch.Tensor | None
     packed: torch.Tensor | None
     is_cached: bool
+    whole: torch.Tensor | None = None
 
     def as_padding(self, like: torch.Tensor, kv_len: int) -> torch.Tensor:
         """Return a tensor that transformers passes on as the padding, and that `of_padding` knows again."""
@@ -95,12 +97,12 @@ class ModelMask(NamedMask):
     size: int | None = None
     use_vmap: bool = False
     alone: Callable[[], Any] = lambda: None
-    positions_are_checked: bool = False
-    """True if the model's position ids are known not to be counted in each shard."""
     whole: Span = (-1, -1)
     """Global numbers of queries and keys, once known."""
     fewest_queries: int = 0
     """The number of queries on the rank that has fewest, once known."""
+    shards: set[int] = field(default_factory=set)
+    """Numbers of queries and keys of all ranks, once known: the ranks decide alike by them."""
     _known: dict[Any, Mask] = field(default_factory=dict)
 
     def mask_for(self, config: AttentionConfig) -> Mask:
@@ -114,9 +116,9 @@ class ModelMask(NamedMask):
     def _found(self, config: AttentionConfig) -> Mask:
         q_len, kv_len, kept = self._whole_lengths(config)
         padding = None if kept is None else [_kept_ranges(row) for row in kept.tolist()]
-        positions = self.request.positions
-        packed = None if positions is None else whole_positions(positions, self.batch_size, config)
-        if packed is not None and not self.positions_are_checked:
+        positions, packed = self.request.positions, self.request.whole
+        if positions is not None and packed is None:
+            packed = whole_positions(positions, self.batch_size, config)
             refuse_counted_positions(packed, config)
         if packed is not None and (packed.diff(dim=1) == 1).all():
             packed = None
@@ -151,6 +153,7 @@ class ModelMask(NamedMask):
             )
         q_len, kv_len = global_length(of_queries, layout, "query"), global_length(of_keys, layout, "key")
         self.whole, self.fewest_queries = (q_len, kv_len), min(of_queries)
+        self.shards = {*of_queries, *of_keys}
         if padding is None:
             return q_len, kv_len, None
         if widths == of_keys:
@@ -225,10 +228,10 @@ class ModelMask(NamedMask):
         """Return the mask of a function by its value at each pair; refuse one that reads tensors of this rank only."""
         q_len, kv_len = lengths
         for name, value in _captured(self.function):
-            if not isinstance(value, torch.Tensor) or self.local == lengths:
+            if not isinstance(value, torch.Tensor) or self.shards == {*lengths}:
                 continue
             # A tensor of the batch's shape has each row's left padding, which another rank's shard does not have.
-            if {*value.shape} & {*self.local} or (self.request.padding is not None and self._is_by_row(value)):
+            if {*value.shape} & self.shards or (self.request.padding is not None and self._is_by_row(value)):
                 raise NotImplementedError(
                     f"the mask function of this model reads {name}, a tensor of this rank's tokens "
                     f"{tuple(value.shape)}, where context-parallel attention needs that of the whole sequence "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -83,7 +83,7 @@ def _kind(module: nn.Module) -> Any:
     return type(module)  # mypy takes no class of modules for hashable
 
 
-@cache
+@lru_cache(maxsize=256)
 def _takes_no_tokens(kind: Any) -> bool:
     """True for a class of models which take images or sound only."""
     parameters = inspect.signature(kind.forward).parameters.values()
@@ -91,7 +91,7 @@ def _takes_no_tokens(kind: Any) -> bool:
     return not passes_on and _TOKENS.isdisjoint(_parameters(kind)) and _takes_other(kind)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _main_inputs(kind: Any) -> frozenset[str]:
     """The names of the main input of a class of models, where that is images or sound."""
     main: Any = getattr(kind, "main_input_name", ())
@@ -106,7 +106,7 @@ def _takes_other(kind: Any) -> bool:
     return _OTHER.search(" ".join(map(str, (*modalities, key, *_parameters(kind))))) is not None
 
 
-@cache
+@lru_cache(maxsize=256)
 def _parameters(kind: Any) -> tuple[str, ...]:
     """Names of the arguments of `forward`, without `self`."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]

@@ -1,4 +1,4 @@
-"""Errors of calls whose peers did not take part."""
+"""Errors of exchanges: peers that did not take part, or made different calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_CONNECTIONS = re.compile("timed? ?out|connection|transport", re.IGNORECASE)
 
 
 class PeerError(RuntimeError):
-    """A rank did not take part in an exchange before the process group's timeout, or its process ended.
+    """Ranks made different calls, a rank did not take part in an exchange before the group's timeout, or it ended.
 
     The group cannot be used any more: destroy it, and make another one of the ranks that are left.
     """

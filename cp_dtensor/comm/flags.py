@@ -22,8 +22,8 @@ class Flag(IntEnum):
     A flag is a 32-bit word, 0 if it is not set, in the memory of the rank that waits for it; each setter has a word of
     its own. The waiting rank resets the word, so there is no counter, and a captured CUDA graph can be replayed.
 
-    The word of rows that are ready is the number of the pass that they belong to, which is equal in equal passes. A
-    rank at another pass waits for another number, and so ends with an error instead of these rows.
+    The word of `KV_READY` and `GRAD_READY` is the number of the pass (`comm.calls`), equal on ranks that make the same
+    pass. A rank at another pass waits for another number, until the deadline of its wait.
     """
 
     KV_READY = 0

@@ -69,7 +69,8 @@ class SequenceCall:
         else:
             known = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
             self.check_edges(edges, known)
-        if _torch.current_backward() is None:  # compiled code computes layers again in backward, other code does not
+        # Compiled code and checkpoints compute layers again in backward, which not every rank need do.
+        if _torch.current_backward() is None:
             for calls in calls_of(ranks):
                 calls.begin(_signature(self.owner, x.dtype, self.layout), on_cpu=not x.is_cuda)
         return known

@@ -372,8 +372,9 @@ def _trainer_prediction(
 def _sft_prediction(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`SFTTrainer.prediction_step` of shards: TRL's own computes whole sequences on every rank."""
     steps = getattr(self.accelerator, "_cp_context", None)
-    step = _loss_of_shards if isinstance(steps, _Steps) else original
-    return _trainer_prediction(step, self, model, *args, **kwargs)
+    if not isinstance(steps, _Steps):
+        return original(self, model, *args, **kwargs)
+    return _trainer_prediction(_loss_of_shards, self, model, *args, **kwargs)
 
 
 def _loss_of_shards(self: Any, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:

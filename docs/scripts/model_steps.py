@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 import torch.nn.functional as F
-from accelerate.big_modeling import _attach_context_parallel_hooks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
@@ -175,6 +174,8 @@ def trainer_of(
     """One training step of a number as a function, and the number of parameters."""
     model = model_of(family, attention_of(method, family), mesh, options)
     if method == "torch":
+        from accelerate.big_modeling import _attach_context_parallel_hooks
+
         _attach_context_parallel_hooks(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     vocabulary = model.config.vocab_size

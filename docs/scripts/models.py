@@ -79,7 +79,7 @@ loss.backward()
 
 Every rank calls the tower with all images, and the mean of the ranks' gradients is the gradient of one process, also
 for the tower. Where layers of the language model add more features of images (`deepstack_visual_embeds` of Qwen3-VL),
-call the language model and shard these features too. [Tests](../tests/processes/test_transformers_towers.py) do both,
+call the language model and shard these features too. Tests (`tests/processes/test_transformers_towers.py`) do both,
 with LLaVA, Qwen2.5-VL and Qwen3-VL. An encoder of sound (Whisper) is called before the context in the same way, and its
 results are sharded: `encoder_outputs=(context_parallel_shard(mesh, [states], [1])[0],)`.
 """

@@ -258,7 +258,7 @@ def test_inner_contexts_that_are_no_mistake() -> None:
 def test_unsharding_what_is_whole_is_warned_of_once_for_each_kind(layout: HeadTail | Contiguous) -> None:
     def body(rank: int) -> None:
         mesh = group()
-        tokens, hidden = torch.arange(LENGTH).view(1, LENGTH), drawn(1, LENGTH, 4)
+        tokens, hidden = drawn(1, LENGTH), drawn(1, LENGTH, 4)
         expected = [tokens.clone(), hidden.clone()]
         with context_parallel(mesh, buffers=[tokens, hidden], buffer_seq_dims=[1, 1], layout=layout):
             found = context_parallel_unshard(mesh, [tokens, hidden * 1], [1, 1], layout)
@@ -280,6 +280,8 @@ def test_shards_that_are_no_mistake() -> None:
         x = drawn(2, LENGTH)
         (mine,) = context_parallel_shard(mesh, [x], [1])
         assert torch.equal(context_parallel_unshard(mesh, [mine], [1])[0], x)
+        positions = torch.arange(4)[None]  # of packed documents, each in the shard of one rank
+        context_parallel_unshard(mesh, [positions], [1], Contiguous())
         context_parallel_unshard(mesh, [torch.ones(2, 5), torch.zeros(2, 0), torch.ones(2, 5 + rank)], [1, 1, 1])
 
     run_ranks(2, body)
