@@ -122,7 +122,7 @@ def _warn_of_whole(
             "context was left, and so is what context_parallel_unshard has returned"
         )
 
-    warn_once(ranks, ("unshard", shard.dtype, shard.dim(), dim, type(layout)), find)
+    warn_once(ranks, ("unshard", shard.dtype, shard.shape, dim, type(layout)), find)
 
 
 def local_positions(
