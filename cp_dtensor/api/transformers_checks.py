@@ -124,7 +124,7 @@ def _mixes(kind: str) -> bool:
 
 
 def unseen(implementation: str) -> str:
-    """The reason to refuse an attention implementation that a context does not see."""
+    """Return the reason to refuse an attention implementation that a context does not see."""
     how = "as matrix products" if implementation == "eager" else "by kernels that a context does not see"
     return (
         f'attn_implementation="{implementation}" computes attention {how}, so each rank would attend to its own shard '

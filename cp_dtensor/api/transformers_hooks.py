@@ -182,7 +182,7 @@ def _refuse_shift() -> None:
 
 
 def sharding_context() -> ActiveContext | None:
-    """The context in which models see shards; None outside of contexts and where attention is left to each rank."""
+    """Return the context in which models see shards; None outside, and where attention is left to each rank."""
     context = innermost_context()
     if context is None or context.config.ranks.size == 1 or open_local_sdpa(context) is not None:
         return None
@@ -239,7 +239,7 @@ def _shards_are_seen() -> bool:
 
 
 def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The arguments of a mask; those of the whole sequence travel with the padding, as a `MaskRequest`."""
+    """Return the arguments of a mask; those of the whole sequence travel with the padding, as a `MaskRequest`."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     given, context = bound.arguments, sharding_context()
     config, embeds, positions = given["config"], given["inputs_embeds"], given["position_ids"]
@@ -333,7 +333,7 @@ def _refuse_rope_by_length(config: Any, whole: torch.Tensor) -> None:
 
 
 def _sdpa_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A tensor that names the mask of the whole sequence; None for plain masks that SDPA can have as `is_causal`."""
+    """Return a tensor that names the mask of the whole sequence; None for masks that SDPA has as `is_causal`."""
     context = sharding_context()
     is_provider = implementation_of(kwargs.get("config")) == PROVIDER
     mask = _model_mask(original, context, *args, **kwargs) if context is not None or is_provider else None
@@ -356,7 +356,7 @@ provider_mask = _sdpa_mask
 
 
 def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The block mask of the whole sequence."""
+    """Return the block mask of the whole sequence."""
     context = sharding_context()
     mask = None if context is None else _model_mask(original, context, *args, **kwargs)
     if mask is None or context is None:
@@ -367,7 +367,7 @@ def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _model_mask(
     original: Callable[..., Any], context: ActiveContext | None, *args: Any, **kwargs: Any
 ) -> ModelMask | None:
-    """The mask that a model asks for; None outside of contexts for one that was not asked for by masking_utils."""
+    """Return the mask that a model asks for; outside of contexts None if masking_utils did not ask for it."""
     request = MaskRequest.of_padding(kwargs.get("attention_mask"))
     if request is None:
         if context is None:
@@ -389,7 +389,7 @@ def _model_mask(
 
 
 def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, device: torch.device) -> BlockMask:
-    """The block mask of a model's mask, for the whole sequence."""
+    """Return the block mask of a model's mask, for the whole sequence."""
     value = mask.mask_for(config)
     q_len, kv_len = mask.whole
     rows = [_key_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
@@ -411,7 +411,7 @@ def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, dev
 
 
 def _key_ends(mask: Mask, q_len: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last + 1 key of each query, (sets, queries) each; 0 and 0 where there is none."""
+    """Return first and last + 1 key of each query, (sets, queries) each; 0 and 0 where there is none."""
     sets = mask.interval_sets(q_len, kv_len) or ((),)
     lo, hi = (torch.zeros(len(sets), q_len, dtype=torch.int64, device="cpu") for _ in range(2))
     for index, bands in enumerate(sets):

@@ -147,7 +147,7 @@ def counts_positions(module: nn.Module) -> bool:
 
 
 def counts_from_cache(module: nn.Module) -> bool:
-    """True if a layer that counts positions adds the length of its cache, for which `_CountedFrom` stands."""
+    """Return whether a layer that counts positions adds the length of its cache, for which `_CountedFrom` stands."""
     names = {*_names_in(inspect.unwrap(type(module).forward).__code__)}
     # A forward of the module itself, as accelerate sets, calls that of the class without our patch.
     return {"arange", "get_seq_length", "floor_scale"} <= names and "forward" not in vars(module)
@@ -165,7 +165,7 @@ def _with_whole_positions(
 
 @_torch.never_compiled
 def _positions_before(length: int, device: torch.device) -> torch.Tensor:
-    """(tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
+    """Return (tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
     context = current_context()
     assert context is not None
     config, ranks = context.config, context.config.ranks
@@ -186,7 +186,7 @@ def _positions_before(length: int, device: torch.device) -> torch.Tensor:
 
 
 def is_caught(module: nn.Module) -> bool:
-    """True if all functions by which a layer mixes tokens are replaced in contexts."""
+    """Return whether all functions by which a layer mixes tokens are replaced in contexts."""
     return _is_caught(type(module))
 
 
@@ -196,7 +196,7 @@ def _is_caught(kind: type[nn.Module]) -> bool:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True if a layer calls the attention function of its model's `attn_implementation`, or one of torch."""
+    """Return whether a layer calls the attention function of its model's `attn_implementation`, or one of torch."""
     kinds = (kind for kind in type(module).__mro__ if kind is not nn.Module and kind.__module__ != MODELING_UTILS)
     methods = (each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each))
     return any(not _ATTENTION.isdisjoint(_names_in(inspect.unwrap(each).__code__)) for each in methods)

@@ -288,7 +288,7 @@ def arguments_alone(function: MaskFunction, request: MaskRequest) -> dict[str, A
 
 
 def _kept_ranges(row: list[bool]) -> list[Span]:
-    """Ranges of True.
+    """Return ranges of True.
 
     >>> _kept_ranges([True, True, False, True])
     [(0, 2), (3, 4)]
@@ -301,7 +301,7 @@ def _kept_ranges(row: list[bool]) -> list[Span]:
 
 
 def whole_positions(position_ids: torch.Tensor, batch_size: int, config: AttentionConfig) -> torch.Tensor:
-    """(B, S) position ids of the whole sequence on the CPU, from this rank's; a collective."""
+    """Return (B, S) position ids of the whole sequence on the CPU, from this rank's; a collective."""
     if position_ids.dim() != 2:
         raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(position_ids.shape)}")
     rows = position_ids.expand(batch_size, -1).contiguous()
@@ -311,7 +311,7 @@ def whole_positions(position_ids: torch.Tensor, batch_size: int, config: Attenti
 def refuse_counted_positions(
     whole: torch.Tensor, config: AttentionConfig, are_given: Callable[[], bool] = lambda: False
 ) -> None:
-    """Refuses position ids (B, S) that ranks counted in their shards, unless `are_given()`; on every rank alike."""
+    """Refuse position ids (B, S) that ranks counted in their shards, unless `are_given()`; on every rank alike."""
     length, ranks = whole.size(1), range(config.ranks.size)
     by_rank = [config.layout.segments(length, rank, len(ranks), 0) for rank in ranks]
     parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
@@ -325,7 +325,7 @@ def refuse_counted_positions(
 
 
 def _documents(positions: list[int]) -> tuple[list[int], list[int]]:
-    """First positions and lengths of documents, which begin where a position does not follow the one before.
+    """Return first positions and lengths of documents, which begin where a position does not follow the one before.
 
     >>> _documents([0, 1, 2, 0, 1])
     ([0, 0], [3, 2])
@@ -339,7 +339,7 @@ def _documents(positions: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _candidates(size: int | None, here: int, whole: int) -> Iterator[tuple[Mask, Mask]]:
-    """Masks that transformers makes for a window or chunk of `size` tokens, and their values in the whole sequence.
+    """Yield masks that transformers makes for a window or chunk of `size` tokens, and their values for the whole row.
 
     Args:
         size: tokens of a window or chunk; None if there is none.
@@ -376,7 +376,7 @@ def _qualname(function: MaskFunction) -> str:
 
 
 def _captured(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function has captured, and those that captured functions have; the function first."""
+    """Yield the function, and names and values that it and the functions that it has captured have captured."""
     if depth == 0:
         yield _qualname(function), function
     cells = getattr(function, "__closure__", None) or ()
@@ -389,5 +389,5 @@ def _captured(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def _original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of transformers without the patches of open contexts."""
+    """Return a function of transformers without the patches of open contexts."""
     return getattr(function, "__wrapped__", function)

@@ -50,7 +50,7 @@ def is_tower_of(model: nn.Module, part: nn.Module) -> bool:
 
 
 def may_make_tokens(kind: Any, positional: int, named: Collection[str]) -> bool:
-    """True if a class of models may make tokens of its own from the arguments of a call.
+    """Return whether a class of models may make tokens of its own from the arguments of a call.
 
     Args:
         positional: the number of arguments without names.
@@ -61,7 +61,7 @@ def may_make_tokens(kind: Any, positional: int, named: Collection[str]) -> bool:
 
 
 def makes_tokens(model: nn.Module, given: Collection[str]) -> bool:
-    """True if a model makes tokens of its own from the arguments of these names, and attends to them.
+    """Return whether a model makes tokens of its own from the arguments of these names, and attends to them.
 
     Parts that are models are not looked at: their own calls are checked.
     """
@@ -75,7 +75,7 @@ def makes_tokens(model: nn.Module, given: Collection[str]) -> bool:
 
 
 def _attends(module: nn.Module) -> bool:
-    """True if there is attention of any kind, which convolutional towers have not."""
+    """Return whether there is attention of any kind, which convolutional towers have not."""
     return any(is_attention(part) or "attention" in type(part).__name__.lower() for part in module.modules())
 
 
@@ -93,7 +93,7 @@ def _takes_no_tokens(kind: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _main_inputs(kind: Any) -> frozenset[str]:
-    """The names of the main input of a class of models, where that is images or sound."""
+    """Return the names of the main input of a class of models, where that is images or sound."""
     main: Any = getattr(kind, "main_input_name", ())
     names = {main} if isinstance(main, str) else {*main}
     return frozenset(names - _TOKENS) if _takes_other(kind) else frozenset()
@@ -108,5 +108,5 @@ def _takes_other(kind: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _parameters(kind: Any) -> tuple[str, ...]:
-    """Names of the arguments of `forward`, without `self`."""
+    """Return names of the arguments of `forward`, without `self`."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]

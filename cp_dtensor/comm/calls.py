@@ -144,7 +144,7 @@ class Calls:
             raise faults.PeerError(str(self._failure))
 
     def _look(self) -> tuple[list[tuple[int, array[int]]], bool]:
-        """The count and latest hashes of every rank, if all have written some; True if a rank has made other calls."""
+        """Return count and latest hashes of each rank, if all have written; and whether one has made other calls."""
         latest: list[tuple[int, array[int]]] = []
         self._all_have_written = self._all_have_written or self._store.check(self._keys)
         differs = False
@@ -157,14 +157,14 @@ class Calls:
         return latest, differs
 
     def _first_difference(self, count: int, hashes: array[int]) -> int:
-        """The first event that differs on a rank with these latest hashes; this rank's next one if none does."""
+        """Return the first event that differs on a rank with these latest hashes; this rank's next one if none does."""
         for place in range(max(count - len(hashes), self._count - len(self._hashes)), min(count, self._count)):
             if self._hashes[place - self._count] != hashes[place - count]:
                 return place
         return self._count
 
     def _error(self, latest: list[tuple[int, array[int]]]) -> faults.PeerError:
-        """The error of different calls, given the count and the hashes of every rank."""
+        """Return the error of different calls, given the count and the hashes of every rank."""
         place = min(self._first_difference(*of_rank) for of_rank in latest)
         index = place - self._count + len(self._hashes)
         before = self._hashes[index - 1] if index else 0  # so that a hash tells the number of its event
@@ -194,11 +194,11 @@ _calls = GroupCache[Calls]()
 
 
 def counted_calls(group: dist.ProcessGroup) -> Calls | None:
-    """The calls of a group on this rank; None if none was counted."""
+    """Return the calls of a group on this rank; None if none was counted."""
     return _calls.get(group, None, partial(Calls, group)) if _calls.has(group, None) else None
 
 
 def calls_of(ranks: SequenceRanks) -> tuple[Calls, ...]:
-    """The calls of the groups of some ranks, on this rank; () for a rank that is alone."""
+    """Return the calls of the groups of some ranks, on this rank; () for a rank that is alone."""
     groups = () if ranks.size == 1 else ranks.groups
     return tuple([_calls.get(group, None, partial(Calls, group)) for group in groups])

@@ -42,7 +42,7 @@ class CountedEstimate(Estimate):
 def counted(
     found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None
 ) -> dict[str, CountedEstimate]:
-    """Adds the bytes of a call to the estimates of its methods.
+    """Add the bytes of a call to the estimates of its methods.
 
     Args:
         inner_size: ranks of the inner axis, None if there is one axis.
@@ -125,7 +125,7 @@ def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> i
 def counted_recurrence(
     found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int | None
 ) -> dict[str, CountedEstimate]:
-    """Adds the bytes of a recurrent layer to the estimates of its methods.
+    """Add the bytes of a recurrent layer to the estimates of its methods.
 
     Args:
         groups: for each group of batch rows that are divided alike, its arguments, of any number of tokens, and its

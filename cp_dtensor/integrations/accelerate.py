@@ -190,7 +190,7 @@ class _Steps:
         return args, {**kwargs, "position_ids": self._positions()}
 
     def _local_positions(self, lengths: set[int], layout: Layout | None, device: torch.device) -> torch.Tensor:
-        """(1, tokens) of this rank's tokens; refuses buffers of several lengths."""
+        """Return (1, tokens) of this rank's tokens; refuses buffers of several lengths."""
         if len(lengths) != 1:
             raise ValueError(
                 f"position_ids are missing, and the buffers of this step have the lengths {sorted(lengths)}: pass "
@@ -378,7 +378,7 @@ def _sft_prediction(original: Callable[..., Any], self: Any, model: nn.Module, *
 
 
 def _loss_of_shards(self: Any, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:
-    """A prediction step of a trainer whose loss is this rank's share of the loss of the whole sequence."""
+    """Run a prediction step of a trainer; its loss is this rank's share of the loss of the whole sequence."""
     inputs = self._prepare_inputs(inputs)
     count = self._get_num_items_in_batch([inputs], self.args.device)  # before labels are shards
     opened, inputs = self._prepare_context_parallel_inputs(model, inputs)

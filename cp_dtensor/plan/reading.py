@@ -60,11 +60,11 @@ class Reading:
         return [span for span in spans if span[0] < span[1]]
 
     def parts(self, reader: int, owner: int) -> tuple[int, ...]:
-        """The parts of the owner's shard that the reader needs, ascending; none of its own."""
+        """Return the parts of the owner's shard that the reader needs, ascending; none of its own."""
         return tuple(part for part, number in self._parts[owner] if self._is_read(reader, number))
 
     def starts(self, reader: int, owner: int) -> tuple[int, ...]:
-        """The first row of each of these parts among all rows that the reader needs, in the order of positions."""
+        """Return the first row of each of these among all rows that the reader needs, in the order of positions."""
         return tuple(
             self._rows_read(reader, number) for _, number in self._parts[owner] if self._is_read(reader, number)
         )
@@ -75,11 +75,11 @@ class Reading:
             yield from self._order[start:stop]
 
     def received_rows(self) -> list[int]:
-        """Rows that each rank needs."""
+        """Return rows that each rank needs."""
         return [self._rows_read(reader, len(self._order)) for reader in range(len(self._parts))]
 
     def sent_rows(self) -> list[int]:
-        """Rows of each rank that others need, counted once for each of these."""
+        """Return rows of each rank that others need, counted once for each of these."""
         changes = [0] * (len(self._order) + 1)
         for start, stop in (span for spans in self._spans for span in spans):
             changes[start] += 1
@@ -95,7 +95,7 @@ class Reading:
         return index >= 0 and number < spans[index][1]
 
     def _rows_read(self, reader: int, before: int) -> int:
-        """Rows of the parts with smaller numbers that a reader needs."""
+        """Return rows of the parts with smaller numbers that a reader needs."""
         rows, total = self._rows, 0
         for start, stop in self._spans[reader]:
             if start >= before:
