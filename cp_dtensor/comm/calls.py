@@ -21,6 +21,7 @@ from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
+from torch import Tensor
 
 from cp_dtensor._torch import current_backward, group_store
 from cp_dtensor._torch.cache import GroupCache, capturing
@@ -202,3 +203,15 @@ def calls_of(ranks: SequenceRanks) -> tuple[Calls, ...]:
     """Return the calls of the groups of some ranks, on this rank; () for a rank that is alone."""
     groups = () if ranks.size == 1 else ranks.groups
     return tuple([_calls.get(group, None, partial(Calls, group)) for group in groups])
+
+
+def begin_pass(
+    ranks: SequenceRanks, signature: Signature, x: Tensor, *, backward: bool = False, debug: bool = False
+) -> None:
+    """Count a pass of some ranks before it exchanges anything; `x` is a tensor of the pass.
+
+    Raises:
+        PeerError: the ranks have made different calls.
+    """
+    for calls in calls_of(ranks):
+        calls.begin(signature, backward=backward, on_cpu=not x.is_cuda, debug=debug)

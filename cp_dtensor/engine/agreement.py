@@ -20,7 +20,7 @@ from cp_dtensor._torch.autograd import refuse_transforms
 from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.comm.calls import COMPARISON, END_OF_CONTEXT, calls_of
+from cp_dtensor.comm.calls import END_OF_CONTEXT, calls_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.spec.masks import Full, Mask
@@ -132,16 +132,6 @@ def end_context(config: AttentionConfig) -> None:
 
 
 # Calls
-
-
-def begin_comparison(ranks: SequenceRanks, x: Tensor, debug: bool = False) -> None:
-    """Counts a comparison of calls before it exchanges anything; `x` is a tensor of the call.
-
-    Raises:
-        PeerError: the ranks have made different calls.
-    """
-    for calls in calls_of(ranks):
-        calls.begin(COMPARISON, on_cpu=not x.is_cuda, debug=debug)
 
 
 def compare_first_call(ranks: SequenceRanks, kind: Hashable, x: Tensor, compare: Callable[[], object]) -> None:

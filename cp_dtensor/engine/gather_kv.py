@@ -22,7 +22,7 @@ from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import in_words, on_device, wide_dtype
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.comm.calls import Signature, calls_of
+from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
@@ -85,8 +85,7 @@ class KVGather:
     def _begin(self, k: torch.Tensor, v: torch.Tensor, backward: bool) -> None:
         """Counts a pass before it exchanges anything."""
         signature = _signature(self.layout, self.seq_len, k.shape[:2], (k.size(3), v.size(3)), k.dtype)
-        for calls in calls_of(self.ranks):
-            calls.begin(signature, backward=backward, on_cpu=not k.is_cuda, debug=self.debug)
+        begin_pass(self.ranks, signature, k, backward=backward, debug=self.debug)
 
     def _is_empty(self, k: torch.Tensor) -> bool:
         """True if no element is gathered, on any rank."""

@@ -15,8 +15,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.calls import COMPARISON, begin_pass
 from cp_dtensor.engine.agreement import (
-    begin_comparison,
     compare_first_call,
     facts_of_call,
     hash_of,
@@ -49,7 +49,7 @@ def global_lengths(
         """The local lengths, True if all facts are equal, and the global lengths, of calls that ranks have compared."""
         facts = facts_of_call(q, k, v, config, mask, modifiers, scale, known or lengths, gives_lse, compiled)
         facts["local lengths"] = verdict
-        begin_comparison(ranks, q, config.debug)
+        begin_pass(ranks, COMPARISON, q, debug=config.debug)
         # Readable facts travel only where their hashes differ.
         gathered = ranks.gather_integers([q.size(2), k.size(2), hash_of(facts)], q.device)
         local_q, local_kv, hashes = map(list, zip(*gathered, strict=True))

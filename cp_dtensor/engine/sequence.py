@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction
-from cp_dtensor.comm.calls import Signature, calls_of
+from cp_dtensor.comm.calls import COMPARISON, Signature, begin_pass
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
-from cp_dtensor.engine.agreement import begin_comparison, compare_first_call, hash_of, odd_ones
+from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
 from cp_dtensor.engine.compiled_spec import ConstantKeys
 from cp_dtensor.engine.config import refuse_other_lengths
 from cp_dtensor.engine.lengths import global_length, known_length
@@ -71,8 +71,7 @@ class SequenceCall:
             self.check_edges(edges, known)
         # Compiled code and checkpoints compute layers again in backward, which not every rank need do.
         if _torch.current_backward() is None:
-            for calls in calls_of(ranks):
-                calls.begin(_signature(self.owner, x.dtype, self.layout), on_cpu=not x.is_cuda)
+            begin_pass(ranks, _signature(self.owner, x.dtype, self.layout), x)
         return known
 
     def _known_length(self, x: Tensor, dim: int, seq_len: int | None) -> int | None:
@@ -97,7 +96,7 @@ class SequenceCall:
         `seq_len`: the global length; None if it is to be found, "refused" if this rank refuses its call.
         """
         ranks = self.ranks
-        begin_comparison(ranks, x)
+        begin_pass(ranks, COMPARISON, x)
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
         # axes, ranks have different groups.

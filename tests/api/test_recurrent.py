@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.collectives import kinds, recorded_collectives
 from support.ranks import run_ranks
-from support.sequences import Sequence, recurrence, sequences
+from support.sequences import Sequence, normal, recurrence, sequences
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -35,10 +35,6 @@ from cp_dtensor import (
 
 KINDS = ("gated_delta_rule", "delta_rule", "kda", "linear_attention", "simple_gla", "gla")
 K, V, HEADS = 3, 2, 2
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def equal(got: torch.Tensor, expected: torch.Tensor) -> None:

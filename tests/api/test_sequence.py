@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.cases import examples
 from support.collectives import errors_by_rank, kinds, recorded_collectives
 from support.ranks import run_ranks
-from support.sequences import LAYOUTS, GivenSegments, Sequence, convolved, halos, sequences, shifted
+from support.sequences import LAYOUTS, GivenSegments, Sequence, convolved, halos, normal, sequences, shifted
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -31,10 +31,6 @@ from cp_dtensor import (
     relayout,
     shift,
 )
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def equal(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sequences import Sequence, convolved, halos, recurrence, shifted
+from support.sequences import Sequence, convolved, halos, normal, recurrence, shifted
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
@@ -43,10 +43,6 @@ MASKS: list[tuple[Mask, tuple[int, ...]]] = [
     (Documents.for_length([2, 5, 10], 10), (2, 5, 10)),  # padding first
     (Documents.for_length([4, 6], 10), (4, 6)),  # positions that look like lengths
 ]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def equal(got: object, expected: object) -> None:

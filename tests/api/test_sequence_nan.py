@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sequences import Sequence
+from support.sequences import Sequence, normal
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, causal_conv1d, gated_delta_rule, kda, linear_attention
 
@@ -19,10 +19,6 @@ WAYS: list[tuple[Layout, str, float]] = [
     (Contiguous(), "scan", math.nan), (HeadTail(), "scan", math.inf), (HeadTail(), "heads", math.nan),
     (Striped(8), "relayout", math.nan),
 ]  # fmt: skip
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def tensors(kind: str) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.collectives import errors_by_rank
 from support.problems import shard
 from support.ranks import run_ranks
+from support.sequences import normal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -37,10 +38,6 @@ def distinct(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_complex:
         return torch.complex(values.float(), -values.float()).to(dtype)
     return (values % 256 if dtype == torch.bfloat16 else values % 3 == 1 if dtype == torch.bool else values).to(dtype)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @st.composite

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.models import LENGTH, ROWS, tiny_model
+from support.models import LENGTH, ROWS, assert_gradients_sum_to, gradients, tiny_model
 from support.processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,19 +50,12 @@ def alone(family: str, step: Callable[[nn.Module], torch.Tensor]) -> tuple[torch
     return loss.detach(), gradients(model)
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in model.parameters()]
-
-
 def assert_equal(
     model: nn.Module, loss: torch.Tensor, expected: tuple[torch.Tensor, list[torch.Tensor]]
 ) -> None:  # fmt: skip
     """Compares the loss and the sum of all ranks' gradients with those of one process."""
     torch.testing.assert_close(loss.detach().double(), expected[0].double(), rtol=1e-6, atol=1e-6)
-    for found, wanted in zip(gradients(model), expected[1], strict=True):
-        summed = found.clone()
-        dist.all_reduce(summed)
-        torch.testing.assert_close(summed, wanted, rtol=1e-6, atol=1e-6)
+    assert_gradients_sum_to(model, expected[1])
 
 
 def train(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.models import assert_gradients_sum_to, gradients
 from support.multimodal import PLACEHOLDER, ROWS, batch_of, tiny_multimodal
 from support.processes import Processes
 from torch import nn
@@ -30,17 +31,10 @@ def positions_and_labels(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.arange(ids.size(1)).expand(ROWS, -1).clone(), F.pad(ids[:, 1:], (0, 1), value=-100)
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
-
-
 def assert_equal(model: nn.Module, loss: torch.Tensor, alone: nn.Module, expected: torch.Tensor) -> None:
     """Compares the loss and the sum of all ranks' gradients with those of one process."""
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=1e-6)
-    for found, wanted in zip(gradients(model), gradients(alone), strict=True):
-        summed = found.clone()
-        dist.all_reduce(summed)
-        torch.testing.assert_close(summed, wanted, rtol=1e-6, atol=1e-6)
+    assert_gradients_sum_to(model, gradients(alone))
 
 
 def with_images(rank: int, name: str, attention: str, compiled: bool = False) -> None:

@@ -9,6 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 VOCABULARY, LENGTH, WINDOW, ROWS = 53, 64, 24, 2
@@ -234,3 +235,16 @@ def tiny_model(family: str, attention: str) -> nn.Module:
             drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
             parameter.copy_(1 + 0.1 * drawn if "norm" in name.lower() and name.endswith("weight") else 0.2 * drawn)
     return model.double().train()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Gradients of all parameters; zeros where there is none."""
+    return [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+
+
+def assert_gradients_sum_to(model: nn.Module, expected: list[torch.Tensor]) -> None:
+    """Compares the sum of all ranks' gradients with others."""
+    for found, wanted in zip(gradients(model), expected, strict=True):
+        summed = found.clone()
+        dist.all_reduce(summed)
+        torch.testing.assert_close(summed, wanted, rtol=1e-6, atol=1e-6)

@@ -17,6 +17,11 @@ from support.problems import shard
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(3))
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers in float64, equal in every call."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
 @dataclass(frozen=True)
 class GivenSegments(Layout):
     """A layout of one length, as users write it: the segments of each rank."""
