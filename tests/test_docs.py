@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.docs_scripts import docs_script
+from support.pages import blocks
 from support.ranks import run_ranks
 
 import cp_dtensor
@@ -26,11 +27,6 @@ MLA = ROOT / "docs" / "mla.md"
 HYBRID = ROOT / "docs" / "hybrid.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-
-
-def blocks(path: Path, *languages: str) -> list[str]:
-    """Contents of the fenced blocks of these languages."""
-    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @each_document

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.forked_programs import launch
 from support.models import LENGTH, ROWS, tiny_model
+from support.pages import blocks
 from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -42,9 +42,8 @@ def called_in_context(model: Any, batch: ModelBatch, **arguments: Any) -> Any:
 
 def program(page: str, text: str) -> str:
     """The Python block of a page that has a text."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    (found,) = (block for block in blocks if text in block)
-    return str(found)
+    (found,) = (block for block in blocks(ROOT / page, "python") if text in block)
+    return found
 
 
 def generation(rank: int) -> None:
