@@ -57,9 +57,11 @@ def _in_shared_memory(rank: int, fault: str, way: str) -> tuple[int, str]:
 @every_fault
 @shared_memory_ways
 def test_shared_memory(ranks: Processes, fault: str, way: str) -> None:
-    """The error comes in this step or in the next. Results of calls in flight are invalid then, as it says."""
-    for step, text in ranks.run(_in_shared_memory, fault, way):
-        assert WRONG_STEP <= step <= WRONG_STEP + 2
+    """The first error comes in this step or in the next. Results of calls in flight are invalid then, as it says."""
+    found = ranks.run(_in_shared_memory, fault, way)
+    # Hosts run ahead of GPUs, so the other rank may have begun more steps when it looks.
+    assert WRONG_STEP <= min(step for step, _ in found) <= WRONG_STEP + 2
+    for _, text in found:
         assert "make different calls" in text or "in shared memory, longer than the timeout" in text, text
 
 
@@ -78,8 +80,9 @@ def test_nccl(ranks: Processes, fault: str, column: str) -> None:
     at_once = table()[fault, column] == "at once"
     assert at_once == (column != "NCCL")
     steps = ranks.run(_by_nccl, fault, at_once)
-    assert min(steps) >= WRONG_STEP
-    assert max(steps) <= WRONG_STEP + (FAULTY if at_once else 2)
+    assert WRONG_STEP <= min(steps) <= WRONG_STEP + (0 if at_once else 2)
+    if at_once:
+        assert max(steps) <= WRONG_STEP + FAULTY
 
 
 def _other_lengths(rank: int, way: str) -> None:
