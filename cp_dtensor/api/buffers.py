@@ -14,7 +14,7 @@ from cp_dtensor._torch.tensors import indexable
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
-from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.call import Call
 from cp_dtensor.spec.layouts import Layout, shard_lengths
 
 _SHARD = "cp_dtensor_shard"
@@ -178,17 +178,15 @@ def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
     return facts
 
 
-def refuse_shards_of_other_dims(
-    shards: tuple[InPlaceShard, ...], config: AttentionConfig, q: torch.Tensor, k: torch.Tensor
-) -> None:
+def refuse_shards_of_other_dims(shards: tuple[InPlaceShard, ...], call: Call, q: torch.Tensor, k: torch.Tensor) -> None:
     """Refuses queries (..., S, D) of no declared length that have a buffer's share in another dim than S.
 
     Either the buffer has another sequence dim, or q is (batch, sequence, heads, head_dim). Where nothing but the share
     says so, it may be the number of heads, so that is warned of. Only shares that are equal on all ranks count, so that
     ranks refuse alike: others make calls whose sizes differ, which the ranks compare.
     """
-    ranks, q_len = config.ranks, q.size(-2)
-    lengths = {n for each in config.declared_lengths or () for n in shard_lengths(config.layout, each, ranks.size)}
+    ranks, q_len = call.ranks, q.size(-2)
+    lengths = {n for each in call.lengths for n in shard_lengths(call.layout, each, ranks.size)}
     if ranks.size == 1 or q.dim() < 3 or q_len in lengths:
         return
     for index, each in enumerate(shards):

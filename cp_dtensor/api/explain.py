@@ -12,18 +12,9 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import with_inherited
-from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    axis_names,
-    checked_length,
-    checked_mask,
-    checked_seq_len,
-    refuse_other_lengths,
-    sequence_ranks,
-)
+from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ranks
+from cp_dtensor.engine.call import Call, checked_length, checked_mask, refuse_other_lengths
+from cp_dtensor.engine.contexts import inherited
 from cp_dtensor.engine.cost_model import Axis, estimates, fastest
 from cp_dtensor.engine.layers import recurrence_spec
 from cp_dtensor.engine.planner import axes_of, call_spec
@@ -157,13 +148,13 @@ def explain(
     )
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
-    config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=False)
-    config = with_inherited("explain", config, layout=layout is None, mask=mask is None)
-    mask = config.mask if mask is None else mask
-    ranks = config.ranks
-    lengths = checked_seq_len(seq_len)
-    partition = config.partition(lengths, batch_size)
-    shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
+    call = Call.of(mesh, layout=layout, rotate_method=rotate_method, seq_len=seq_len)
+    call = inherited("explain", call, layout=layout is None, mask=mask is None)
+    mask = call.mask if mask is None else mask
+    ranks, lengths = call.ranks, call.pair
+    assert lengths is not None
+    partition = call.partition(lengths, batch_size)
+    shown = checked_mask(mask, mask is None if is_causal is None else is_causal) or Full()
     k_dim, v_dim = latent_dims or (head_dim, v_head_dim)
     of_keys = kv_heads if latent_dims is None else 1
     q_shape, k_shape, v_shape = (
@@ -177,12 +168,12 @@ def explain(
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
     inner = axes[1] if len(axes) > 1 else None
-    found = estimates(spec, axes[0], inner, config.transport)
+    found = estimates(spec, axes[0], inner, call.transport)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(str(axis.size) for axis in axes)
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
-        f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
+        f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {_short(call.layout)}",
         assumption, names, counted(found, spec, axes[0].size, None if inner is None else inner.size), fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
@@ -228,10 +219,9 @@ def explain_recurrence(
     if heads % key_heads:
         raise ValueError(f"expected heads to be a multiple of key_heads, got {heads} and {key_heads}")
     checked_length(seq_len)
-    config = AttentionConfig.of(mesh, "auto", layout, None, debug=False)
-    config = with_inherited("explain_recurrence", config, layout=layout is None, mask=False)
-    ranks, edges = config.ranks, document_edges("explain_recurrence", cu_seqlens)
-    refuse_other_lengths(config.layout, seq_len, "explain_recurrence")
+    call = inherited("explain_recurrence", Call.of(mesh, layout=layout), layout=layout is None, mask=False)
+    ranks, edges = call.ranks, document_edges("explain_recurrence", cu_seqlens)
+    refuse_other_lengths(call.layout, seq_len, "explain_recurrence")
     is_delta, decays, wide_values = RECURRENCES[layer]
 
     def rows(batch: int) -> Rows:
@@ -244,8 +234,8 @@ def explain_recurrence(
         return Rows(values, keys, keys, g, of(dtype, heads) if is_delta else None)
 
     groups = [
-        (rows(stop - start), SequenceLayout(config.layout, seq_len, ranks.size, group, edges))
-        for group, (start, stop) in enumerate(config.layout.batch_groups(batch_size))
+        (rows(stop - start), SequenceLayout(call.layout, seq_len, ranks.size, group, edges))
+        for group, (start, stop) in enumerate(call.layout.batch_groups(batch_size))
     ]
     spec = recurrence_spec(rows(batch_size), groups[0][1])
     axes, names, assumption = _axes_of(mesh, ranks, hardware, dtype.itemsize)
@@ -253,7 +243,7 @@ def explain_recurrence(
     of_keys = "" if key_heads == heads else f":{key_heads}"
     explanation = Explanation(
         f"{layer} of {seq_len:,} tokens on {_ranks(str(ranks.size))}, {heads}{of_keys} heads of {key_dim}/{value_dim}, "
-        f"batch {batch_size}, {dtype}, {_short(config.layout)}",
+        f"batch {batch_size}, {dtype}, {_short(call.layout)}",
         assumption, names, counted_recurrence(found, groups, axes[1].size if len(axes) > 1 else None), fastest(found),
         _FIRST,
     )  # fmt: skip

@@ -5,11 +5,11 @@ Integrations, in this package or elsewhere, import the public names of `cp_dtens
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of, when_loaded, wrapped
-from cp_dtensor._torch.tensors import no_autocast
-from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.deprecated import renamed_keywords
@@ -23,20 +23,15 @@ from cp_dtensor.api.transformers_private import PASSED_ON, table_of
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.attention.merge import merge
-from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.autograd import Attention, BoundCall
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    check_qkv,
-    positive_scale,
-    refuse_unsupported_sdpa,
-    sequence_ranks,
-)
-from cp_dtensor.engine.named_masks import is_name, named_mask
-from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.engine.arguments import check_qkv, positive_scale, refuse_unsupported_sdpa
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.contexts import innermost
+from cp_dtensor.engine.handles import is_handle, value_of
+from cp_dtensor.engine.run import run_backward_again
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer
@@ -52,7 +47,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
     # models of transformers
     "PASSED_ON", "PROVIDER", "is_model", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
-    "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
+    "is_handle", "value_of", "ModelMask", "table_of", "ranks_of_context",
     # autograd and compiler
     "current_backward", "never_compiled", "version_of",
     # patches of other programs
@@ -62,8 +57,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
 
 def ranks_of_context() -> SequenceRanks | None:
     """The ranks of the innermost open context of this thread; None outside of contexts."""
-    context = innermost_context()
-    return None if context is None else context.config.ranks
+    context = innermost()
+    return None if context is None else context.call.ranks
 
 
 def default_rotate_method() -> str:
@@ -90,9 +85,11 @@ def ring_attention_by_backend(
         TypeError, ValueError: arguments that do not fit.
         NotImplementedError: the backend cannot compute it.
     """
-    q, call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
-    out, lse, _ = Attention.apply(q, k, v, None, None, NO_MODIFIERS, call, True)
-    return out, lse
+    call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
+    try:
+        return attend(call, Tensors(q, k, v), needs_lse=True)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error
 
 
 def ring_attention_backward(
@@ -109,13 +106,13 @@ def ring_attention_backward(
     Returns:
         (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v. Raises as there.
     """
+    call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
     with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
         leaf = q.detach().requires_grad_()
-        scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
-    call.begin(q, backward=True)
-    with torch.no_grad(), no_autocast(q), call:
-        saved = call.plan.remake_saved(scaled.detach(), k, v, out, lse, call.values())
-        grad_q, grad_k, grad_v = call.plan.backward(grad_out, saved, call.values(), None)
+        scaled, positive = positive_scale(leaf, scale)
+    with torch.no_grad():
+        t = Tensors(scaled.detach(), k, v)
+        grad_q, grad_k, grad_v = run_backward_again(replace(call, scale=positive), t, grad_out, out, lse)
     if scaled is not leaf:
         (grad_q,) = torch.autograd.grad(scaled, leaf, grad_q)
     return grad_q, grad_k, grad_v
@@ -124,13 +121,7 @@ def ring_attention_backward(
 def _ring_call(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
     scale: float | None, seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, BoundCall]:  # fmt: skip
-    """The queries, multiplied so that the scale is positive, and the planned call."""
+) -> Call:  # fmt: skip
     check_qkv(q, k, v, enable_gqa=True)
-    config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
-    q, scale = positive_scale(q, scale)
-    allowed = only_backend(backend)
-    try:
-        return q, bound_call(q, k, v, config, seq_len, mask, NO_MODIFIERS, scale, allowed)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error
+    call = Call.of(mesh, method="ring", layout=layout, mask=mask, scale=scale, seq_len=seq_len)
+    return replace(call, backends=only_backend(backend))

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import config_around, with_inherited, with_inherited_in_trace
 from cp_dtensor.api.dtensor_attention import dtensor_attention, refuse_other_place, sequence_ranks_of
-from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.attend import attend, attend_traced, modifiers_of
-from cp_dtensor.engine.compiled_spec import CallKeys, Parts, keys_of, made_of, parts_of
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    check_qkv,
+from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, tensors_of
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import (
+    Call,
     checked_bool,
+    checked_dropout_p,
     checked_mask,
     checked_method,
-    checked_seq_len,
-    refuse_dtensors,
+    checked_pair,
+    checked_softcap,
+    softmax_scale,
 )
+from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
+from cp_dtensor.engine.contexts import around, inherited
+from cp_dtensor.engine.handles import Parts, made_of, parts_of
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -109,26 +114,18 @@ def context_parallel_attention(
 
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509), USP (arXiv 2405.07719).
     """
-    lengths = None if seq_len is None else checked_seq_len(seq_len)
     q, k, v = cast_by_autocast(q), cast_by_autocast(k), cast_by_autocast(v)
     check_qkv(q, k, v, enable_gqa)
+    options = Options(
+        mesh, method, is_causal, mask, dropout_p, softcap, scale, layout, rotate_method, deterministic, seq_len, replay,
+        debug,
+    )  # fmt: skip
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-        _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
-        checked_method(method)
-        if mask is None:
-            around = config_around("context_parallel_attention", sequence_ranks_of(q, k, v), mask=True)
-            mask = None if around is None else around.mask
-        out, lse = dtensor_attention(
-            q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
-            softcap=softcap, scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
-            deterministic=checked_bool("deterministic", deterministic), replay=checked_bool("replay", replay),
-            needs_lse=return_lse,
-        )  # fmt: skip
+        out, lse = attend_dtensors(q, k, v, attn_mask, sinks, options, return_lse)
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
         out, lse = attend_shards(
-            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks, softcap=softcap), scale,
-            lengths, return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal, replay,
+            "context_parallel_attention", tensors_of(q, k, v, attn_mask, sinks), options, return_lse
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -178,52 +175,90 @@ def ulysses_attention(
     )  # fmt: skip
 
 
-def _refuse_of_shards_only(
-    q: DTensor, k: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: tuple[int, int] | None, debug: bool
-) -> None:  # fmt: skip
-    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths."""
-    if torch.compiler.is_dynamo_compiling():
-        raise NotImplementedError(
-            "in compiled code, context_parallel_attention takes no DTensors: call F.scaled_dot_product_attention "
-            "under enable_context_parallel_dispatcher()"
-        )
-    refuse_other_place("context_parallel_attention", q, mesh, layout, lengths, (q.size(2), k.size(2)))
-    if debug:
-        raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
+class Options(NamedTuple):
+    """Arguments of public functions besides tensors, which `Call.of` checks."""
+
+    mesh: Mesh | None
+    method: str = "auto"
+    is_causal: bool = False
+    mask: Mask | None = None
+    dropout_p: float = 0.0
+    softcap: float = 0.0
+    scale: float | None = None
+    layout: Layout | None = None
+    rotate_method: str | None = None
+    deterministic: bool = False
+    seq_len: int | tuple[int, int] | None = None
+    replay: bool = False
+    debug: bool = False
+
+    def call(self) -> Call:
+        """Return the call of these arguments."""
+        return Call.of(**self._asdict())
 
 
-def attend_shards(
-    owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, scale: float | None,
-    lengths: tuple[int, int] | None, needs_lse: bool, mesh: Mesh | None, method: str, layout: Layout | None,
-    rotate_method: str | None, debug: bool, deterministic: bool, mask: Mask | None, is_causal: bool,
-    replay: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)` of local shards, by the arguments of a public function, `owner`."""
+def attend_shards(owner: str, t: Tensors, options: Options, needs_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `(out, lse)` of local shards, by the arguments of a public function, `owner`."""
     if torch.compiler.is_dynamo_compiling():
-        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        keys = _keys(
-            owner, mesh, method, parts_of(layout), rotate_method, debug, deterministic, parts_of(mask), bool(is_causal)
-        )
-        return attend_traced(q, k, v, keys, scale=scale, modifiers=modifiers, lengths=lengths, needs_lse=needs_lse)
-    config = AttentionConfig.of(
-        mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic, replay=replay
-    )
-    config = with_inherited(owner, config, layout=layout is None, mask=mask is None)
-    return attend(
-        q, k, v, config, mask=checked_mask(mask, is_causal), scale=scale, modifiers=modifiers, lengths=lengths,
-        needs_lse=needs_lse,
-    )  # fmt: skip
+        factors = [
+            softmax_scale(t.q.size(3), options.scale), checked_softcap(options.softcap),
+            checked_dropout_p(options.dropout_p),
+        ]  # fmt: skip
+        pair = checked_pair(options.seq_len) or (-1, -1)
+        constants = _constants(
+            owner, options.mesh, options.method, options.is_causal, parts_of(options.mask), parts_of(options.layout),
+            # Dynamo guards the process default.
+            transport_by_name(options.rotate_method).name, options.deterministic, options.debug,
+        )  # fmt: skip
+        return attend_traced(constants, t, factors, [*pair, 0, 0], needs_lse)
+    call = inherited(owner, options.call(), layout=options.layout is None, mask=options.mask is None)
+    return attend(call, t, needs_lse=needs_lse)
 
 
 @_torch.constant_in_trace
-def _keys(
-    owner: str, mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool,
-    deterministic: bool, mask: Parts | None, is_causal: bool,
-) -> CallKeys:  # fmt: skip
-    """The keys of a call in compiled code."""
-    config = AttentionConfig.of(mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic)
-    config = with_inherited_in_trace(owner, config, layout=layout is None, mask=mask is None)
-    return keys_of(config, checked_mask(made_of(mask), is_causal))
+def _constants(
+    owner: str, mesh: Mesh | None, method: str, is_causal: bool, mask: Parts | None, layout: Parts | None,
+    rotate_method: str, deterministic: bool, debug: bool,
+) -> Constants:  # fmt: skip
+    """Return the constants of a call in compiled code."""
+    call = Call.of(
+        mesh, method=method, is_causal=is_causal, mask=made_of(mask), layout=made_of(layout),
+        rotate_method=rotate_method, deterministic=deterministic, debug=debug,
+    )  # fmt: skip
+    return constants_of(inherited(owner, call, layout=layout is None, mask=mask is None, traced=True))
+
+
+def attend_dtensors(
+    q: DTensor, k: DTensor, v: DTensor, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None, options: Options,
+    needs_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return `(out, lse)` of DTensors, which know their mesh, their layout and their lengths.
+
+    Raises:
+        NotImplementedError: in compiled code, and with `debug`, which compares shards.
+        ValueError: a mesh, a layout or lengths besides those of the DTensors.
+    """
+    owner = "context_parallel_attention"
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            f"in compiled code, {owner} takes no DTensors: call F.scaled_dot_product_attention under "
+            "enable_context_parallel_dispatcher()"
+        )
+    lengths = q.size(2), k.size(2)
+    refuse_other_place(owner, q, options.mesh, options.layout, checked_pair(options.seq_len), lengths)
+    if options.debug:
+        raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
+    checked_method(options.method)
+    mask = options.mask
+    if mask is None:
+        context = around(owner, sequence_ranks_of(q, k, v), mask=True)
+        mask = None if context is None else context.call.mask
+    return dtensor_attention(
+        q, k, v, mask=checked_mask(mask, options.is_causal), attn_mask=attn_mask, dropout_p=options.dropout_p,
+        sinks=sinks, softcap=options.softcap, scale=options.scale, enable_gqa=True, method=options.method,
+        rotate_method=options.rotate_method, deterministic=checked_bool("deterministic", options.deterministic),
+        replay=checked_bool("replay", options.replay), needs_lse=needs_lse,
+    )  # fmt: skip
 
 
 def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cp_dtensor.api.functional import attend_shards, cast_by_autocast
-from cp_dtensor.engine.attend import modifiers_of
-from cp_dtensor.engine.config import Mesh, check_tensors, checked_seq_len, expect, refuse_dtensors
+from cp_dtensor.api.functional import Options, attend_shards, cast_by_autocast
+from cp_dtensor.comm.groups import Mesh
+from cp_dtensor.engine.arguments import check_tensors, expect, refuse_dtensors, tensors_of
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -67,17 +67,16 @@ def context_parallel_mla(
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
-    lengths = None if seq_len is None else checked_seq_len(seq_len)
     refuse_dtensors(q=q, latent=latent, k_rope=k_rope, up=up, attn_mask=attn_mask, sinks=sinks)
     q, latent, k_rope, up = map(cast_by_autocast, (q, latent, k_rope, up))
     _check(q, latent, k_rope, up)
     of_heads = up.unflatten(0, (q.size(1), -1))
-    latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
-    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks, up=of_heads, softcap=softcap)
-    out, lse = attend_shards(
-        "context_parallel_mla", q, latent, k_rope, modifiers, scale, lengths, return_lse, mesh, method, layout,
-        rotate_method, debug, deterministic, mask, is_causal,
+    t = tensors_of(q, latent.unsqueeze(1), k_rope.unsqueeze(1), attn_mask, sinks, of_heads)
+    options = Options(
+        mesh, method, is_causal, mask, dropout_p, softcap, scale, layout, rotate_method, deterministic, seq_len,
+        debug=debug,
     )  # fmt: skip
+    out, lse = attend_shards("context_parallel_mla", t, options, return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.sequence_arguments import layer
-from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, softmax_scale
+from cp_dtensor.comm.groups import Mesh
+from cp_dtensor.engine.arguments import check_devices, check_tensors
+from cp_dtensor.engine.call import softmax_scale
 from cp_dtensor.engine.layers import LinearRecurrence
 from cp_dtensor.engine.recurrence import METHODS
 from cp_dtensor.spec.layouts import Layout
@@ -318,7 +320,7 @@ def _recurrence(
                 f"{tuple(initial.shape)}"
             )
     operation = LinearRecurrence, (
-        owner, None if scale is None else softmax_scale(q, scale), bool(normalizes), bool(returns_state), method,
+        owner, None if scale is None else softmax_scale(q.size(-1), scale), bool(normalizes), bool(returns_state), method,
     )  # fmt: skip
     q, k = _divided_as(v, q), _divided_as(v, k)
     out, final = layer(

@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import refuse_traced_transforms
 from cp_dtensor._torch.tensors import indexable, no_autocast
-from cp_dtensor.api.active_context import config_around, current_context
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
 from cp_dtensor.api.sharding import checked_sequence_dim, refuse_first_dim
-from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
-from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, checked_layout, checked_length, sequence_ranks
+from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
+from cp_dtensor.engine.arguments import check_devices, check_tensors
+from cp_dtensor.engine.call import checked_layout, checked_length
+from cp_dtensor.engine.contexts import around, current
+from cp_dtensor.engine.handles import Parts, made_of, parts_of
 from cp_dtensor.engine.layers import Inputs, traced_layer
-from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
+from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, traced_moved
 from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
 from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
@@ -106,20 +107,22 @@ def _call(
     owner: str, place: _Place, operation: Any, cu_seqlens: Any, dim_is_first: bool
 ) -> tuple[SequenceCall, tuple[int, ...]]:
     """The call with what it takes over from the context around it, and the edges of its documents."""
-    ranks, layout, declared, mask = place.ranks(), place.layout, None, None
+    ranks, layout, mask = place.ranks(), place.layout, None
+    lengths: tuple[int, ...] = ()
     edges = document_edges(owner, cu_seqlens)
-    around = config_around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
-    if around is not None:
-        layout = around.layout if layout is None else layout
-        declared = around.declared_lengths
-        if cu_seqlens is None and around.mask is not None:
-            edges = _documents_of(owner, around.mask)
-            mask = around.mask if edges else None
+    context = around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
+    if context is not None:
+        outer = context.call
+        layout = outer.layout if layout is None else layout
+        lengths = outer.lengths
+        if cu_seqlens is None and outer.mask is not None:
+            edges = _documents_of(owner, outer.mask)
+            mask = outer.mask if edges else None
     layout = checked_layout(layout)
     for each in (layout, *([operation.target] if isinstance(operation, Relayout) else [])):
         if dim_is_first:
             refuse_first_dim(owner, each)
-    return SequenceCall(owner, names_of(ranks), layout, operation, declared, mask), edges
+    return SequenceCall(ranks, layout, lengths, owner=owner, operation=operation, mask=mask), edges
 
 
 def _traced_call(
@@ -138,9 +141,8 @@ def _constants(
     refuse_traced_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
     ranks = place.ranks()
-    around = config_around(owner, ranks, layout=layout is None, mask=inherits_documents)
-    differs = around is not None and CompiledCallSpec.of(around).reads_context
-    if around is not None and differs and (inherits_documents or around.layout.only_length is not None):
+    context = around(owner, ranks, layout=layout is None, mask=inherits_documents)
+    if context is not None and context.varies and (inherits_documents or context.call.layout.only_length is not None):
         raise NotImplementedError(
             f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, takes "
             "over neither: pass layout= and cu_seqlens= ([0] for one document)"
@@ -157,7 +159,7 @@ def _constants(
                 f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
             )
         rows = call.operation.rows_out(SequenceLayout(call.layout, seq_len, ranks.size), ranks.rank)
-    return sequence_calls.key_of(call), rows
+    return call.key, rows
 
 
 def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
@@ -226,9 +228,9 @@ class _Place:
     def ranks(self) -> SequenceRanks:
         """The ranks that share the sequence."""
         if self.mesh == IN_CONTEXT:
-            context = current_context()
+            context = current()
             assert context is not None
-            return context.config.ranks
+            return context.call.ranks
         if self.axes is None:
             return sequence_ranks(self.mesh)
         return SequenceRanks.along(self.mesh, self.axes)

@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import ActiveContext, current_context, innermost_context, open_local_sdpa
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.api.transformers_checks import (
     PROVIDER,
@@ -56,8 +55,9 @@ from cp_dtensor.api.transformers_private import (
     warn_of_version,
 )
 from cp_dtensor.api.transformers_towers import is_model
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.named_masks import name_of
+from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.contexts import OpenContext, current, innermost, queries_alone
+from cp_dtensor.engine.handles import handle_of
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
 
@@ -181,12 +181,12 @@ def _refuse_shift() -> None:
     )
 
 
-def sharding_context() -> ActiveContext | None:
+def sharding_context() -> OpenContext | None:
     """Return the context in which models see shards; None outside, and where attention is left to each rank."""
-    context = innermost_context()
-    if context is None or context.config.ranks.size == 1 or open_local_sdpa(context) is not None:
+    context = innermost()
+    if context is None or context.call.ranks.size == 1 or queries_alone(context) is not None:
         return None
-    return current_context()
+    return current()
 
 
 # Models
@@ -268,7 +268,7 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _checked_positions(
-    context: ActiveContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor, is_joined: bool
+    context: OpenContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor, is_joined: bool
 ) -> torch.Tensor:
     """Return (B, S) position ids of the whole sequence; warn of documents that a cache joins.
 
@@ -280,10 +280,10 @@ def _checked_positions(
             f"expected position_ids of this rank's {embeds.size(1)} tokens, got {position_ids.size(-1)}: "
             "make position_ids of the whole sequence one of the context's buffers"
         )
-    whole = whole_positions(position_ids, embeds.size(0), context.config)
+    whole = whole_positions(position_ids, embeds.size(0), context.call)
     _refuse_counted_positions(context, position_ids, whole)
     _refuse_rope_by_length(config, whole)
-    kept_apart = context.config.mask is not None or (  # the caller says which tokens see each other
+    kept_apart = context.call.mask is not None or (  # the caller says which tokens see each other
         implementation_of(config) == PROVIDER and "cu_seq_lens_q" in context.seen
     )
     if is_joined and not kept_apart and (whole.diff(dim=1) != 1).any():
@@ -291,7 +291,7 @@ def _checked_positions(
     return whole
 
 
-def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
+def _refuse_counted_positions(context: OpenContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
     """Refuses position ids that a model has counted in each shard, unless a buffer of the context has them."""
     length = position_ids.size(-1)
 
@@ -304,9 +304,9 @@ def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor
             for shard in context.buffers
         )
         # The first rank's part of arange(seq_len) is what the model has counted.
-        return all(context.config.ranks.gather_integers(int(given), position_ids.device))
+        return all(context.call.ranks.gather_integers(int(given), position_ids.device))
 
-    refuse_counted_positions(whole, context.config, are_given)
+    refuse_counted_positions(whole, context.call, are_given)
 
 
 @lru_cache(maxsize=1)
@@ -340,7 +340,7 @@ def _sdpa_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if mask is None:
         return original(*args, **kwargs)
     if context is not None:
-        value = mask.mask_for(context.config)  # refused here, where the model is
+        value = mask.mask_for(context.call)  # refused here, where the model is
         # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
         is_plain = (kwargs.get("allow_is_causal_skip", True) and value == Causal()) or (
             kwargs.get("allow_is_bidirectional_skip", False) and value == Full()
@@ -348,7 +348,7 @@ def _sdpa_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # transformers takes a single query for the next token after a cache, which sees all keys
         if is_plain and mask.fewest_queries > 1:
             return None
-    return name_of(mask)
+    return handle_of(mask)
 
 
 provider_mask = _sdpa_mask
@@ -361,11 +361,11 @@ def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     mask = None if context is None else _model_mask(original, context, *args, **kwargs)
     if mask is None or context is None:
         return original(*args, **kwargs)
-    return block_mask_of(mask, context.config, kwargs["batch_size"], torch.device(kwargs.get("device", "cpu")))
+    return block_mask_of(mask, context.call, kwargs["batch_size"], torch.device(kwargs.get("device", "cpu")))
 
 
 def _model_mask(
-    original: Callable[..., Any], context: ActiveContext | None, *args: Any, **kwargs: Any
+    original: Callable[..., Any], context: OpenContext | None, *args: Any, **kwargs: Any
 ) -> ModelMask | None:
     """Return the mask that a model asks for; outside of contexts None if masking_utils did not ask for it."""
     request = MaskRequest.of_padding(kwargs.get("attention_mask"))
@@ -388,9 +388,9 @@ def _model_mask(
     )  # fmt: skip
 
 
-def block_mask_of(mask: ModelMask, config: AttentionConfig, batch_size: int, device: torch.device) -> BlockMask:
+def block_mask_of(mask: ModelMask, call: Call, batch_size: int, device: torch.device) -> BlockMask:
     """Return the block mask of a model's mask, for the whole sequence."""
-    value = mask.mask_for(config)
+    value = mask.mask_for(call)
     q_len, kv_len = mask.whole
     rows = [_key_ends(value.of_batch_row(row), q_len, kv_len) for row in range(value.batch_size or 1)]
     most = max(lo.size(0) for lo, _ in rows)

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import current_context
 from cp_dtensor.api.recurrent import gated_delta_rule, kda, mamba2
 from cp_dtensor.api.sequence import causal_conv1d
 from cp_dtensor.api.sequence_arguments import IN_CONTEXT
 from cp_dtensor.api.transformers_private import MODELING_UTILS, PASSED_ON, kernel_name
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.engine.lengths import global_length, known_length
+from cp_dtensor.engine.agreement import length_of
+from cp_dtensor.engine.contexts import current
 
 Function = Callable[..., Any]
 _CONTEXT: Any = IN_CONTEXT
@@ -166,19 +166,16 @@ def _with_whole_positions(
 @_torch.never_compiled
 def _positions_before(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
-    context = current_context()
+    context = current()
     assert context is not None
-    config, ranks = context.config, context.config.ranks
-    if len(config.layout.batch_groups(2)) > 1:
+    call, ranks = context.call, context.call.ranks
+    if len(call.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
-            f"attn_temperature_tuning takes positions that are the same in all batch rows, got {config.layout}: use "
+            f"attn_temperature_tuning takes positions that are the same in all batch rows, got {call.layout}: use "
             "another layout"
         )
-    whole = known_length(length, config.declared_lengths or (), config.layout, ranks.rank, ranks.size)
-    if whole is None:
-        lengths = [each for (each,) in ranks.gather_integers([length], device)]
-        whole = global_length(lengths, config.layout, "hidden state")
-    positions = positions_of(config.layout.segments(whole, ranks.rank, ranks.size, 0), device)
+    whole = length_of(call, length)
+    positions = positions_of(call.layout.segments(whole, ranks.rank, ranks.size, 0), device)
     return positions - torch.arange(length, device=device)
 
 
@@ -247,11 +244,11 @@ def _scaled_by_whole_counts(
     forward: Function, module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    context = current_context()
+    context = current()
     assert context is not None
     is_mask = input_ids == module.mask_token_id
     kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    masks, lengths = context.config.ranks.gather(torch.stack([is_mask.sum(-1), kept.sum(-1).long()])).sum(0)
+    masks, lengths = context.call.ranks.gather(torch.stack([is_mask.sum(-1), kept.sum(-1).long()])).sum(0)
     embeddings = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     share = (masks.float() / lengths)[:, None, None]
     # Without input_ids, forward does the rest and scales nothing.

@@ -19,9 +19,9 @@ import torch
 from cp_dtensor.api.sharding import gathered_shards
 from cp_dtensor.api.transformers_private import MASKING_UTILS, REMAP
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.lengths import global_length
-from cp_dtensor.engine.named_masks import NamedMask
+from cp_dtensor.engine.agreement import global_length
+from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.run import CallMask, NamedMask
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, SlidingWindow, mask_intersection
@@ -105,21 +105,25 @@ class ModelMask(NamedMask):
     """Numbers of queries and keys of all ranks, once known: the ranks decide alike by them."""
     _known: dict[Any, Mask] = field(default_factory=dict)
 
-    def mask_for(self, config: AttentionConfig) -> Mask:
+    def of_call(self, call: Call) -> CallMask:
+        return CallMask(self.mask_for(call))
+
+    def mask_for(self, call: Call) -> Mask:
+        """Return the mask of the whole sequence; the first call with some ranks and layout is a collective."""
         if self.request.is_cached:
             raise NotImplementedError(NO_CACHE)
-        key = (config.ranks, config.layout)
+        key = (call.ranks, call.layout)
         if key not in self._known:
-            self._known[key] = self._found(config)
+            self._known[key] = self._found(call)
         return self._known[key]
 
-    def _found(self, config: AttentionConfig) -> Mask:
-        q_len, kv_len, kept = self._whole_lengths(config)
+    def _found(self, call: Call) -> Mask:
+        q_len, kv_len, kept = self._whole_lengths(call)
         padding = None if kept is None else [_kept_ranges(row) for row in kept.tolist()]
         positions, packed = self.request.positions, self.request.whole
         if positions is not None and packed is None:
-            packed = whole_positions(positions, self.batch_size, config)
-            refuse_counted_positions(packed, config)
+            packed = whole_positions(positions, self.batch_size, call)
+            refuse_counted_positions(packed, call)
         if packed is not None and (packed.diff(dim=1) == 1).all():
             packed = None
         rows, found = [], dict[tuple[int, int], Mask | None]()
@@ -140,9 +144,9 @@ class ModelMask(NamedMask):
             rows.append(mask)
         return rows[0] if len({*rows}) == 1 else Batched(rows)
 
-    def _whole_lengths(self, config: AttentionConfig) -> tuple[int, int, torch.Tensor | None]:
+    def _whole_lengths(self, call: Call) -> tuple[int, int, torch.Tensor | None]:
         """Return global numbers of queries and keys, and the whole padding; refuse alike on every rank."""
-        ranks, layout, padding = config.ranks, config.layout, self.request.padding
+        ranks, layout, padding = call.ranks, call.layout, self.request.padding
         given = -1 if padding is None else padding.size(1)
         gathered = ranks.gather_integers([*self.local, given, self.batch_size], self.device)
         of_queries, of_keys, widths, rows = map(list, zip(*gathered, strict=True))
@@ -300,20 +304,18 @@ def _kept_ranges(row: list[bool]) -> list[Span]:
 # Position ids
 
 
-def whole_positions(position_ids: torch.Tensor, batch_size: int, config: AttentionConfig) -> torch.Tensor:
+def whole_positions(position_ids: torch.Tensor, batch_size: int, call: Call) -> torch.Tensor:
     """Return (B, S) position ids of the whole sequence on the CPU, from this rank's; a collective."""
     if position_ids.dim() != 2:
         raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(position_ids.shape)}")
     rows = position_ids.expand(batch_size, -1).contiguous()
-    return gathered_shards(rows, config.layout, config.ranks, "position_ids").cpu()
+    return gathered_shards(rows, call.layout, call.ranks, "position_ids").cpu()
 
 
-def refuse_counted_positions(
-    whole: torch.Tensor, config: AttentionConfig, are_given: Callable[[], bool] = lambda: False
-) -> None:
+def refuse_counted_positions(whole: torch.Tensor, call: Call, are_given: Callable[[], bool] = lambda: False) -> None:
     """Refuse position ids (B, S) that ranks counted in their shards, unless `are_given()`; on every rank alike."""
-    length, ranks = whole.size(1), range(config.ranks.size)
-    by_rank = [config.layout.segments(length, rank, len(ranks), 0) for rank in ranks]
+    length, ranks = whole.size(1), range(call.ranks.size)
+    by_rank = [call.layout.segments(length, rank, len(ranks), 0) for rank in ranks]
     parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
     counted = all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts)
     if len(parts) > 1 and counted and not are_given():

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.active_context import ActiveContext, current_context, open_local_sdpa, refuse_sinks
+from cp_dtensor import _torch
 from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
-from cp_dtensor.engine.attend import attend_packed
-from cp_dtensor.engine.config import Mesh, check_tensors, expect
-from cp_dtensor.spec.documents import Documents
+from cp_dtensor.comm.groups import Mesh
+from cp_dtensor.engine.arguments import check_tensors, expect, refuse_sinks
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.contexts import OpenContext, current, queries_alone
+from cp_dtensor.engine.handles import Keys, fake_handle, handle_of
+from cp_dtensor.engine.run import CallMask, NamedMask
+from cp_dtensor.spec.documents import Documents, PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
 
@@ -188,12 +195,38 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
             )
     if call["cu_seq_k"] is None:
         raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
-    out, lse = attend_packed(
-        *heads_first_of_packed(*tensors), context.config, (call["cu_seq_q"], call["cu_seq_k"]),
-        within=bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1)), scale=call["scale"],
-    )  # fmt: skip
+    within = bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1))
+    traced, views = _torch.is_traced(q), heads_first_of_packed(*tensors)
+    if traced:
+        checked_lengths(context.call.lengths)
+    documents = torch.ops.cp_dtensor.documents(call["cu_seq_q"], call["cu_seq_k"], _within.key_of(within))
+    t = Tensors(*views, mask=documents)
+    out, lse = attend(context.inside(None, call["scale"], traced=traced), t, needs_lse=True)
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which varlen_attn does not have
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0), random_state
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDocuments(NamedMask):
+    """Documents of whole sequences of batch rows, one after the other."""
+
+    edges: PackedEdges
+    within: Mask
+    """The mask inside of each document."""
+
+    def of_call(self, call: Call) -> CallMask:
+        rows, pair = self.edges.rows_and_lengths(call.lengths)
+        return CallMask(packed_mask(self.edges, rows, pair, self.within), pair, rows)
+
+
+_within = Keys[Mask]("a mask,")
+for _plain in (Full(), Causal("bottom_right")):  # code from disk may need these before this process has traced any
+    _within.key_of(_plain)
+_torch.define_operator(
+    "documents(Tensor cu_seq_q, Tensor cu_seq_k, str within) -> Tensor",
+    lambda queries, keys, within: handle_of(PackedDocuments(PackedEdges.of(queries, keys), _within.value_of(within))),
+    lambda *_: fake_handle(),
+)
 
 
 def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
@@ -205,8 +238,8 @@ def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
         )
 
 
-def _context_of(call: dict[str, Any]) -> ActiveContext | None:
+def _context_of(call: dict[str, Any]) -> OpenContext | None:
     if call["query"].is_meta:
         return None
-    context = current_context()
-    return None if context is None or open_local_sdpa(context) is not None else context
+    context = current()
+    return None if context is None or queries_alone(context) is not None else context

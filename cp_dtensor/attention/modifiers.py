@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import cut
@@ -19,7 +18,7 @@ class Modifiers:
     """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or boolean, False masks."""
     dropout_p: float = 0.0
     seed: Tensor | None = None
-    """() int64, of dropout; None before `drawn`."""
+    """() int64, of dropout."""
     first_batch: int = 0
     """Index of the first batch row among all, on which dropout depends."""
     first_head: int = 0
@@ -53,21 +52,6 @@ class Modifiers:
     def split_lse(self) -> bool:
         """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
         return self.bias is not None and self.bias.is_floating_point()
-
-    @property
-    def need_lse(self) -> bool:
-        """True if backward reads the lse of this rank's rows."""
-        return self.sinks is not None and self.sinks.requires_grad and torch.is_grad_enabled()
-
-    def drawn(self, device: torch.device) -> Modifiers:
-        """Draws a seed if there is dropout.
-
-        The generator is that of the device, as in torch's kernels: activation checkpointing restores the seed, and each
-        replay of a CUDA graph draws another one.
-        """
-        if not self.dropout_p or self.seed is not None:
-            return self
-        return replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))
 
     def value_dim(self, q: Tensor, v: Tensor) -> int:
         """Head dim of the output."""

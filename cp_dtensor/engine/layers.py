@@ -23,7 +23,7 @@ from cp_dtensor.engine.planner import axes_of
 from cp_dtensor.engine.recurrence import METHODS, Rows, axis_of_heads
 from cp_dtensor.engine.recurrence_cost import RecurrenceSpec, recurrence_estimates, slower_axis
 from cp_dtensor.engine.scan import scanned
-from cp_dtensor.engine.sequence import SequenceCall, document_edges, rows_of, sequence_calls
+from cp_dtensor.engine.sequence import SequenceCall, document_edges, rows_of, sequence_call_of
 from cp_dtensor.plan.rows import Edges, Extended, SequenceLayout
 from cp_dtensor.plan.scan import scan_plan
 from cp_dtensor.spec.logs import log_once
@@ -231,7 +231,7 @@ def traced_layer(key: str, tensors: Inputs, cu_seqlens: Tensor | None, seq_len: 
     """Both results of a layer in a program that is being captured; an empty final state if it has none.
 
     Args:
-        key: of the call in `sequence_calls`.
+        key: of the call.
         seq_len: -1 if it is known only when the code runs.
     """
     padded = (*tensors, *[None] * (MOST_TENSORS - len(tensors)))
@@ -240,7 +240,7 @@ def traced_layer(key: str, tensors: Inputs, cu_seqlens: Tensor | None, seq_len: 
 
 
 def _run(tensors: Inputs, cu_seqlens: Tensor | None, key: str, seq_len: int) -> tuple[Tensor, Tensor]:
-    call = sequence_calls.value_of(key)
+    call = sequence_call_of(key)
     edges = document_edges(call.owner, cu_seqlens)
     length = call.operation.length(call, tensors, None if seq_len < 0 else seq_len, edges)
     with no_autocast(tensors[0]):
@@ -258,7 +258,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, key, _ = arguments
     documents = None if cu_seqlens is None or cu_seqlens.numel() == 1 else cu_seqlens.numel() - 1
-    final = sequence_calls.value_of(key).operation.final_state(tensors, documents)
+    final = sequence_call_of(key).operation.final_state(tensors, documents)
     x = tensors[0]
     return x.new_empty(x.shape), x.new_empty(0) if final is None else x.new_empty(final[0], dtype=final[1])
 

@@ -22,7 +22,7 @@ from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.attention.modifiers import Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
-from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
+from cp_dtensor.engine.base import Gradients, Plan, Result, Values
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, Steps, TilePlan
 from cp_dtensor.plan.tiles import Tile
@@ -92,7 +92,7 @@ class Pass(NamedTuple):
     """Values that all tiles of a forward or backward share. Tensors: (B, H, S, ...), this rank's query rows."""
 
     q: torch.Tensor
-    call: CallValues
+    values: Values
     rows: Tensors = ()
     """Of backward: grad_out, out and lse."""
     delta: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ring(AttentionPlan):
+class Ring(Plan):
     """The loop over the steps of a ring: transfers, merges and sums. Subclasses compute a step."""
 
     tile_plan: TilePlan
@@ -131,18 +131,18 @@ class Ring(AttentionPlan):
     def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
         """Shares of dq, dk and dv of a step of backward, for some query heads; k and v are those of the step."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
-        arguments, modifiers = (q, k, v), call.modifiers
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+        arguments, modifiers = (q, k, v), values.modifiers
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
             out = q.new_empty((*q.shape[:3], self.spec.v_head_dim))
             lse = empty_lse(q, q.shape[:3], self.state_dtype, modifiers.split_lse)
             return out, lse, (*arguments, out, lse)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group = self.tile_plan, self.group(call.ranks)
+        plan, group = self.tile_plan, self.group(values.ranks)
         with on_device(q.device):
             result = Accumulator(q, self.state_dtype, self.spec.v_head_dim, floats_of_lse=1 + modifiers.split_lse)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
-            shared = Pass(q, call)
+            shared = Pass(q, values)
             for step in self.steps(plan.forward, transfers, k, v, modifiers):
                 heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
@@ -158,7 +158,7 @@ class Ring(AttentionPlan):
         return out, lse, (*arguments, out, lse)
 
     def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
     ) -> Gradients:
         """Gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
 
@@ -169,7 +169,7 @@ class Ring(AttentionPlan):
         if 0 in q.shape[:2]:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group, modifiers = self.tile_plan, self.group(call.ranks), call.modifiers
+        plan, group, modifiers = self.tile_plan, self.group(values.ranks), values.modifiers
         with on_device(q.device):
             grad_out = in_order_of(out, grad_out)
             grad_q = Accumulator(q, self.state_dtype)
@@ -177,7 +177,7 @@ class Ring(AttentionPlan):
             grad_kv = self.key_value_gradients(k, v, modifiers, grad_transfers)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
             delta = attention_delta(grad_out, out) if self.computes_delta else None
-            shared = Pass(q, call, (grad_out, out, lse), delta, grad_bias)
+            shared = Pass(q, values, (grad_out, out, lse), delta, grad_bias)
             for step in self.steps(plan.backward, transfers, k, v, modifiers):
                 heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
@@ -243,7 +243,7 @@ class RingPlan(Ring):
             if self.backend.takes_modifiers:
                 backend = _with_modifiers(self.backend, tile, heads, shared)
             with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-                partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, shared.call.scale)
+                partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, shared.values.scale)
             parts.append(Part(tile.batch, tile.q, partial))
         return parts
 
@@ -256,7 +256,7 @@ class RingPlan(Ring):
             inputs = (
                 cut(grad_out, batch, heads, span), cut(shared.q, batch, heads, span),
                 cut(k, batch, None, tile.kv), cut(v, batch, None, tile.kv),
-                cut(out, batch, heads, span), cut(lse, batch, heads, span), tile.mask, shared.call.scale,
+                cut(out, batch, heads, span), cut(lse, batch, heads, span), tile.mask, shared.values.scale,
             )  # fmt: skip
             if self.backend.takes_modifiers:
                 backend = _with_modifiers(self.backend, tile, heads, shared)
@@ -272,7 +272,7 @@ class RingPlan(Ring):
 
 def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, shared: Pass) -> AttentionBackend:
     """The backend, with the modifiers and the delta of one tile."""
-    modifiers = shared.call.modifiers
+    modifiers = shared.values.modifiers
     if modifiers.concern_tiles:
         modifiers = modifiers.part(tile.batch, heads, tile.q)
     delta = None if shared.delta is None else cut(shared.delta, tile.batch, heads, tile.q)

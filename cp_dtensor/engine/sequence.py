@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +11,12 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction
-from cp_dtensor.comm.calls import COMPARISON, Signature, begin_pass
+from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
-from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
-from cp_dtensor.engine.compiled_spec import ConstantKeys
-from cp_dtensor.engine.config import refuse_other_lengths
-from cp_dtensor.engine.lengths import global_length, known_length
+from cp_dtensor.engine.agreement import Facts, compare, length_of
+from cp_dtensor.engine.call import Sharding, refuse_other_lengths
+from cp_dtensor.engine.handles import Keys
 from cp_dtensor.plan.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.documents import ascending, edges_of_documents, refuse_ids_and_lengths
@@ -27,60 +25,65 @@ from cp_dtensor.spec.masks import Mask
 
 
 @dataclass(frozen=True)
-class SequenceCall:
-    """A sequence operation without tensors, length and documents. Its `repr` is its key in compiled code."""
+class SequenceCall(Sharding):
+    """A sequence operation without tensors, length and documents."""
 
-    owner: str
+    owner: str = ""
     """The public function, for messages."""
-    groups: tuple[str, ...]
-    layout: Layout
-    operation: Any
+    operation: Any = None
     """A `RowMap`, or a layer (`engine.layers`)."""
-    declared_lengths: tuple[int, ...] | None = None
     mask: Mask | None = None
     """The mask of the context whose documents the call takes over."""
 
     @property
-    def ranks(self) -> SequenceRanks:
-        """The ranks, in this process's groups."""
-        return SequenceRanks(*map(_torch.group_of_name, self.groups))
+    def key(self) -> str:
+        """Text of the call in compiled code, equal in every process, by which `sequence_call_of` finds it."""
+        no_ranks: Any = None  # process groups end before compiled code does
+        return _keys.key_of((self.ranks.names, replace(self, ranks=no_ranks)))
 
     def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges, others: Hashable = ()) -> int:
-        """The global length; ranks exchange their local lengths if nothing else determines it.
+        """The global length. The ranks compare the first call of each signature.
 
-        At the first call of each kind, ranks compare their calls in any case. `others` describes other tensors, whose
-        dtypes and dims the code determines.
+        `others` describes other tensors, whose dtypes and dims the code determines.
 
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
         """
-        ranks = self.ranks
-        kind = self.owner, type(self.layout), x.dtype, *x.shape[1:dim], *x.shape[max(dim + 1, 1) :], others
+        known = refusal = None
         try:
             known = self._known_length(x, dim, seq_len)
-            if known is not None:
-                self.check_edges(edges, known)
-        except ValueError:
-            with suppress(ValueError):  # what this rank refuses says more
-                compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, "refused", edges, others))
-            raise
-        if known is not None:
-            compare_first_call(ranks, kind, x, lambda: self._compared(x, dim, known, edges, others))
-        else:
-            known = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
             self.check_edges(edges, known)
+        except ValueError as error:  # the others may be about to compare
+            refusal = error
+        is_declared = seq_len is not None or self.layout.only_length is not None or known in self.lengths
+        shape = [size for each, size in enumerate(x.shape) if each != dim]
+        signature = self.owner, type(self.layout), x.dtype, *shape[1:], others, is_declared or x.size(dim)
+
+        def facts() -> Facts:
+            return {
+                "function": self.owner, "operation": repr(self.operation), "layout": repr(self.layout),
+                "dtype": str(x.dtype), "shape": shape, "other tensors": others,
+                "seq_len": known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": edges,
+            }  # fmt: skip
+
+        try:
+            compare(self, signature, x, facts)
+        except ValueError:
+            if refusal is None:
+                raise
+        if refusal is not None or known is None:  # what this rank refuses says more
+            assert refusal is not None
+            raise refusal
         # Compiled code and checkpoints compute layers again in backward, which not every rank need do.
         if _torch.current_backward() is None:
-            begin_pass(ranks, _signature(self.owner, x.dtype, self.layout), x)
+            begin_pass(self.ranks, _signature(self.owner, x.dtype, self.layout), x)
         return known
 
-    def _known_length(self, x: Tensor, dim: int, seq_len: int | None) -> int | None:
-        """The length that the caller passed or declared, which fits the local tokens; None if ranks exchange theirs."""
+    def _known_length(self, x: Tensor, dim: int, seq_len: int | None) -> int:
+        """The length that the caller passed or declared, or ranks x local tokens; refuses other shards."""
         ranks, local = self.ranks, x.size(dim)
         if seq_len is None:
-            if not self.declared_lengths and self.layout.only_length is None:
-                return None
-            return known_length(local, self.declared_lengths or (), self.layout, ranks.rank, ranks.size)
+            return length_of(self, local)
         refuse_other_lengths(self.layout, seq_len, self.owner)
         expected = self.layout.local_length(seq_len, ranks.rank, ranks.size)
         if local != expected:
@@ -89,27 +92,6 @@ class SequenceCall:
                 f"{ranks.size}, expected {expected} of {seq_len} tokens in {self.layout}"
             )
         return seq_len
-
-    def _compared(self, x: Tensor, dim: int, seq_len: int | str | None, edges: Edges, others: Hashable) -> list[int]:
-        """The local lengths of all ranks, whose calls are equal but for these. A collective.
-
-        `seq_len`: the global length; None if it is to be found, "refused" if this rank refuses its call.
-        """
-        ranks = self.ranks
-        begin_pass(ranks, COMPARISON, x)
-        shape = [size for each, size in enumerate(x.shape) if each != dim]
-        # Symbols of Dynamo are numbers here. Whether there are gradients is not known in compiled code. Along two
-        # axes, ranks have different groups.
-        digest = hash_of((replace(self, groups=(), mask=None), shape, x.dtype, others, seq_len, edges))
-        lengths, digests = map(list, zip(*ranks.gather_integers([x.size(dim), digest], x.device), strict=True))
-        if odd := odd_ones(digests):
-            raise ValueError(
-                f"{self.owner}: expected equal calls on all ranks, but for the number of local tokens; the call of "
-                f"rank {odd} differs from the others or is refused there (here: {self.operation}, {self.layout}, "
-                f"{x.dtype}, shape {tuple(x.shape)}, other tensors {others or None}, seq_len {seq_len}, documents "
-                f"{edges[:8] or None})"
-            )
-        return lengths
 
     def check_edges(self, edges: Edges, seq_len: int) -> None:
         """Refuses documents beyond the sequence, and what looks like their ids or lengths."""
@@ -139,11 +121,6 @@ def _signature(owner: str, dtype: torch.dtype, layout: Layout) -> Signature:
     return Signature(f"{owner}, {dtype}, {layout}")
 
 
-def names_of(ranks: SequenceRanks) -> tuple[str, ...]:
-    """The names of the process groups of some ranks."""
-    return tuple(_torch.name_of_group(group) for group in (ranks.outer, ranks.inner) if group is not None)
-
-
 def document_edges(owner: str, cu_seqlens: Any) -> Edges:
     """The positions of `cu_seqlens`, integers or a tensor, which is waited for on a GPU; () for None and [0].
 
@@ -154,7 +131,13 @@ def document_edges(owner: str, cu_seqlens: Any) -> Edges:
     return () if edges == (0,) else edges
 
 
-sequence_calls = ConstantKeys[SequenceCall]("a sequence operation,")
+_keys = Keys[tuple[tuple[str, ...], SequenceCall]]("a sequence operation,")
+
+
+def sequence_call_of(key: str) -> SequenceCall:
+    """The call of a key, on this process's groups."""
+    names, call = _keys.value_of(key)
+    return replace(call, ranks=SequenceRanks.of_names(names))
 
 
 # Moving rows
@@ -208,7 +191,7 @@ def traced_moved(key: str, x: Tensor, cu_seqlens: Tensor | None, dim: int, seq_l
     """`moved` in a program that is being captured.
 
     Args:
-        key: of the call in `sequence_calls`.
+        key: of the call.
         seq_len: -1 if it is known only when the code runs.
         rows: of the result; -1 for those of x.
     """
@@ -217,7 +200,7 @@ def traced_moved(key: str, x: Tensor, cu_seqlens: Tensor | None, dim: int, seq_l
 
 
 def _rows(x: Tensor, cu_seqlens: Tensor | None, key: str, dim: int, seq_len: int, _rows_out: int) -> Tensor:
-    call = sequence_calls.value_of(key)
+    call = sequence_call_of(key)
     edges = document_edges(call.owner, cu_seqlens)
     length = call.length(x, dim, None if seq_len < 0 else seq_len, edges)
     with _torch.below_autograd():
@@ -225,7 +208,7 @@ def _rows(x: Tensor, cu_seqlens: Tensor | None, key: str, dim: int, seq_len: int
 
 
 def _rows_back(grad: Tensor, cu_seqlens: Tensor | None, key: str, dim: int, seq_len: int, _rows_in: int) -> Tensor:
-    call = sequence_calls.value_of(key)
+    call = sequence_call_of(key)
     edges = document_edges(call.owner, cu_seqlens)
     # If the length is unknown, the result of the forward has as many rows as its argument.
     length = call.length(grad, dim, None, edges) if seq_len < 0 else seq_len

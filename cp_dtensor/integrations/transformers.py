@@ -27,14 +27,14 @@ from cp_dtensor.api.extension import (
     Mesh,
     ModelMask,
     attention_of_shards,
-    is_name,
-    named_mask,
+    is_handle,
     problems_of,
     provider_mask,
     ranks_of_context,
     sequence_ranks,
     table_of,
     transformers_hooks,
+    value_of,
 )
 
 __all__ = ["ModelBatch", "causal_lm_loss", "check_model", "register"]
@@ -138,7 +138,7 @@ def _attention_alone(
     """Attention of one process, by transformers' own function."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    mask = _mask_alone(attention_mask) if is_name(attention_mask) else attention_mask
+    mask = _mask_alone(attention_mask) if is_handle(attention_mask) else attention_mask
     out: tuple[torch.Tensor, None] = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal
     )
@@ -147,7 +147,7 @@ def _attention_alone(
 
 @torch.compiler.disable
 def _mask_alone(name: torch.Tensor) -> Any:
-    mask = named_mask(name)
+    mask = value_of(name)
     assert isinstance(mask, ModelMask)
     return mask.alone()
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import Contiguous, Documents, HeadTail, Layout, MirroredBatch, PrefixLM, Striped, ring_attention
-from cp_dtensor.engine.config import refuse_unsupported_sdpa
+from cp_dtensor.engine.arguments import refuse_unsupported_sdpa
 
 RANKS = 3
 

@@ -25,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Causal, ContextParallel, Contiguous, Full, HeadTail, Layout, Mask, Striped, context_parallel
-from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor.engine.contexts import innermost
 
 RANKS, LENGTH, HEADS = 3, 13, 4
 Function = Callable[..., torch.Tensor]
@@ -213,9 +213,9 @@ def test_deterministic() -> None:
 
     class Seen(nn.Module):
         def forward(self) -> None:
-            context = innermost_context()
+            context = innermost()
             assert context is not None
-            found.append((context.config.deterministic, "deterministic" in context.key))
+            found.append((context.call.deterministic, "deterministic" in context.key))
 
     def body(_rank: int) -> None:
         with context_parallel(dist.group.WORLD, deterministic=True):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
-from cp_dtensor.engine.compiled_spec import pending_backwards
+from cp_dtensor.engine.contexts import pending
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
 
@@ -240,8 +240,8 @@ def reentrant(rank: int) -> None:
 
 
 def with_nothing_outstanding(rank: int, body: Callable[[int], None]) -> None:
-    """Processes are shared, and passes whose backward is refused stay pending_backwards."""
-    with mock.patch.dict(pending_backwards._passes, clear=True):
+    """Processes are shared, and passes whose backward is refused stay pending."""
+    with mock.patch.dict(pending._passes, clear=True):
         body(rank)
 
 

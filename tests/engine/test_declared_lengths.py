@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from cp_dtensor.engine.lengths import known_length
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_dtensor.engine.lengths import known_length
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()])

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.engine import planner
-from cp_dtensor.engine.autograd import CallValues
+from cp_dtensor.engine.base import Values
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import head_stages
@@ -132,7 +132,7 @@ def test_no_kernel_sees_a_minus_sign_that_torch_leaves_for_later(method: str, mo
 
     def looked_at(run: Any) -> Any:
         def call(self: Any, *args: Any) -> Any:
-            values = next(each for each in args if isinstance(each, CallValues))
+            values = next(each for each in args if isinstance(each, Values))
             tensors = [each for each in (*args, values.modifiers.bias) if isinstance(each, torch.Tensor)]
             seen.extend(each.is_neg() for each in tensors)
             return run(self, *args)

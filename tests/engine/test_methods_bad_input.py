@@ -30,7 +30,7 @@ from cp_dtensor import (
     ring_attention,
     ulysses_attention,
 )
-from cp_dtensor.engine.config import sequence_ranks
+from cp_dtensor.comm.groups import sequence_ranks
 
 RANKS = 4
 MOVING = {"AllToAllBase", "AllToAll", "AllGather", "ReduceScatter"}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dtensor import Causal, Contiguous, Full, HeadTail, Mask, SlidingWindow, context_parallel
 from cp_dtensor.api.transformers_masks import MaskRequest, ModelMask
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.call import Call
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
@@ -58,8 +58,8 @@ def model_mask(case: Case, length: int, request: MaskRequest, rows: int = 2) -> 
     return ModelMask(case[0], request, rows, (length, length), torch.device("cpu"), case[1])
 
 
-def config_of_two_ranks() -> AttentionConfig:
-    return AttentionConfig.of(init_device_mesh("cpu", (2,)), "auto", HeadTail(), None, debug=False)
+def config_of_two_ranks() -> Call:
+    return Call.of(init_device_mesh("cpu", (2,)))
 
 
 @pytest.mark.parametrize("name", functions())
