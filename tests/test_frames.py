@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -44,7 +43,7 @@ CAPS = {
     "ulysses in a context": Cap(277, 264),  # 150, 150
     "ulysses": Cap(283, 264),  # 150, 150
     "transformers": Cap(2126, 167),  # 300, 125
-    "enter and leave": Cap(253),  # 80, and the patches of the first context of a process, 157 today
+    "enter and leave": Cap(253),  # 80, and about 147 of the patches, which the only context of a process installs
     "before the ring": Cap(53),  # 30: frames of a forward in a context until a function of engine/ring.py begins
     "changes of room": Cap(66),  # 40: calls of a forward in a context from one room of the package into another
 }
