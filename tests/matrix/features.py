@@ -27,10 +27,10 @@ from cp_dtensor import (
     context_parallel_attention,
 )
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Any]
+FULL, HEAD_TAIL = Full(), HeadTail()
 SEQ_DIMS = {"q": 2, "k": 2, "v": 2, "bias": 2, "latent": 1, "k_rope": 1, "out": 2, "lse": 2, "grad_out": 2}
 """Sequence dims of tensors that are sharded; others are whole, and their gradients are sums over the ranks."""
-ROPE_DIM, VALUE_DIM, LATENT_DIM = 4, 6, 5
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
     heads: tuple[int, int] = (4, 4)
     """Of queries and of keys."""
     head_dim: int = 8
-    mask: Mask = Full()
+    mask: Mask = FULL
     is_causal: bool = False
     alignment: str | None = None
     """That of the masks that the front makes; None for those of the case."""
@@ -62,13 +62,18 @@ class Case:
     """True if the call or its context is given the global lengths."""
     method: str = "auto"
     transport: str = "auto"
-    layout: Layout = HeadTail()
+    layout: Layout = HEAD_TAIL
     placed: bool = False
     """True for shards as DTensor makes them."""
     latent: bool = False
     """True for latents in place of keys and values."""
     device: str = "cpu"
     seed: int = 0
+
+    @property
+    def latent_dims(self) -> tuple[int, int, int]:
+        """Dims of rotary keys, of values and of latents."""
+        return self.head_dim // 2, self.head_dim * 3 // 4, self.head_dim * 5 // 8
 
     @property
     def seq_len(self) -> tuple[int, int] | None:
@@ -102,12 +107,13 @@ class Case:
             return drawn.to(self.device, getattr(torch, self.dtype))
 
         (q_len, kv_len), (q_heads, kv_heads) = self.lengths, self.heads
+        rope_dim, value_dim, latent_dim = self.latent_dims
         if self.latent:
             drawn = {
-                "q": normal(self.batch, q_heads, q_len, self.head_dim + ROPE_DIM),
-                "latent": normal(self.batch, kv_len, LATENT_DIM),
-                "k_rope": normal(self.batch, kv_len, ROPE_DIM),
-                "up": normal(q_heads * (self.head_dim + VALUE_DIM), LATENT_DIM),
+                "q": normal(self.batch, q_heads, q_len, self.head_dim + rope_dim),
+                "latent": normal(self.batch, kv_len, latent_dim),
+                "k_rope": normal(self.batch, kv_len, rope_dim),
+                "up": normal(q_heads * (self.head_dim + value_dim), latent_dim),
             }
         else:
             drawn = {"q": normal(self.batch, q_heads, q_len, self.head_dim)}
@@ -117,21 +123,16 @@ class Case:
             drawn["bias"] = bias if self.bias == "float" else bias > -0.7
         if self.sinks:
             drawn["sinks"] = normal(q_heads)
-        drawn["grad_out"] = normal(self.batch, q_heads, q_len, VALUE_DIM if self.latent else self.head_dim)
+        drawn["grad_out"] = normal(self.batch, q_heads, q_len, value_dim if self.latent else self.head_dim)
         return drawn
 
 
 # Features. Those of lengths come first: masks are made for the lengths of the case.
 
 
-def _edges(length: int, *parts: int) -> list[int]:
-    """Edges of documents at these twelfths of the length."""
-    return [0, *(length * part // 12 for part in parts), length]
-
-
-def documents(case: Case, *parts: int, within: Mask | None = None) -> Documents:
-    """Documents that end at these twelfths of the queries and of the keys."""
-    q_edges, k_edges = (_edges(length, *parts) for length in case.lengths)
+def documents(case: Case, *parts: int, within: Mask | None = None, covers: bool = True) -> Documents:
+    """Documents that end at these twelfths of the queries and of the keys, and at the end if they cover all."""
+    q_edges, k_edges = ([0, *(length * part // 12 for part in (*parts, *[12] * covers))] for length in case.lengths)
     return Documents(q_edges, None if q_edges == k_edges else k_edges, within=within or Full())
 
 
@@ -145,7 +146,7 @@ FEATURES: dict[str, Feature] = {
     "causal": lambda case: replace(case, is_causal=True),
     "window": lambda case: replace(case, mask=SlidingWindow(5, 2)),
     "documents": lambda case: replace(case, mask=documents(case, 2, 2, 7, within=Causal())),
-    "padding": lambda case: replace(case, mask=Documents([0, case.lengths[0] // 3, case.lengths[0] * 3 // 4])),
+    "padding": lambda case: replace(case, mask=documents(case, 4, 9, covers=False)),
     "batched": lambda case: replace(case, mask=Batched([documents(case, 2 * row + 1, 9) for row in range(case.batch)])),
     "union": lambda case: replace(case, mask=PrefixLM(6) | SlidingWindow(3, 0)),
     "bool_bias": lambda case: replace(case, bias="bool"),
@@ -191,7 +192,7 @@ def _seen(case: Case) -> torch.Tensor:
 
 @lru_cache(None)
 def _dropped(case: Case) -> torch.Tensor:
-    """Returns the factor of each weight on one rank: weights of a call with equal keys, whose values are the identity."""
+    """Returns the factor of each weight on one rank: weights of equal keys, by values of the identity."""
 
     def weights(_rank: int) -> torch.Tensor:
         rows, keys = (case.batch, case.heads[0]), case.lengths[1]
@@ -208,8 +209,8 @@ def _dropped(case: Case) -> torch.Tensor:
 
 
 def same_seeds() -> Any:
-    """Context in which all ranks that are threads draw one seed: they share a generator, and each would draw another."""
-    return mock.patch.object(torch, "randint", lambda *_args, **_options: torch.tensor(1234567))
+    """Context in which ranks that are threads draw one seed: they share a generator, so each would have another."""
+    return mock.patch.object(torch, "randint", return_value=torch.tensor(1234567))
 
 
 def _qkv(case: Case, x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -217,7 +218,7 @@ def _qkv(case: Case, x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     if case.latent:
         expanded = torch.einsum("btr,hdr->bhtd", x["latent"], x["up"].unflatten(0, (case.heads[0], -1)))
         rope = x["k_rope"].unsqueeze(1).expand(-1, case.heads[0], -1, -1)
-        return x["q"], torch.cat([expanded[..., :-VALUE_DIM], rope], -1), expanded[..., -VALUE_DIM:]
+        return x["q"], torch.cat([expanded[..., : case.head_dim], rope], -1), expanded[..., case.head_dim :]
     group = case.heads[0] // case.heads[1]
     return x["q"], x["k"].repeat_interleave(group, 1), x["v"].repeat_interleave(group, 1)
 
@@ -239,7 +240,7 @@ def _dense(case: Case, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     nothing = (logits == float("-inf")).all(-1, keepdim=True)
     weights = logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)[..., : k.size(2)]
     if case.dropout_p:
-        weights = weights * _dropped(_shape_of(case))
+        weights = weights * _dropped(_shape_of(case)).to(weights.dtype)
     return weights @ v, logits.logsumexp(-1)
 
 

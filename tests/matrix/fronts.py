@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -27,8 +29,11 @@ from cp_dtensor import (
     Documents,
     Full,
     HeadTail,
+    Layout,
     Mask,
+    MirroredBatch,
     SlidingWindow,
+    Striped,
     _torch,
     context_parallel,
     context_parallel_attention,
@@ -41,7 +46,7 @@ from cp_dtensor import (
 )
 from cp_dtensor.integrations import torch_experimental, unified
 from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_func
-from matrix.features import FEATURES, Case, Tensors
+from matrix.features import FEATURES, Case, Tensors, with_features
 
 Result = Any
 """out, or (out, lse) if the case needs it."""
@@ -145,9 +150,14 @@ class _Attention(nn.Module):
         return out
 
 
-def _module(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
+def _with_module(case: Case, mesh: DeviceMesh, x: Tensors) -> AbstractContextManager[Any]:
     style = ContextParallel(sinks=x.get("sinks"), **_context_options(case))
-    return parallelize_module(_Attention(), mesh, style)(case, mesh, x)
+    x["module"] = parallelize_module(_Attention(), mesh, style)
+    return nullcontext()
+
+
+def _module(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
+    return x["module"](case, mesh, x)
 
 
 def _placed(case: Case, mesh: DeviceMesh, x: Tensors) -> dict[str, DTensor | None]:
@@ -164,7 +174,7 @@ def _placed(case: Case, mesh: DeviceMesh, x: Tensors) -> dict[str, DTensor | Non
 
     (q_len, kv_len), (q_heads, kv_heads) = case.lengths, case.heads
     shapes = {"q": (case.batch, q_heads, q_len, case.head_dim), "bias": (case.batch, q_heads, q_len, kv_len)}
-    shapes |= {name: (case.batch, kv_heads, kv_len, case.head_dim) for name in "kv"}
+    shapes |= dict.fromkeys("kv", (case.batch, kv_heads, kv_len, case.head_dim))
     return {"sinks": placed("sinks", q_heads), **{name: placed(name, *shape) for name, shape in shapes.items()}}
 
 
@@ -244,9 +254,17 @@ def _mla(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
     )  # fmt: skip
 
 
-def _block_mask(case: Case) -> BlockMask | None:
-    if case.whole_mask == Full():
-        return None
+def _with_block_mask(case: Case, _mesh: DeviceMesh, x: Tensors) -> AbstractContextManager[Any]:
+    x["block mask"] = None if case.whole_mask == Full() else _block_mask(case)
+    return nullcontext()
+
+
+def _context_and_block_mask(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
+    _with_block_mask(case, mesh, x)
+    return _context_without_mask(case, mesh, x)
+
+
+def _block_mask(case: Case) -> BlockMask:
     seen = shown(case.whole_mask, *case.lengths, case.batch).to(case.device)
 
     def mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -261,7 +279,7 @@ def _score_mod(case: Case) -> Any:
 
 def _flex(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
     result: Any = context_parallel_flex_attention(
-        x["q"], x["k"], x["v"], block_mask=_block_mask(case), score_mod=_score_mod(case), scale=case.scale,
+        x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=case.scale,
         enable_gqa=case.enable_gqa, rotate_method=case.transport, return_lse=case.needs_lse, **_sharding(case, mesh),
     )  # fmt: skip
     return (result[0], result[1].detach()) if case.needs_lse else result
@@ -269,7 +287,7 @@ def _flex(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
 
 def _flex_in_context(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
     result: Any = flex_attention(
-        x["q"], x["k"], x["v"], block_mask=_block_mask(case), score_mod=_score_mod(case), scale=case.scale,
+        x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=case.scale,
         enable_gqa=case.enable_gqa, return_aux=AuxRequest(lse=True) if case.needs_lse else None,
     )  # fmt: skip
     return (result[0], result[1].lse.detach()) if case.needs_lse else result
@@ -281,19 +299,20 @@ def _stand_in() -> AbstractContextManager[Any]:
 
 
 def _provider(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
-    """The function that models of transformers call."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from cp_dtensor.integrations.transformers import register
-
-    out, _ = ALL_ATTENTION_FUNCTIONS[register()](
-        nn.Module(), x["q"], x["k"], x["v"], x.get("bias"), scaling=case.scale, dropout=case.dropout_p,
+    out, _ = x["provider"](
+        x["q"], x["k"], x["v"], x.get("bias"), scaling=case.scale, dropout=case.dropout_p,
         is_causal=case.is_causal, softcap=case.softcap or None, s_aux=x.get("sinks"),
     )  # fmt: skip
     return out.transpose(1, 2)
 
 
-def _context_of_provider(case: Case, mesh: DeviceMesh, _x: Tensors) -> context_parallel:
+def _context_of_provider(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
+    """A context, and the function that models of transformers call."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from cp_dtensor.integrations.transformers import register
+
+    x["provider"] = partial(ALL_ATTENTION_FUNCTIONS[register()], nn.Module())
     # The function takes no `is_causal` beside a mask, as in transformers.
     mask = case.whole_mask if case.bias else case.mask
     return context_parallel(mesh, **{**_context_options(case), "mask": mask})
@@ -339,12 +358,12 @@ TWICE = {"second_derivative": "differentiate twice"}
 FRONTS: dict[str, Front] = {
     "function": Front(_function, refuses=TWICE),
     "ring": Front(_ring, refuses=TWICE),
-    "ulysses": Front(_ulysses, refuses=TWICE),
+    "ulysses": Front(_ulysses, refuses={**TWICE, "2 axes": "expects a mesh of one dim, got two axes"}),
     "context": Front(_sdpa, _context, lacks=SDPA_LACKS, refuses=TWICE, is_live=True),
     "buffers": Front(
         _sdpa_of_buffers, _context_of_buffers, lacks=SDPA_LACKS | {"undeclared"}, refuses=TWICE, is_live=True
     ),
-    "module": Front(_module, lacks=SDPA_LACKS, refuses=TWICE),
+    "module": Front(_module, _with_module, lacks=SDPA_LACKS, refuses=TWICE),
     "dtensor": Front(
         _dtensor, settle=_as_dtensors, lacks=frozenset({"undeclared"}), refuses=TWICE, sums_shares=False
     ),
@@ -358,7 +377,7 @@ FRONTS: dict[str, Front] = {
         lacks=MASKS | {"sinks", "undeclared", "deterministic", "softcap"},
         refuses={
             "bool_bias": "attn_mask is not supported by this operator on sequence shards",
-            "float_bias": "not differentiable with respect to argument 'attn_mask'",
+            "float_bias": "argument 'attn_mask'|attn_mask is not supported",
             "dropout": "dropout is not supported by this operator on sequence shards", "scale<0": "expected scale > 0",
             "scale=0": "expected scale > 0", "second_derivative": "is not implemented",
         },
@@ -369,17 +388,21 @@ FRONTS: dict[str, Front] = {
     "varlen_attn": Front(
         _varlen_attn, _varlen_edges, settle=lambda case, _: replace(case, alignment="bottom_right"),
         lacks=BIASES | {"softcap", "dropout", "union", "padding"}, is_live=True,
-        refuses={**TWICE, "sinks": "varlen_attn does not take the sinks of its context", "undeclared": "needs to know how long the whole sequence of a"},
+        refuses={
+            **TWICE, "sinks": "varlen_attn does not take the sinks of its context",
+            "undeclared": "needs to know how long the whole sequence of a batch row is",
+        },
     ),
     "mla": Front(
         _mla, settle=lambda case, _: replace(case, latent=True), lacks=frozenset({"gqa", "mqa"}), refuses=TWICE,
         slack=2.0,  # latents are expanded first, and K/V rounded once more
     ),
     "flex": Front(
-        _flex, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic", "sinks"}, refuses=TWICE, slack=4.0
+        _flex, _with_block_mask, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic", "sinks"}, refuses=TWICE, slack=4.0
     ),
     "flex_context": Front(
-        _flex_in_context, _context_without_mask, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic"}, is_live=True,
+        _flex_in_context, _context_and_block_mask, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic"},
+        is_live=True,
         refuses={**TWICE, "sinks": "FlexAttention does not take the sinks of its context"}, slack=4.0,
     ),
     "provider": Front(
@@ -390,20 +413,23 @@ FRONTS: dict[str, Front] = {
         lacks=SDPA_LACKS | MASKS | {"sinks", "deterministic"},
     ),
     "zigzag": Front(
-        _zigzag, settle=lambda case, _: replace(case, alignment="bottom_right"), refuses=TWICE,
+        _zigzag, settle=lambda case, _: replace(case, alignment="bottom_right", layout=HeadTail()), refuses=TWICE,
         lacks=BIASES | {"documents", "padding", "batched", "union", "sinks"},
     ),
     "torch_experimental": Front(
-        _sdpa, _torchs_context, _torchs_layout, refuses=TWICE, is_live=True,
+        _sdpa, _torchs_context, _torchs_layout, refuses={**TWICE, "2 axes": "expected a mesh of one dim"}, is_live=True,
         lacks=SDPA_LACKS | MASKS | {"sinks", "deterministic"},
     ),
 }  # fmt: skip
 
 
+def layouts_of(case: Case) -> tuple[Layout, ...]:
+    """Layouts that fit a case."""
+    return HeadTail(), Contiguous(), Striped(1), Striped(3), *([MirroredBatch()] if case.batch > 1 else [])
+
+
 def case_of(name: str, features: tuple[str, ...], ranks: int, base: Case | None = None) -> Case | None:
     """Returns the case of a front with features; None where it cannot express them, or they contradict each other."""
-    from matrix.features import with_features
-
     front = FRONTS[name]
     if front.lacks & set(features):
         return None
@@ -413,3 +439,12 @@ def case_of(name: str, features: tuple[str, ...], ranks: int, base: Case | None 
 
 CELLS = [(name, feature) for name in FRONTS for feature in FEATURES if feature not in FRONTS[name].lacks]
 """All pairs that can be expressed."""
+
+
+def refusals_of(name: str, features: tuple[str, ...], axes: int = 1, compiles: bool = False) -> list[str]:
+    """Returns parts of the messages of a front for features together: of one, of a pair "a+b", and of "2 axes"."""
+    features = (*features, f"{axes} axes")
+    front = FRONTS[name]
+    refuses = {**front.refuses, **front.refuses_compiled} if compiles else front.refuses
+    pairs = ["+".join(pair) for pair in combinations(features, 2)]
+    return [refuses[each] for each in (*features, *pairs) if each in refuses]
