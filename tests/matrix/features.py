@@ -58,8 +58,8 @@ class Case:
     around: str = ""
     """"checkpoint", "reentrant", "backward after exit", "no_grad" or "twice" (a second derivative)."""
     needs_lse: bool = False
-    declared: bool = True
-    """True if the call or its context is given the global lengths."""
+    declared: Any = True
+    """True if the call or its context is given the global lengths; what it is given instead, if neither True nor False."""
     method: str = "auto"
     transport: str = "auto"
     layout: Layout = HEAD_TAIL
@@ -78,12 +78,17 @@ class Case:
     @property
     def seq_len(self) -> tuple[int, int] | None:
         """Global lengths as functions take them."""
-        return self.lengths if self.declared else None
+        return self._declared(self.lengths)
 
     @property
     def context_lengths(self) -> tuple[int, ...] | None:
         """Global lengths as contexts take them."""
-        return tuple(dict.fromkeys(self.lengths)) if self.declared else None
+        return self._declared(tuple(dict.fromkeys(self.lengths)))
+
+    def _declared(self, lengths: tuple[int, ...]) -> Any:
+        return (
+            {True: lengths, False: None}.get(self.declared, self.declared) if self.declared in (0, 1) else self.declared
+        )
 
     @property
     def enable_gqa(self) -> bool:

@@ -160,12 +160,10 @@ def _module(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
     return x["module"](case, mesh, x)
 
 
-def _placed(case: Case, mesh: DeviceMesh, x: Tensors) -> dict[str, DTensor | None]:
+def _with_dtensors(case: Case, mesh: DeviceMesh, x: Tensors) -> AbstractContextManager[Any]:
     """DTensors of the shards, which may be uneven."""
 
-    def placed(name: str, *shape: int) -> DTensor | None:
-        if name not in x:
-            return None
+    def placed(name: str, *shape: int) -> DTensor:
         placement: Placement = Shard(2) if len(shape) == 4 else Replicate()
         stride = torch.empty(shape, device="meta").stride()
         local = x[name] if torch.is_grad_enabled() else x[name].detach()  # torch warns of leaves then
@@ -175,7 +173,18 @@ def _placed(case: Case, mesh: DeviceMesh, x: Tensors) -> dict[str, DTensor | Non
     (q_len, kv_len), (q_heads, kv_heads) = case.lengths, case.heads
     shapes = {"q": (case.batch, q_heads, q_len, case.head_dim), "bias": (case.batch, q_heads, q_len, kv_len)}
     shapes |= dict.fromkeys("kv", (case.batch, kv_heads, kv_len, case.head_dim))
-    return {"sinks": placed("sinks", q_heads), **{name: placed(name, *shape) for name, shape in shapes.items()}}
+    shapes |= {"sinks": (q_heads,)}
+    x.update({f"placed {name}": placed(name, *shape) for name, shape in shapes.items() if name in x})
+    return nullcontext()
+
+
+def _placed(x: Tensors) -> Tensors:
+    return {name: x[f"placed {name}"] for name in ("q", "k", "v", "bias", "sinks") if f"placed {name}" in x}
+
+
+def _with_dispatcher(case: Case, mesh: DeviceMesh, x: Tensors) -> AbstractContextManager[Any]:
+    _with_dtensors(case, mesh, x)
+    return enable_context_parallel_dispatcher()
 
 
 def _local(result: Any) -> Result:
@@ -183,24 +192,23 @@ def _local(result: Any) -> Result:
 
 
 def _dtensor(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
-    placed: Any = _placed(case, mesh, x)
-    modifiers = {**_modifiers(case, x), "attn_mask": placed["bias"], "sinks": placed["sinks"]}
+    placed = _placed(x)
     result = context_parallel_attention(
         placed["q"], placed["k"], placed["v"], method=case.method, rotate_method=case.transport,
-        enable_gqa=case.enable_gqa, **modifiers,
+        enable_gqa=case.enable_gqa, **_modifiers(case, placed),
     )  # fmt: skip
     return _local(result)
 
 
 def _dtensor_sdpa(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
-    return _local(_sdpa(case, mesh, {name: each for name, each in _placed(case, mesh, x).items() if each is not None}))
+    return _local(_sdpa(case, mesh, _placed(x)))
 
 
 def _dtensor_ops(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
     """The fused operator below SDPA, which has no mask argument that DTensors may use."""
-    placed: Any = _placed(case, mesh, x)
+    placed = _placed(x)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        placed["q"], placed["k"], placed["v"], case.dropout_p, case.is_causal, attn_mask=placed["bias"],
+        placed["q"], placed["k"], placed["v"], case.dropout_p, case.is_causal, attn_mask=placed.get("bias"),
         scale=case.scale,
     )  # fmt: skip
     return _local((out, lse.detach())) if case.needs_lse else _local(out)
@@ -354,26 +362,34 @@ MASKS = frozenset({"window", "documents", "padding", "batched", "union"})
 BIASES = frozenset({"bool_bias", "float_bias"})
 SDPA_LACKS = frozenset({"softcap", "lse"})
 TWICE = {"second_derivative": "differentiate twice"}
+COMPILED_SINKS = {"sinks": "in compiled code does not take the sinks of its context"}
 
 FRONTS: dict[str, Front] = {
     "function": Front(_function, refuses=TWICE),
     "ring": Front(_ring, refuses=TWICE),
     "ulysses": Front(_ulysses, refuses={**TWICE, "2 axes": "expects a mesh of one dim, got two axes"}),
-    "context": Front(_sdpa, _context, lacks=SDPA_LACKS, refuses=TWICE, is_live=True),
-    "buffers": Front(
-        _sdpa_of_buffers, _context_of_buffers, lacks=SDPA_LACKS | {"undeclared"}, refuses=TWICE, is_live=True
+    "context": Front(
+        _sdpa, _context, lacks=SDPA_LACKS, refuses=TWICE, is_live=True, refuses_compiled=COMPILED_SINKS
     ),
-    "module": Front(_module, _with_module, lacks=SDPA_LACKS, refuses=TWICE),
+    "buffers": Front(
+        _sdpa_of_buffers, _context_of_buffers, lacks=SDPA_LACKS | {"undeclared"}, refuses=TWICE, is_live=True,
+        refuses_compiled=COMPILED_SINKS,
+    ),
+    "module": Front(
+        _module, _with_module, lacks=SDPA_LACKS, refuses=TWICE,
+        refuses_compiled={"sinks": "a compiled module with ContextParallel does not take the sinks of its context"},
+    ),
     "dtensor": Front(
-        _dtensor, settle=_as_dtensors, lacks=frozenset({"undeclared"}), refuses=TWICE, sums_shares=False
+        _dtensor, _with_dtensors, settle=_as_dtensors, lacks=frozenset({"undeclared"}), refuses=TWICE, sums_shares=False,
+        refuses_compiled=dict.fromkeys(FEATURES, "in compiled code, context_parallel_attention takes no DTensors"),
     ),
     "dtensor_sdpa": Front(
-        _dtensor_sdpa, lambda *_: enable_context_parallel_dispatcher(), _as_dtensors, refuses=TWICE,
+        _dtensor_sdpa, _with_dispatcher, _as_dtensors, refuses=TWICE,
         lacks=SDPA_LACKS | MASKS | {"sinks", "undeclared", "deterministic"},
     ),
     "dtensor_ops": Front(
         # Torch's backward of the operator needs the dispatcher, too.
-        _dtensor_ops, patch=enable_context_parallel_dispatcher, settle=_as_dtensors,
+        _dtensor_ops, _with_dtensors, patch=enable_context_parallel_dispatcher, settle=_as_dtensors,
         lacks=MASKS | {"sinks", "undeclared", "deterministic", "softcap"},
         refuses={
             "bool_bias": "attn_mask is not supported by this operator on sequence shards",
@@ -381,6 +397,8 @@ FRONTS: dict[str, Front] = {
             "dropout": "dropout is not supported by this operator on sequence shards", "scale<0": "expected scale > 0",
             "scale=0": "expected scale > 0", "second_derivative": "is not implemented",
         },
+        # Torch copies the backward of a compiled forward, and the operator's has a process group.
+        refuses_compiled=dict.fromkeys(FEATURES, "deepcopy .*ProcessGroup"),
     ),
     "varlen": Front(
         _varlen, settle=lambda case, _: replace(case, batch=1), lacks=BIASES | {"batched"}, refuses=TWICE
@@ -398,7 +416,8 @@ FRONTS: dict[str, Front] = {
         slack=2.0,  # latents are expanded first, and K/V rounded once more
     ),
     "flex": Front(
-        _flex, _with_block_mask, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic", "sinks"}, refuses=TWICE, slack=4.0
+        _flex, _with_block_mask, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic", "sinks"}, refuses=TWICE,
+        slack=4.0,
     ),
     "flex_context": Front(
         _flex_in_context, _context_and_block_mask, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic"},

@@ -66,7 +66,7 @@ def test_fronts_by_worlds(name: str, world_name: str, request: pytest.FixtureReq
     assert all(messages == by_rank[0] for messages in by_rank)
     for feature in cases:
         allowed, message = refusals_of(name, (feature,), 1, world.compiles), by_rank[0].get(feature)
-        assert (message is not None) == bool(allowed), (feature, message)
+        assert (message is not None) == bool(allowed), f"{feature}: {message}"
         assert message is None or re.search("|".join(allowed), message), message
 
 

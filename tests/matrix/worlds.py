@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,8 +113,15 @@ def check_all(rank: int, name: str, cases: dict[str, Case], world: World) -> dic
             try:
                 (check_compiled if world.compiles else check)(rank, name, case, world)
             except REFUSALS as error:
-                messages[feature] = str(error)
+                messages[feature] = "\n".join(map(str, chain_of(error)))
     return messages
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Returns an error and those that led to it: Dynamo raises its own, and leaves the refusal behind it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def check_compiled(_rank: int, name: str, case: Case, world: World) -> None:
@@ -121,6 +130,7 @@ def check_compiled(_rank: int, name: str, case: Case, world: World) -> None:
     Where masks are found when the code runs, only the first two steps may compile, the second for dynamic shapes.
     """
     fresh()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo, of DTensors
     mesh, front = mesh_of(world), FRONTS[name]
     function = torch.compile(front.call, fullgraph=True, dynamic=world.dynamic, backend="aot_eager")
     for step in range(3):
