@@ -42,6 +42,7 @@ class Case:
     batch: int = 2
     heads: tuple[int, int] = (4, 4)
     """Of queries and of keys."""
+    enable_gqa: bool = False
     head_dim: int = 8
     mask: Mask = FULL
     is_causal: bool = False
@@ -59,7 +60,7 @@ class Case:
     """"checkpoint", "reentrant", "backward after exit", "no_grad" or "twice" (a second derivative)."""
     needs_lse: bool = False
     declared: Any = True
-    """True if the call or its context is given the global lengths; what it is given instead, if neither True nor False."""
+    """True if the call or its context is given the global lengths; other values than a bool are given instead."""
     method: str = "auto"
     transport: str = "auto"
     layout: Layout = HEAD_TAIL
@@ -86,13 +87,9 @@ class Case:
         return self._declared(tuple(dict.fromkeys(self.lengths)))
 
     def _declared(self, lengths: tuple[int, ...]) -> Any:
-        return (
-            {True: lengths, False: None}.get(self.declared, self.declared) if self.declared in (0, 1) else self.declared
-        )
-
-    @property
-    def enable_gqa(self) -> bool:
-        return self.heads[0] != self.heads[1]
+        if not isinstance(self.declared, bool):
+            return self.declared
+        return lengths if self.declared else None
 
     @property
     def whole_mask(self) -> Mask:
@@ -161,8 +158,8 @@ FEATURES: dict[str, Feature] = {
     "dropout": lambda case: replace(case, dropout_p=0.3),
     "scale<0": lambda case: replace(case, scale=-0.4),
     "scale=0": lambda case: replace(case, scale=0.0),
-    "gqa": lambda case: replace(case, heads=(4, 2)),
-    "mqa": lambda case: replace(case, heads=(4, 1)),
+    "gqa": lambda case: replace(case, heads=(4, 2), enable_gqa=True),
+    "mqa": lambda case: replace(case, heads=(4, 1), enable_gqa=True),
     "bf16": lambda case: replace(case, dtype="bfloat16"),
     "deterministic": lambda case: replace(case, deterministic=True),
     "lse": lambda case: replace(case, needs_lse=True),

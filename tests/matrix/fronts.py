@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from support.flex_checks import dense_flex_attention
+from support.flex_checks import dense_flex_attention, traceable
 from support.masked_problems import shown
 from support.packed_calls import edges_of, packed_attention
 from torch import nn
@@ -62,8 +62,8 @@ class Front:
     """The context of the call; it may add tensors."""
     settle: Callable[[Case, int], Case] = lambda case, _ranks: case
     """Sets what the front decides, such as its layout, on so many ranks."""
-    patch: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Holds around all ranks."""
+    patch: Callable[[bool], AbstractContextManager[Any]] = lambda _compiles: nullcontext()
+    """Holds around all ranks; given True for compiled code."""
     lacks: frozenset[str] = frozenset()
     """Features that its arguments cannot express."""
     refuses: dict[str, str] = field(default_factory=dict)
@@ -281,13 +281,17 @@ def _block_mask(case: Case) -> BlockMask:
     return create_block_mask(mod, case.batch, None, *case.lengths, device=case.device, BLOCK_SIZE=8)
 
 
+def _scale(case: Case) -> float:
+    return case.head_dim**-0.5 if case.scale is None else case.scale
+
+
 def _score_mod(case: Case) -> Any:
     return (lambda score, *_: case.softcap * torch.tanh(score / case.softcap)) if case.softcap else None
 
 
 def _flex(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
     result: Any = context_parallel_flex_attention(
-        x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=case.scale,
+        x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=_scale(case),
         enable_gqa=case.enable_gqa, rotate_method=case.transport, return_lse=case.needs_lse, **_sharding(case, mesh),
     )  # fmt: skip
     return (result[0], result[1].detach()) if case.needs_lse else result
@@ -295,15 +299,15 @@ def _flex(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
 
 def _flex_in_context(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
     result: Any = flex_attention(
-        x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=case.scale,
+        x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=_scale(case),
         enable_gqa=case.enable_gqa, return_aux=AuxRequest(lse=True) if case.needs_lse else None,
     )  # fmt: skip
     return (result[0], result[1].lse.detach()) if case.needs_lse else result
 
 
-def _stand_in() -> AbstractContextManager[Any]:
+def _stand_in(compiles: bool) -> AbstractContextManager[Any]:
     """Torch's own FlexAttention has no gradients on CPUs."""
-    return mock.patch.object(_torch, "original_flex_attention", dense_flex_attention)
+    return mock.patch.object(_torch, "original_flex_attention", traceable if compiles else dense_flex_attention)
 
 
 def _provider(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
@@ -380,7 +384,8 @@ FRONTS: dict[str, Front] = {
         refuses_compiled={"sinks": "a compiled module with ContextParallel does not take the sinks of its context"},
     ),
     "dtensor": Front(
-        _dtensor, _with_dtensors, settle=_as_dtensors, lacks=frozenset({"undeclared"}), refuses=TWICE, sums_shares=False,
+        _dtensor, _with_dtensors, settle=_as_dtensors, lacks=frozenset({"undeclared"}), refuses=TWICE,
+        sums_shares=False,
         refuses_compiled=dict.fromkeys(FEATURES, "in compiled code, context_parallel_attention takes no DTensors"),
     ),
     "dtensor_sdpa": Front(
@@ -389,7 +394,7 @@ FRONTS: dict[str, Front] = {
     ),
     "dtensor_ops": Front(
         # Torch's backward of the operator needs the dispatcher, too.
-        _dtensor_ops, _with_dtensors, patch=enable_context_parallel_dispatcher, settle=_as_dtensors,
+        _dtensor_ops, _with_dtensors, patch=lambda _compiles: enable_context_parallel_dispatcher(), settle=_as_dtensors,
         lacks=MASKS | {"sinks", "undeclared", "deterministic", "softcap"},
         refuses={
             "bool_bias": "attn_mask is not supported by this operator on sequence shards",
@@ -398,7 +403,7 @@ FRONTS: dict[str, Front] = {
             "scale=0": "expected scale > 0", "second_derivative": "is not implemented",
         },
         # Torch copies the backward of a compiled forward, and the operator's has a process group.
-        refuses_compiled=dict.fromkeys(FEATURES, "deepcopy .*ProcessGroup"),
+        refuses_compiled=dict.fromkeys(FEATURES, "deepcopy .*ProcessGroup|unhashable type: non-nested SymInt"),
     ),
     "varlen": Front(
         _varlen, settle=lambda case, _: replace(case, batch=1), lacks=BIASES | {"batched"}, refuses=TWICE
