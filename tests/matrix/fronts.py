@@ -171,7 +171,10 @@ def _with_dtensors(case: Case, mesh: DeviceMesh, x: Tensors) -> AbstractContextM
         return DTensor.from_local(local, mesh, [placement] * mesh.ndim, shape=size, stride=stride, run_check=False)
 
     (q_len, kv_len), (q_heads, kv_heads) = case.lengths, case.heads
-    shapes = {"q": (case.batch, q_heads, q_len, case.head_dim), "bias": (case.batch, q_heads, q_len, kv_len)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (case.batch, q_heads, q_len, case.head_dim),
+        "bias": (case.batch, q_heads, q_len, kv_len),
+    }
     shapes |= dict.fromkeys("kv", (case.batch, kv_heads, kv_len, case.head_dim))
     shapes |= {"sinks": (q_heads,)}
     x.update({f"placed {name}": placed(name, *shape) for name, shape in shapes.items() if name in x})
@@ -248,7 +251,7 @@ def _varlen_edges(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
 def _varlen_attn(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
     within = next(iter(getattr(case.mask, "masks", (case.mask,))))
     within = within.within if isinstance(within, Documents) else within
-    window = (within.left, within.right) if isinstance(within, SlidingWindow) else (-1, -1)
+    window: Any = (within.left, within.right) if isinstance(within, SlidingWindow) else (-1, -1)
     if case.is_causal or isinstance(within, Causal):
         window = window[0], 0
     out, lse = packed_attention(x["q"], x["k"], x["v"], x["edges q"], x["edges k"], window, case.scale)
@@ -332,15 +335,13 @@ def _context_of_provider(case: Case, mesh: DeviceMesh, x: Tensors) -> context_pa
 
 def _unified_mode(case: Case, mesh: DeviceMesh, _x: Tensors) -> AbstractContextManager[Any]:
     of = mesh if mesh.ndim == 2 else mesh.get_group()
-    return unified.UnifiedAttnMode(  # type: ignore[abstract]
-        of, layout=case.layout, rotate_method=case.transport, seq_len=case.context_lengths
-    )
+    return unified.UnifiedAttnMode(of, layout=case.layout, rotate_method=case.transport, seq_len=case.context_lengths)
 
 
 def _zigzag(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
-    window = (case.mask.left, case.mask.right) if isinstance(case.mask, SlidingWindow) else (-1, -1)
+    window: Any = (case.mask.left, case.mask.right) if isinstance(case.mask, SlidingWindow) else (-1, -1)
     result: Any = zigzag_ring_flash_attn_func(
-        *(x[name].transpose(1, 2) for name in "qkv"), dropout_p=case.dropout_p, softmax_scale=case.scale,
+        x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2), dropout_p=case.dropout_p, softmax_scale=case.scale,
         causal=case.is_causal, window_size=window, deterministic=case.deterministic,
         return_attn_probs=case.needs_lse, group=mesh, softcap=case.softcap, seq_len=case.seq_len,
     )  # fmt: skip

@@ -86,11 +86,14 @@ def _odd(**fields: Any) -> Callable[[Case], Case]:
     return lambda case: replace(case, **fields) if dist.get_rank() else case
 
 
+def _other_axes(_mesh: Any) -> Any:
+    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+
+
 def _equal(tensor: torch.Tensor) -> torch.Tensor:
     return torch.arange(tensor.numel(), dtype=tensor.dtype).view_as(tensor).sin()
 
 
-OTHER_AXES = {"mesh_dim_names": ("dp", "cp")}
 HEADS = r"query heads .*to be a multiple of key heads|number of query heads to be a multiple of kv heads"
 FEW_DIMS = r"of four dims \(batch, .*k \(4, (12, 8|8, 12)\)|of three dims \(tokens, .*k \(8, 12\)"
 LAYOUT = r"expected layout to be a Layout such as HeadTail\(\) or None, got <class"
@@ -163,7 +166,7 @@ BAD: dict[str, Bad] = {
     ),
     "mesh is a name": Bad("DeviceMesh of one dim or a ProcessGroup, .*; got str", MESHES, mesh=lambda _: "cp"),
     "mesh with other axes": Bad(
-        r"expected a mesh of one dim.*got 2 dims", MESHES, mesh=lambda _: init_device_mesh("cpu", (1, 2), **OTHER_AXES)
+        r"expected a mesh of one dim.*got 2 dims", MESHES, mesh=_other_axes
     ),
     "bias of integers": Bad(
         "expected a boolean or floating attn_mask; got torch.int64" + NO_BIAS, _takes("float_bias"),
