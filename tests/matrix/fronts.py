@@ -72,6 +72,8 @@ class Front:
     """As `refuses`, in compiled code."""
     is_live: bool = False
     """True if compiled code serves every mask without a compilation."""
+    is_sized: bool = False
+    """True if compiled code is for one length only."""
     slack: float = 1.5
     """In bfloat16: the largest error as a multiple of that of torch's attention on one device."""
     sums_shares: bool = True
@@ -341,9 +343,10 @@ def _unified_mode(case: Case, mesh: DeviceMesh, _x: Tensors) -> AbstractContextM
 def _zigzag(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
     window: Any = (case.mask.left, case.mask.right) if isinstance(case.mask, SlidingWindow) else (-1, -1)
     result: Any = zigzag_ring_flash_attn_func(
-        x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2), dropout_p=case.dropout_p, softmax_scale=case.scale,
-        causal=case.is_causal, window_size=window, deterministic=case.deterministic,
-        return_attn_probs=case.needs_lse, group=mesh, softcap=case.softcap, seq_len=case.seq_len,
+        x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2),
+        dropout_p=case.dropout_p, softmax_scale=case.scale, causal=case.is_causal, window_size=window,
+        deterministic=case.deterministic, return_attn_probs=case.needs_lse, group=mesh, softcap=case.softcap,
+        seq_len=case.seq_len,
     )  # fmt: skip
     out, lse = result[:2] if case.needs_lse else (result, None)
     return out.transpose(1, 2) if lse is None else (out.transpose(1, 2), lse)
@@ -426,8 +429,8 @@ FRONTS: dict[str, Front] = {
         slack=4.0,
     ),
     "flex_context": Front(
-        _flex_in_context, _context_and_block_mask, patch=_stand_in, lacks=BIASES | {"dropout", "deterministic"},
-        is_live=True,
+        _flex_in_context, _context_and_block_mask, is_sized=True, patch=_stand_in, is_live=True,
+        lacks=BIASES | {"dropout", "deterministic"},
         refuses={**TWICE, "sinks": "FlexAttention does not take the sinks of its context"}, slack=4.0,
     ),
     "provider": Front(

@@ -46,6 +46,8 @@ def test_fronts_by_features(name: str, feature: str) -> None:
 FEATURES_OF_WORLDS = ("causal", "documents", "sinks", "checkpoint")
 GPUS = torch.cuda.device_count()
 MARKS = {
+    "compiled(2)": pytest.mark.slow,
+    "compiled_dynamic(2)": pytest.mark.slow,
     "gpu(2)": pytest.mark.gpu(GPU_RANKS),
     "gpu_shared(2)": pytest.mark.skipif(GPUS != 1, reason=f"needs one GPU that ranks share, this machine has {GPUS}"),
 }

@@ -147,7 +147,7 @@ def check_compiled(_rank: int, name: str, case: Case, world: World) -> None:
         with torch.compiler.set_stance(stance):
             pending = []
             for number in range(2):
-                lengths = (32, 32) if step and world.dynamic else case.lengths
+                lengths = (32, 32) if step and world.dynamic and not front.is_sized else case.lengths
                 each = other_mask(replace(case, lengths=lengths), 2 * step + number)
                 x, grad_out = leaves_of(each, mesh)
                 leaves = {name: leaf for name, leaf in x.items() if leaf.requires_grad}
