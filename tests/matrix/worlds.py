@@ -208,11 +208,12 @@ def compare(case: Case, mesh: DeviceMesh, got: Tensors, front: Front) -> None:
             dist.all_reduce(ours)
         exact = local_part(case, mesh, name, whole)
         assert ours.shape == exact.shape, (name, ours.shape, exact.shape)
-        if case.dtype == "float64":
-            torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10, msg=partial("{}: {}".format, name))
+        if case.dtype == "float64" or name == "lse":  # of rounded inputs, which are exact here
+            limit = 1e-10 if case.dtype == "float64" else 2e-2
+            torch.testing.assert_close(ours, exact, rtol=limit, atol=limit, msg=partial("{}: {}".format, name))
             continue
-        assert name == "lse" or got[name].dtype == getattr(torch, case.dtype)
-        one_device = {**wanted, **expected(case, one_device=True)}[name]
+        assert got[name].dtype == getattr(torch, case.dtype)
+        one_device = expected(case, one_device=True)[name]
         # Shards are small, so errors of all of them are compared.
         squares = torch.stack(
             [(x.double() - exact).square().sum() for x in (ours, local_part(case, mesh, name, one_device))]
