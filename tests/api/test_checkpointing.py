@@ -214,6 +214,27 @@ def test_checkpoints_of_two_contexts_in_one_backward(use_reentrant: bool) -> Non
 
 
 @REENTRANT
+def test_a_recompute_inside_of_the_next_context(use_reentrant: bool) -> None:
+    """It is in the layout and on the buffers of its forward, not of the context that is open around the backward."""
+
+    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, hidden, use_reentrant=use_reentrant)
+
+    def body(rank: int) -> Result:
+        block, whole = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+        (hidden,) = context_parallel_shard(dist.group.WORLD, [whole], [1], Striped())
+        with context_parallel(dist.group.WORLD, buffers=[block.freqs], buffer_seq_dims=[0], layout=Striped()):
+            out = run(block, hidden)
+        with context_parallel(dist.group.WORLD, seq_len=LENGTH, layout=Contiguous()):
+            out.backward(shard(normal(BATCH, LENGTH, WIDTH, seed=6), Striped(), rank, WORLD, 1))
+        assert whole.grad is not None
+        assert block.weight.grad is not None
+        return out.detach(), whole.grad, block.weight.grad, block.forwards
+
+    assert_as_alone(run, run_ranks(WORLD, body), Striped())
+
+
+@REENTRANT
 def test_an_exception_in_the_recompute_leaves_buffers_whole(use_reentrant: bool) -> None:
     def body(rank: int) -> None:
         block, hidden = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()

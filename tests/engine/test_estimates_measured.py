@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import pytest
+from support.measured import measured
 
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine.cost_model import Axis, Estimate, estimates, fastest, ring_estimate
@@ -20,7 +18,6 @@ from cp_dtensor.spec.masks import Causal
 from cp_dtensor.tools.parsing import mask_by_name
 
 H200 = Hardware.of("H200")
-TABLES = Path(__file__).parents[2] / "docs" / "benchmarks"
 BY_NAME: dict[str, Callable[[CallSpec, Axis], Estimate]] = {
     "ours-symm_mem": lambda shape, axis: ring_estimate(shape, axis, ROTATE_METHODS["symm_mem"]),
     "ours-alltoall": lambda shape, axis: ring_estimate(shape, axis, ROTATE_METHODS["alltoall"]),
@@ -34,15 +31,11 @@ on_few_ranks, on_any = (
 each_length = pytest.mark.parametrize("length", [8192, 32768, 131072])
 
 
-@cache
-def measured(table: str, mask: str = "causal") -> dict[tuple[int, str, str], float]:
-    """Milliseconds by length, method and pass; the committed tables call methods contestants."""
-    rows = json.loads((TABLES / table / "bench.json").read_text())["rows"]
-    return {
-        (row["case"]["seq_len"], row["contestant"], row["pass_name"]): row["median_ms"]
-        for row in rows
-        if row["case"]["mask"] == mask and row["status"] == "measured"
-    }
+def times_of(table: str, length: int, mask: str = "causal", layout: str = "HeadTail") -> dict[tuple[str, str], float]:
+    """Return milliseconds by method and pass; empty where the case was not measured."""
+    return next(
+        (times for case, times in measured().items() if (case.table, case[2:5]) == (table, (length, mask, layout))), {}
+    )
 
 
 def shape_of(length: int, ranks: int, kv_heads: int) -> CallSpec:
@@ -58,7 +51,7 @@ def test_times_are_near_what_was_measured(ranks: int, kv_heads: int, table: str,
     for name, estimate in BY_NAME.items():
         found = estimate(shape, axis)
         for pass_name, seconds in (("fwd", found.forward), ("fwdbwd", found.seconds)):
-            ratio = 1e3 * seconds / measured(table)[length, name, pass_name]
+            ratio = 1e3 * seconds / times_of(table, length)[name, pass_name]
             assert (0.4 if length < 16384 else 0.8) < ratio < 1.1, (name, pass_name, ratio)
 
 
@@ -69,7 +62,7 @@ def test_what_auto_takes_is_within_5_percent_of_the_best(ranks: int, kv_heads: i
     shape, axis = shape_of(length, ranks, kv_heads), Axis(ranks, H200, shares_memory=True)
     method = fastest(estimates(shape, axis, None, ROTATE_METHODS["auto"]))
     name = "ours-ulysses" if method == "ulysses" else "ours-symm_mem"  # the ring's KV transport, see test_cost
-    took = {name: measured(table)[length, name, "fwdbwd"] for name in BY_NAME}
+    took = {name: times_of(table, length)[name, "fwdbwd"] for name in BY_NAME}
     assert took[name] <= (1.1 if length < 16384 else 1.05) * min(took.values()), took
 
 
@@ -88,9 +81,9 @@ def test_times_under_masks_are_near_what_was_measured(
     spec = CallSpec(partition, mask, 1, 32, 8, 128, 128, "bfloat16", Masking.INTERVALS)
     found = estimates(spec, Axis(ranks, H200, shares_memory=True), None, ROTATE_METHODS["auto"])
     baselines = {"ring": "ours-symm_mem", "ulysses": "ours-ulysses"}
-    suffix = " Balanced" if layout == "Balanced" else ""
+    known_times = times_of(table, length, name, layout)
     times = {
-        method: [measured(table, name).get((length, baseline + suffix, each)) for each in ("fwd", "fwdbwd")]
+        method: [known_times.get((baseline, each)) for each in ("fwd", "fwdbwd")]
         for method, baseline in baselines.items()
     }
     for method, (forward, both) in times.items():

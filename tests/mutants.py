@@ -1,0 +1,327 @@
+"""Silent errors that the tests must find: small edits of the package, and the tests that fail with each.
+
+    python tests/mutants.py                   # apply each to a copy of the package, run the tests that name it
+    python tests/mutants.py --matrix          # run tests/matrix instead
+    python tests/mutants.py sinks softcap     # those whose names contain one of these words
+
+Prints a line for each; the exit status is 1 if a mutant lives. `tests/test_mutants.py` checks that the list is true of
+the code. Who changes a line that a mutant edits, edits the mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 3600
+
+
+class Mutant(NamedTuple):
+    """One edit of one place of the package, which raises no error by itself."""
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    killed_by: str
+    """Tests, as arguments of pytest separated by spaces."""
+
+
+MUTANTS = (
+    Mutant(
+        "ring step skipped",
+        "the last hop of a ring computes nothing",
+        "plan/plan.py",
+        "(Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size))",
+        "(Step(heads, Transfer(heads, h), tiles[h] * (h < world_size - 1)) for h in range(1, world_size))",
+        "tests/comm/test_transports.py::test_rows_that_travel_directly_between_their_places",
+    ),
+    Mutant(
+        "merge without maximum",
+        "large logits overflow where partial results merge",
+        "attention/merge.py",
+        "rows_lse.copy_(torch.logaddexp(rows_lse, part_lse))",
+        "rows_lse.copy_((rows_lse.exp() + part_lse.exp()).log())",
+        "tests/attention/test_merge.py",
+    ),
+    Mutant(
+        "sinks missing in backward",
+        "backward normalises by keys alone",
+        "engine/ring.py",
+        "out, lse = with_sinks(out, lse, modifiers.sinks)\n        return out, lse, (*arguments, out, lse)",
+        "saved = *arguments, out, lse\n        return *with_sinks(out, lse, modifiers.sinks), saved",
+        "tests/engine/test_sinks.py",
+    ),
+    Mutant(
+        "softcap ignored in backward",
+        "gradients lack the slope of tanh",
+        "attention/masked.py",
+        "slope = _by_kv_head(1 - (logits / softcap).square(), k) if softcap else None",
+        "slope = None",
+        "tests/attention/test_attention_softcap.py",
+    ),
+    Mutant(
+        "dropout of other heads",
+        "each part of the heads drops like the first",
+        "attention/modifiers.py",
+        "first_head=self.first_head + heads[0],",
+        "first_head=self.first_head,",
+        "tests/engine/test_dropout_calls.py",
+    ),
+    Mutant(
+        "dropout of other rows",
+        "each part of the batch drops like the first",
+        "attention/modifiers.py",
+        "first_batch=self.first_batch + batch[0],",
+        "first_batch=self.first_batch,",
+        "tests/engine/test_dropout_calls.py",
+    ),
+    Mutant(
+        "dropout drawn again in a recompute",
+        "a checkpoint drops other weights than the forward that it repeats",
+        "attention/modifiers.py",
+        "replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))",
+        "replace(self, seed=torch.randint(1 << 62, (), generator=__import__('threading').current_thread().__dict__"
+        ".setdefault('mutant', torch.Generator().manual_seed(7))))",
+        "tests/engine/test_dropout_calls.py::test_recomputing_under_a_checkpoint_drops_the_same",
+    ),
+    Mutant(
+        "query heads in another order",
+        "kv heads serve every n-th query head, not n adjacent ones",
+        "attention/masked.py",
+        "return x.unflatten(1, (kv_heads, x.size(1) // kv_heads)).flatten(2, 3)",
+        "return x.unflatten(1, (x.size(1) // kv_heads, kv_heads)).transpose(1, 2).flatten(2, 3)",
+        "tests/attention/test_masked_attention.py",
+    ),
+    Mutant(
+        "copies of kv heads in another order",
+        "Ulysses sends a kv head to ranks that have other query heads",
+        "comm/head_exchange.py",
+        "x.repeat_interleave(kind.copies, dim=1)",
+        "x.repeat(1, kind.copies, 1, 1)",
+        "tests/engine/test_methods.py",
+    ),
+    Mutant(
+        "modifiers of the first rank's heads",
+        "every rank of Ulysses takes the sinks, bias and dropout of rank 0's heads",
+        "engine/ulysses.py",
+        "    heads = queries.heads[group.rank()]",
+        "    heads = queries.heads[0]",
+        "tests/engine/test_sinks.py",
+    ),
+    Mutant(
+        "gradient of a bias not summed",
+        "of a bias that all heads share, the gradient is that of one rank's heads",
+        "engine/ulysses.py",
+        "target = target.sum(1, keepdim=True)",
+        "target = target[:, :1]",
+        "tests/engine/test_hidden_rows.py::test_over_ranks",
+    ),
+    Mutant(
+        "window too wide",
+        "a query sees one key more to the left",
+        "spec/masks.py",
+        "else self.left - offset",
+        "else self.left - offset + 1",
+        "tests/spec/test_masks.py",
+    ),
+    Mutant(
+        "document too long",
+        "a document's queries see the last key of the document before",
+        "spec/documents.py",
+        "band.last + first, band.lo + lo,",
+        "band.last + first, max(band.lo + lo - 1, 0),",
+        "tests/spec/test_masks.py",
+    ),
+    Mutant(
+        "unread rows included",
+        "gradients of received rows that no query reads are memory of something else",
+        "engine/ring.py",
+        "            if step.has_gaps:\n",
+        "            if step.has_gaps and False:\n",
+        "tests/api/test_context_masks.py",
+    ),
+    Mutant(
+        "axes of a hybrid exchanged",
+        "ranks of an inner axis have adjacent shards no longer",
+        "plan/partition.py",
+        "return by_rank[outer_rank * self.inner_size : (outer_rank + 1) * self.inner_size]",
+        "return by_rank[outer_rank :: len(by_rank) // self.inner_size]",
+        "tests/engine/test_methods.py",
+    ),
+    Mutant(
+        "plans of other masks",
+        "a call takes the cached plan of another mask",
+        "engine/planner.py",
+        "key = split, lengths, properties, allowed",
+        "key = split, lengths, properties[1:], allowed",
+        "tests/engine/test_arguments_matter.py",
+    ),
+    Mutant(
+        "compiled code without the context's mask",
+        "code that was compiled in one context ignores the mask of the next",
+        "engine/compiled_spec.py",
+        "reads_context = config.mask is not None or of_one_context",
+        "reads_context = of_one_context",
+        "tests/compile/test_compile_masks.py",
+    ),
+    Mutant(
+        "layout not inherited",
+        "layout=None in a context means HeadTail",
+        "api/active_context.py",
+        "layout=around.layout if layout else config.layout,",
+        "layout=config.layout,",
+        "tests/api/test_inherited.py",
+    ),
+    Mutant(
+        "is_causal lost beside a mask",
+        "a call with a mask and is_causal sees the future",
+        "engine/config.py",
+        "return of_call if mask is None else mask_intersection(mask, of_call)",
+        "return of_call if mask is None else mask",
+        "tests/engine/test_arguments_matter.py",
+    ),
+    Mutant(
+        "context's mask lost",
+        "calls in a context see more than its mask allows",
+        "engine/attend.py",
+        "mask = mask_intersection(config.mask, mask)",
+        "mask = mask_intersection(mask, mask)",
+        "tests/api/test_context_masks.py",
+    ),
+    Mutant(
+        "recompute in another context",
+        "a checkpoint's recompute takes the context that is open then",
+        "api/context.py",
+        "stack.enter_context(entered(context))\n            if queries",
+        "stack.enter_context(entered(innermost_context() or context))\n            if queries",
+        "tests/api/test_checkpointing.py::test_a_recompute_inside_of_the_next_context",
+    ),
+    Mutant(
+        "buffers stay sharded after an error",
+        "an exception in a context leaves its buffers shards",
+        "api/buffers.py",
+        "        try:\n            yield\n        finally:\n            with _lock:",
+        "        yield\n        if True:\n            with _lock:",
+        "tests/api/test_context.py",
+    ),
+    Mutant(
+        "lengths not compared",
+        "shards that are too short for seq_len= are attended to",
+        "engine/lengths.py",
+        "if local != expected:",
+        "if local > expected:",
+        "tests/comm/test_ring_transport.py tests/engine/test_mask_layouts_ranks.py tests/api/test_varlen.py",
+    ),
+    Mutant(
+        "edges of keys ignored",
+        "keys of packed documents are cut where queries are",
+        "spec/documents.py",
+        "queries if cu_seq_k is cu_seq_q else ascending",
+        "queries if True else ascending",
+        "tests/api/test_context_varlen.py",
+    ),
+    Mutant(
+        "up-projection's gradient incomplete",
+        "each step's share replaces those before",
+        "attention/latent.py",
+        "grad_up.add_(",
+        "grad_up.copy_(",
+        "tests/api/test_mla.py",
+    ),
+    Mutant(
+        "deterministic ignored",
+        "a deterministic call takes kernels that are not",
+        "plan/partition.py",
+        "if deterministic or not is_plain",
+        "if not is_plain",
+        "tests/engine/test_deterministic.py",
+    ),
+    Mutant(
+        "sign of a scale lost",
+        "a negative scale attends to the keys most like the query",
+        "engine/config.py",
+        "return q * -1, -scale",
+        "return q, -scale",
+        "tests/engine/test_ring_attention.py",
+    ),
+    Mutant(
+        "second derivative is zero",
+        "through Ulysses, which saves no input",
+        "engine/autograd.py",
+        "origin = q.new_empty(0) if call.plan.saves_rows_of_others else None",
+        "origin = None",
+        "tests/engine/test_second_derivatives.py",
+    ),
+)
+
+
+def apply(mutant: Mutant, package: Path) -> None:
+    """Edit a copy of the package; the edited place must be there once."""
+    path = package / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: expected once in {mutant.file}, got {text.count(mutant.old)} times")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def outcome(mutant: Mutant | None, tests: list[str]) -> tuple[str, str]:
+    """Return "killed", "lives" or "error", and the first test that failed or the last line of pytest.
+
+    None is the package without an edit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for path in ROOT.iterdir():
+            if path.name in ("cp_dtensor", "tests"):
+                shutil.copytree(path, copy / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif not path.name.startswith("."):
+                (copy / path.name).symlink_to(path)
+        if mutant is not None:
+            apply(mutant, copy / "cp_dtensor")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "error", f"no end after {SECONDS} s"
+    failed = re.search(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
+    # Other codes than 1 are those of pytest's own errors, such as a test that is not there.
+    verdict = {0: "lives", 1: "killed"}.get(done.returncode, "error")
+    return verdict, failed[1] if failed else last
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run tests on copies of the package with one error each.")
+    parser.add_argument("names", nargs="*", help="words; mutants whose names contain one of them (all)")
+    parser.add_argument("--matrix", action="store_true", help="run tests/matrix instead of the tests of each mutant")
+    arguments = parser.parse_args()
+    chosen = [each for each in MUTANTS if not arguments.names or any(word in each.name for word in arguments.names)]
+    if arguments.matrix and (unedited := outcome(None, ["tests/matrix"]))[0] != "lives":
+        print(f"tests/matrix fails without an edit, too: {unedited[1]}")
+        return 1
+    alive = 0
+    for mutant in chosen:
+        begun = time.perf_counter()
+        verdict, by = outcome(mutant, ["tests/matrix"] if arguments.matrix else mutant.killed_by.split())
+        alive += verdict != "killed"
+        print(f"{mutant.name:40} {verdict:6} {time.perf_counter() - begun:6.1f} s  {by}", flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} mutants killed")
+    return 1 if alive or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
