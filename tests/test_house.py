@@ -17,6 +17,8 @@ import pytest
 from support.import_rules import (
     FLOORS,
     FORBIDDEN_TORCH,
+    LAYERS_IMPORT,
+    LAYERS_STILL_IMPORT,
     PACKAGE,
     TOOLS_IMPORT,
     TRITON,
@@ -157,6 +159,21 @@ def test_integrations_import_public_names(module: str) -> None:
         if name not in exported
     ]
     report(module, violations, "integrations import what cp_dtensor and cp_dtensor.api.extension export only:")
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if room(module) == "layers"])
+def test_layers_import_the_seam_and_few_modules(module: str) -> None:
+    violations = [
+        (line, f"cp_dtensor.{target}")
+        for line, target in our_imports(module, MODULES)
+        if not starts_with(target, ("layers", *LAYERS_IMPORT)) and target not in LAYERS_STILL_IMPORT
+    ]
+    report(module, violations, "layers import LAYERS_IMPORT of import_rules.py, and LAYERS_STILL_IMPORT, only:")
+
+
+def test_no_import_of_layers_is_allowed_in_vain() -> None:
+    targets = {target for module in MODULES if room(module) == "layers" for _, target in our_imports(module, MODULES)}
+    assert {*LAYERS_STILL_IMPORT} <= targets
 
 
 def test_no_file_circles() -> None:

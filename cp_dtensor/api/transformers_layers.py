@@ -21,12 +21,12 @@ from torch import nn
 
 from cp_dtensor import _torch
 from cp_dtensor.api.active_context import current_context
-from cp_dtensor.api.recurrent import gated_delta_rule, kda, mamba2
-from cp_dtensor.api.sequence import causal_conv1d
-from cp_dtensor.api.sequence_arguments import IN_CONTEXT
 from cp_dtensor.api.transformers_private import MODELING_UTILS, PASSED_ON, kernel_name
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.engine.lengths import global_length, known_length
+from cp_dtensor.layers.arguments import IN_CONTEXT
+from cp_dtensor.layers.recurrent import gated_delta_rule, kda, mamba2
+from cp_dtensor.layers.sequence import causal_conv1d
 
 Function = Callable[..., Any]
 _CONTEXT: Any = IN_CONTEXT

@@ -14,12 +14,12 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction
 from cp_dtensor.comm.calls import COMPARISON, Signature, begin_pass
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.rows import moved_rows, rows_moved_back
 from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
 from cp_dtensor.engine.compiled_spec import ConstantKeys
 from cp_dtensor.engine.config import refuse_other_lengths
 from cp_dtensor.engine.lengths import global_length, known_length
-from cp_dtensor.plan.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
+from cp_dtensor.layers.exchange import moved_rows, rows_moved_back
+from cp_dtensor.layers.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.documents import ascending, edges_of_documents, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import Layout, Span
@@ -35,7 +35,7 @@ class SequenceCall:
     groups: tuple[str, ...]
     layout: Layout
     operation: Any
-    """A `RowMap`, or a layer (`engine.layers`)."""
+    """A `RowMap`, or a layer (`layers.layer`)."""
     declared_lengths: tuple[int, ...] | None = None
     mask: Mask | None = None
     """The mask of the context whose documents the call takes over."""

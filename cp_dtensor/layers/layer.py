@@ -14,18 +14,17 @@ from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import no_autocast, wide_dtype
-from cp_dtensor.attention.convolution import causal_convolution
-from cp_dtensor.attention.fla_recurrence import FlaRecurrence, fla_serves
-from cp_dtensor.attention.recurrent import ChunkedRecurrence
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.cost_model import fastest
 from cp_dtensor.engine.planner import axes_of
-from cp_dtensor.engine.recurrence import METHODS, Rows, axis_of_heads
-from cp_dtensor.engine.recurrence_cost import RecurrenceSpec, recurrence_estimates, slower_axis
-from cp_dtensor.engine.scan import scanned
-from cp_dtensor.engine.sequence import SequenceCall, document_edges, rows_of, sequence_calls
-from cp_dtensor.plan.rows import Edges, Extended, SequenceLayout
-from cp_dtensor.plan.scan import scan_plan
+from cp_dtensor.layers.call import SequenceCall, document_edges, rows_of, sequence_calls
+from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.layers.convolution import causal_convolution
+from cp_dtensor.layers.cost import RecurrenceSpec, recurrence_estimates, slower_axis
+from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
+from cp_dtensor.layers.methods import METHODS, Rows, axis_of_heads
+from cp_dtensor.layers.rows import Edges, Extended, SequenceLayout
+from cp_dtensor.layers.scan import scan_plan, scanned
 from cp_dtensor.spec.logs import log_once
 
 Inputs = Sequence[Any]

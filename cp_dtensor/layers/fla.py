@@ -20,7 +20,7 @@ from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
 from cp_dtensor.attention.backends.packages import quiet
-from cp_dtensor.attention.recurrent import ChunkedRecurrence, Maps, zero_of
+from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, zero_of
 from cp_dtensor.spec.cache import LRUCache
 
 _FLA_AVAILABLE = find_spec("fla") is not None
@@ -49,7 +49,7 @@ class FlaRecurrence:
     S: those of a state of zero, plus `queries` S. The outputs from the identity are these queries (without the delta
     rule: decayed q), so that pieces whose maps are known do not go through a kernel again.
 
-    Maps have gradients for what `engine.scan` makes of them, the state M S + B that leaves a piece: see `_FromZero`.
+    Maps have gradients for what `layers.scan` makes of them, the state M S + B that leaves a piece: see `_FromZero`.
     """
 
     q: Tensor

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_dtensor.api.sequence_arguments import layer
 from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, softmax_scale
-from cp_dtensor.engine.layers import LinearRecurrence
-from cp_dtensor.engine.recurrence import METHODS
+from cp_dtensor.layers.arguments import layer
+from cp_dtensor.layers.layer import LinearRecurrence
+from cp_dtensor.layers.methods import METHODS
 from cp_dtensor.spec.layouts import Layout
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -12,8 +12,8 @@ from support.ranks import run_ranks
 
 from cp_dtensor import Contiguous
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.layers import AffineScan, CausalConv1d, LinearRecurrence, SequenceLayer, traced_layer
-from cp_dtensor.engine.sequence import SequenceCall, names_of, sequence_calls
+from cp_dtensor.layers.call import SequenceCall, names_of, sequence_calls
+from cp_dtensor.layers.layer import AffineScan, CausalConv1d, LinearRecurrence, SequenceLayer, traced_layer
 
 Tensors = list[torch.Tensor | None]
 

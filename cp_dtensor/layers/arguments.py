@@ -20,9 +20,9 @@ from cp_dtensor.api.sharding import checked_sequence_dim, refuse_first_dim
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
 from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, checked_layout, checked_length, sequence_ranks
-from cp_dtensor.engine.layers import Inputs, traced_layer
-from cp_dtensor.engine.sequence import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
-from cp_dtensor.plan.rows import Halo, Relayout, SequenceLayout, Shift
+from cp_dtensor.layers.call import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
+from cp_dtensor.layers.layer import Inputs, traced_layer
+from cp_dtensor.layers.rows import Halo, Relayout, SequenceLayout, Shift
 from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
 from cp_dtensor.spec.masks import Mask, is_integer

@@ -14,7 +14,7 @@ from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.plan.rows import Copy, RowRoute
+from cp_dtensor.layers.rows import Copy, RowRoute
 from cp_dtensor.spec.cache import LRUCache
 
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from cp_dtensor import Contiguous
-from cp_dtensor.plan.rows import SequenceLayout
-from cp_dtensor.plan.scan import scan_plan
+from cp_dtensor.layers.rows import SequenceLayout
+from cp_dtensor.layers.scan import scan_plan
 
 
 class Position(int):

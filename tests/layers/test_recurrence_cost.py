@@ -15,12 +15,12 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, explain_recurrence, linear_attention
-from cp_dtensor.engine import layers
 from cp_dtensor.engine.cost_model import Axis, fastest
-from cp_dtensor.engine.layers import LinearRecurrence
-from cp_dtensor.engine.recurrence_cost import RecurrenceSpec, kernel_times, recurrence_estimates
+from cp_dtensor.layers import layer
+from cp_dtensor.layers.cost import RecurrenceSpec, kernel_times, recurrence_estimates
+from cp_dtensor.layers.layer import LinearRecurrence
+from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.plan.hardware import Hardware
-from cp_dtensor.plan.rows import SequenceLayout
 
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "hybrid.json"
 NVLINK, NETWORK = Hardware.of("H200"), Hardware.of("H200, InfiniBand NDR")
@@ -80,7 +80,7 @@ def test_the_call_takes_what_is_predicted() -> None:
     taken: list[str] = []
 
     def by(name: str) -> Any:
-        method = layers.METHODS[name]
+        method = layer.METHODS[name]
 
         def call(*arguments: Any) -> Any:
             taken.append(name)
@@ -93,9 +93,9 @@ def test_the_call_takes_what_is_predicted() -> None:
         linear_attention(q, k, v, mesh=dist.group.WORLD, layout=Striped(1))
 
     with (
-        mock.patch.object(layers, "METHODS", {name: by(name) for name in layers.METHODS}),
+        mock.patch.object(layer, "METHODS", {name: by(name) for name in layer.METHODS}),
         mock.patch.object(LinearRecurrence, "_is_predicted", return_value=True),
-        mock.patch.object(layers, "axes_of", return_value=(Axis(2, NVLINK, shares_memory=False), None)),
+        mock.patch.object(layer, "axes_of", return_value=(Axis(2, NVLINK, shares_memory=False), None)),
     ):
         run_ranks(2, body)
     assert taken == ["heads", "heads"]

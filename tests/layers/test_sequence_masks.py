@@ -31,7 +31,7 @@ from cp_dtensor import (
     mamba2,
     shift,
 )
-from cp_dtensor.plan.rows import SequenceLayout
+from cp_dtensor.layers.rows import SequenceLayout
 
 LENGTH, HEADS, K, V = 10, 2, 3, 2
 MASKS: list[tuple[Mask, tuple[int, ...]]] = [

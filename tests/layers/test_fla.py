@@ -15,10 +15,9 @@ from support.sequences import Sequence, recurrence
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
-from cp_dtensor.attention import fla_recurrence, recurrent
 from cp_dtensor.attention.backends import first_use
-from cp_dtensor.attention.recurrent import ChunkedRecurrence
-from cp_dtensor.engine import layers
+from cp_dtensor.layers import chunked, fla
+from cp_dtensor.layers.chunked import ChunkedRecurrence
 from cp_dtensor.spec.cache import LRUCache
 
 KINDS = [(delta, channel) for delta in (True, False) for channel in (True, False)]
@@ -58,7 +57,7 @@ def problem(is_delta: bool, by_channel: bool, batch: int, length: int) -> dict[s
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fla_recurrence, "CHECKED", (70, 33))
+    monkeypatch.setattr(fla, "CHECKED", (70, 33))
 
 
 def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
@@ -108,8 +107,8 @@ def test_ranks_have_the_results_and_gradients_of_one(
         return pretended()
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla_recurrence, "_kernel", kernel),
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", kernel),
     ):
         run_ranks(sequence.ranks, body)
     assert {*used} == {(is_delta, by_channel)}
@@ -117,21 +116,21 @@ def test_ranks_have_the_results_and_gradients_of_one(
 
 def test_one_run_gives_outputs_and_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients. Backward has no more columns than the layer."""
-    monkeypatch.setattr(recurrent, "CHUNK", 4)
-    monkeypatch.setattr(recurrent, "BY_CHANNEL_CHUNK", 4)
+    monkeypatch.setattr(chunked, "CHUNK", 4)
+    monkeypatch.setattr(chunked, "BY_CHANNEL_CHUNK", 4)
     columns: list[int] = []
 
     def kernel(*arguments: torch.Tensor, **options: Any) -> Any:
         columns.append(arguments[2].size(-1))
         return pretended()(*arguments, **options)
 
-    monkeypatch.setattr(fla_recurrence, "_kernel", lambda *kind: kernel)
+    monkeypatch.setattr(fla, "_kernel", lambda *kind: kernel)
     lengths, results = (5, 9), []
     for by_channel in (True, False):
         leaves = [x.requires_grad_() for x in problem(True, by_channel, 2, 14).values()]
         entering = torch.randn(2, 2, 2, 3, 4, dtype=torch.float64).requires_grad_()
         q, k, v, g, beta = leaves
-        for kind in (fla_recurrence.FlaRecurrence, ChunkedRecurrence):
+        for kind in (fla.FlaRecurrence, ChunkedRecurrence):
             layer = kind.of(q, k, v, g, beta, 0.5, lengths)
             transition, state = layer.maps([0, 1])
             found = [transition @ entering + state, layer.outputs([entering[0], entering[1]])[0]]
@@ -146,10 +145,10 @@ def test_one_run_gives_outputs_and_maps(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("is_delta", [True, False])
 def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, decays: str) -> None:
     q, v = torch.zeros(1, 1, 3, 8, dtype=torch.float64), torch.zeros(1, 1, 3, 4, dtype=torch.float64)
-    with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()):
-        assert fla_recurrence._small_error(q, v, decays, is_delta) == ""
-    with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended(1.1)):
-        assert "out of a small problem is wrong by" in fla_recurrence._small_error(q, v, decays, is_delta)
+    with mock.patch.object(fla, "_kernel", return_value=pretended()):
+        assert fla._small_error(q, v, decays, is_delta) == ""
+    with mock.patch.object(fla, "_kernel", return_value=pretended(1.1)):
+        assert "out of a small problem is wrong by" in fla._small_error(q, v, decays, is_delta)
 
 
 def test_layers_share_the_edges_of_their_sequences() -> None:
@@ -161,9 +160,9 @@ def test_layers_share_the_edges_of_their_sequences() -> None:
         seen.append(cu_seqlens)
         return arguments[2], None
 
-    with mock.patch.object(fla_recurrence, "_kernel", return_value=kernel):
+    with mock.patch.object(fla, "_kernel", return_value=kernel):
         for lengths in ((5, 3), (5, 3), (4, 4)):
-            fla_recurrence.FlaRecurrence.of(x, x, x, None, None, 1.0, lengths).outputs([None, None])
+            fla.FlaRecurrence.of(x, x, x, None, None, 1.0, lengths).outputs([None, None])
     assert seen[0] is seen[1]
     assert [each.tolist() for each in seen[1:]] == [[0, 5, 8, 13, 16], [0, 4, 8, 12, 16]]
 
@@ -178,13 +177,13 @@ def test_a_recurrence_without_decays_has_a_first_use_of_its_own() -> None:
         return ""
 
     with (
-        mock.patch.object(fla_recurrence, "_FLA_AVAILABLE", True),
-        mock.patch.object(fla_recurrence, "_small_error", small_error),
+        mock.patch.object(fla, "_FLA_AVAILABLE", True),
+        mock.patch.object(fla, "_small_error", small_error),
         mock.patch.object(first_use, "_verdicts", LRUCache()),
         mock.patch.object(torch.Tensor, "is_cuda", True),
     ):
         for decays in (g, None, g.unsqueeze(-1), g, None):
-            assert fla_recurrence.fla_serves(q, q, decays, False, [4])
+            assert fla.fla_serves(q, q, decays, False, [4])
     assert tried == ["by head", "", "by channel"]
 
 
@@ -206,8 +205,8 @@ def test_kernels_get_finite_decays_and_one_dtype() -> None:
         assert mamba2(x, dt.clamp(max=2), -torch.ones(1), b, b, mesh=dist.group.WORLD).dtype == torch.bfloat16  # type: ignore[union-attr]
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla_recurrence, "_kernel", return_value=kernel),
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=kernel),
     ):
         run_ranks(1, body)
     assert len(seen) > 1
@@ -216,8 +215,8 @@ def test_kernels_get_finite_decays_and_one_dtype() -> None:
 
 def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:
     q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
-    with mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()), _torch.below_autograd():
-        assert fla_recurrence._small_error(q, v, "by head", True) == ""
+    with mock.patch.object(fla, "_kernel", return_value=pretended()), _torch.below_autograd():
+        assert fla._small_error(q, v, "by head", True) == ""
 
 
 @each_kind
@@ -248,8 +247,8 @@ def test_initial_and_final_states_have_gradients(is_delta: bool, by_channel: boo
             torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=pretended()),
     ):
         run_ranks(3, body)
     torch.testing.assert_close(torch.stack(list(of_initial.values())).sum(0), expected[-1], rtol=1e-5, atol=1e-5)
@@ -274,8 +273,8 @@ def test_checkpoints_and_second_backward_passes(length: int) -> None:
         torch.testing.assert_close([again, other], [first, first], rtol=0, atol=0)
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=pretended()),
     ):
         run_ranks(3, body)
 
@@ -303,8 +302,8 @@ def test_one_tensor_alone_has_a_gradient(kernels: bool, name: str, length: int, 
         torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
     with (
-        mock.patch.object(layers, "fla_serves", lambda q, v, g, is_delta, lengths: kernels and all(lengths)),
-        mock.patch.object(fla_recurrence, "_kernel", return_value=pretended()),
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: kernels and all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=pretended()),
     ):
         run_ranks(3, body)
 
@@ -312,11 +311,11 @@ def test_one_tensor_alone_has_a_gradient(kernels: bool, name: str, length: int, 
 def test_the_warning_says_which_torch_brings_the_triton_that_the_package_asks_for() -> None:
     reason = "RuntimeError: incorrect results. Please upgrade Triton to >= 3.7.1 or install tilelang"
     with pytest.warns(UserWarning, match=r"or install tilelang \(torch 2\.13 is the first that installs this version"):
-        fla_recurrence._warn(reason)
+        fla._warn(reason)
     with pytest.warns(UserWarning, match="torch operations are: dv is wrong$"):
-        fla_recurrence._warn("dv is wrong")
+        fla._warn("dv is wrong")
 
 
 def test_cpus_and_float32_do_not_use_the_package() -> None:
     q = torch.zeros(1, 1, 1, 8)
-    assert not fla_recurrence.fla_serves(q, q, None, True, [1])
+    assert not fla.fla_serves(q, q, None, True, [1])

@@ -16,16 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dtensor._torch.autograd import RankFunction
-from cp_dtensor.attention.fla_recurrence import FlaRecurrence
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.attention.recurrent import ChunkedRecurrence
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
-from cp_dtensor.engine.scan import gathered, scanned
-from cp_dtensor.engine.sequence import rows_of
+from cp_dtensor.layers.call import rows_of
+from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.layers.fla import FlaRecurrence
+from cp_dtensor.layers.rows import Relayout, SequenceLayout
+from cp_dtensor.layers.scan import gathered, scan_plan, scanned
 from cp_dtensor.plan.partition import partition_heads
-from cp_dtensor.plan.rows import Relayout, SequenceLayout
-from cp_dtensor.plan.scan import scan_plan
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Contiguous
 
