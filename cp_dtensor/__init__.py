@@ -7,6 +7,7 @@ from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatche
 from cp_dtensor.api.explain import explain
 from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
+from cp_dtensor.api.hooks import register_context_hook as _register_context_hook
 from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
@@ -75,6 +76,8 @@ __all__ = [
     "ulysses_attention",
     "varlen_attention",
 ]
+
+_register_context_hook("transformers", "cp_dtensor.integrations.transformers.hooks:hook")
 
 if os.environ.get("CP_DTENSOR_LOGS"):
     show_logs(os.environ["CP_DTENSOR_LOGS"])

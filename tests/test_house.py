@@ -21,6 +21,7 @@ from support.import_rules import (
     LAYERS_STILL_IMPORT,
     PACKAGE,
     TOOLS_IMPORT,
+    TRANSFORMERS_STILL_IMPORT,
     TRITON,
     WITHOUT_TORCH,
     imports,
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The room, and the files of other rooms, that may touch private names of torch or of an optional package.
 DOORS = (
     "_torch",
-    "api.transformers_private",
+    "integrations.transformers.private",
     "attention.backends.cudnn_flex",
     "attention.backends.flash4",
     "integrations.torch_experimental.private",
@@ -152,13 +153,14 @@ def test_integrations_import_public_names(module: str) -> None:
         for prefix in ("cp_dtensor", "cp_dtensor.api.extension")
         for name in importlib.import_module(prefix).__all__
     }
+    others = ("integrations", "spec", *TRANSFORMERS_STILL_IMPORT * module.startswith("integrations.transformers."))
+    allowed = [f"cp_dtensor.{other}" for other in others]
     violations = [
         (line, name)
         for line, _, name in imports(module, MODULES[module])
-        if name.split(".")[0] == "cp_dtensor" and not starts_with(name, ("cp_dtensor.integrations",))
-        if name not in exported
+        if name.split(".")[0] == "cp_dtensor" and not starts_with(name, allowed) and name not in exported
     ]
-    report(module, violations, "integrations import what cp_dtensor and cp_dtensor.api.extension export only:")
+    report(module, violations, "integrations import what cp_dtensor and cp_dtensor.api.extension export, and spec:")
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if room(module) == "layers"])

@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import torch
 
-from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of, when_loaded, wrapped
+from cp_dtensor._torch import (
+    attribute_replaced,
+    constant_in_trace,
+    current_backward,
+    entry_replaced,
+    never_compiled,
+    version_of,
+    when_loaded,
+    wrapped,
+)
 from cp_dtensor._torch.tensors import no_autocast
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.deprecated import renamed_keywords
+from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.provider import attention_of_shards
-from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_checks import PROVIDER, is_model, models_with_positions, problems_of
-from cp_dtensor.api.transformers_hooks import provider_mask, transformers_hooks
-from cp_dtensor.api.transformers_masks import ModelMask
-from cp_dtensor.api.transformers_private import PASSED_ON, table_of
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence, gathered_shards
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.groups import SequenceRanks
@@ -35,7 +42,7 @@ from cp_dtensor.engine.config import (
     refuse_unsupported_sdpa,
     sequence_ranks,
 )
-from cp_dtensor.engine.named_masks import is_name, named_mask
+from cp_dtensor.engine.named_masks import NamedMask, is_name, name_of, named_mask
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
@@ -50,13 +57,13 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
-    # models of transformers
-    "PASSED_ON", "PROVIDER", "is_model", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
-    "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
+    # contexts of models, and masks that travel through them as tensors
+    "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
+    "NamedMask", "is_name", "name_of", "named_mask",
     # autograd and compiler
-    "current_backward", "never_compiled", "version_of",
+    "constant_in_trace", "current_backward", "never_compiled", "version_of",
     # patches of other programs
-    "entry_replaced", "when_loaded", "wrapped",
+    "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",
 ]  # fmt: skip
 
 

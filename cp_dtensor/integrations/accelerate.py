@@ -31,12 +31,12 @@ from cp_dtensor import Documents, HeadTail, Layout, Mask, context_parallel, loca
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
-    is_model,
-    models_with_positions,
     sequence_ranks,
     when_loaded,
     wrapped,
 )
+from cp_dtensor.integrations.transformers.checks import models_with_positions
+from cp_dtensor.integrations.transformers.towers import is_model
 
 __all__ = ["Enabled", "enable"]
 

@@ -11,9 +11,9 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, Full, HeadTail, Mask, SlidingWindow, context_parallel
-from cp_dtensor.api.transformers_masks import MaskRequest, ModelMask
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.integrations.transformers.masks import MaskRequest, ModelMask
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")

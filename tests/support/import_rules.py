@@ -48,6 +48,9 @@ LAYERS_STILL_IMPORT = (
     "engine.planner", "engine.traffic", "plan.hardware", "plan.partition", "plan.tiling",
 )  # fmt: skip
 
+# Modules of other rooms than the seam that the integration of transformers still imports.
+TRANSFORMERS_STILL_IMPORT = ("api.active_context", "engine.config", "engine.lengths", "layers.arguments")
+
 # Modules (prefixes) that may import triton.
 TRITON = ("_torch", "attention.triton", "comm.triton_kernels")
 

@@ -13,10 +13,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from cp_dtensor import _torch
-from cp_dtensor.api.transformers_layers import counts_from_cache, counts_positions, is_attention, is_caught
-from cp_dtensor.api.transformers_private import CACHE_UTILS, implementation_of
-from cp_dtensor.api.transformers_towers import (
+from cp_dtensor.api.extension import constant_in_trace, never_compiled
+from cp_dtensor.integrations.transformers.layers import counts_from_cache, counts_positions, is_attention, is_caught
+from cp_dtensor.integrations.transformers.private import CACHE_UTILS, implementation_of
+from cp_dtensor.integrations.transformers.towers import (
     OWN_TOKENS,
     is_model,
     is_tower,
@@ -222,7 +222,7 @@ def _refuse_update(*_: Any, **__: Any) -> None:
     )
 
 
-_mark_uncompiled = _torch.never_compiled(_mark_caches)
+_mark_uncompiled = never_compiled(_mark_caches)
 
 
 def called_model(
@@ -232,9 +232,9 @@ def called_model(
 
     Traced calls are checked only where a context may refuse a tower.
     """
-    uncompiled = _torch.never_compiled(check, "context_parallel checks the call of a vision or audio tower")
+    uncompiled = never_compiled(check, "context_parallel checks the call of a vision or audio tower")
 
-    @_torch.constant_in_trace
+    @constant_in_trace
     def may_be_refused(kind: type[nn.Module], positional: int, named: tuple[str, ...]) -> bool:
         return in_context() and may_make_tokens(kind, positional, named)
 

@@ -22,10 +22,19 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_dtensor import _torch
+from cp_dtensor import Causal, Full, Mask
 from cp_dtensor.api.active_context import ActiveContext, current_context, innermost_context, open_local_sdpa
-from cp_dtensor.api.interception import SharedInstallation
-from cp_dtensor.api.transformers_checks import (
+from cp_dtensor.api.extension import (
+    attribute_replaced,
+    constant_in_trace,
+    entry_replaced,
+    name_of,
+    never_compiled,
+    when_loaded,
+    wrapped,
+)
+from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.integrations.transformers.checks import (
     PROVIDER,
     SEEN,
     called_model,
@@ -35,8 +44,8 @@ from cp_dtensor.api.transformers_checks import (
     refuse_in_table,
     unseen,
 )
-from cp_dtensor.api.transformers_layers import layer_patches
-from cp_dtensor.api.transformers_masks import (
+from cp_dtensor.integrations.transformers.layers import is_caught, layer_patches
+from cp_dtensor.integrations.transformers.masks import (
     NO_CACHE,
     MaskRequest,
     ModelMask,
@@ -44,7 +53,7 @@ from cp_dtensor.api.transformers_masks import (
     refuse_counted_positions,
     whole_positions,
 )
-from cp_dtensor.api.transformers_private import (
+from cp_dtensor.integrations.transformers.private import (
     GENERATION_UTILS,
     LOSS_UTILS,
     MASKING_UTILS,
@@ -55,23 +64,40 @@ from cp_dtensor.api.transformers_private import (
     table_of,
     warn_of_version,
 )
-from cp_dtensor.api.transformers_towers import is_model
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.named_masks import name_of
-from cp_dtensor.spec.masks import Causal, Full, Mask
+from cp_dtensor.integrations.transformers.towers import is_model
 
 
-def _patches() -> Iterator[AbstractContextManager[object]]:
-    yield _torch.when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
-    yield _torch.when_loaded(MODELING_UTILS, _models_checked)
-    yield _torch.when_loaded(MODELING_UTILS, _losses_checked)
-    yield _torch.when_loaded(MODELING_UTILS, _provider_refused_by_tables)
-    yield _torch.when_loaded(GENERATION_UTILS, _generation_refused)
-    yield closing(layer_patches)
+class _Hook:
+    """The hook of transformers in contexts; the provider's `register()` lets its patches hold for good."""
+
+    def patches(self) -> Iterator[AbstractContextManager[object]]:
+        """Yield the patches of each module of transformers, once that is loaded."""
+        yield when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
+        yield when_loaded(MODELING_UTILS, _models_checked)
+        yield when_loaded(MODELING_UTILS, _losses_checked)
+        yield when_loaded(MODELING_UTILS, _provider_refused_by_tables)
+        yield when_loaded(GENERATION_UTILS, _generation_refused)
+        yield closing(layer_patches)
+
+    def check_compiled(self, arguments: dict[str, Any]) -> None:
+        """Check the call of a model whose forward is about to be compiled."""
+        model = arguments.get("self", arguments.get("mod"))
+        # transformers wraps forward, and methods such as get_image_features, in functions of equal names.
+        is_other_method = getattr(arguments.get("func"), "__name__", "forward") != "forward"
+        if isinstance(model, nn.Module) and is_model(model) and not is_other_method:
+            args, others = arguments.get("args", ()), arguments.get("kwargs", {})
+            given = {name: each for name, each in arguments.items() if name not in ("self", "mod", "args", "kwargs")}
+            _check_call(model, args, {**given, **others})
+
+    def module(self, module: nn.Module) -> bool:
+        """Replace the functions of convolutions and recurrent layers of a module; return whether it has any."""
+        is_replaced = any(map(is_caught, module.modules()))
+        if is_replaced:
+            replace_layers(module)
+        return is_replaced
 
 
-transformers_hooks = SharedInstallation(_patches)
-"""Held by open contexts, and for good by the provider's `register()`."""
+hook = _Hook()
 
 
 _MASKS_UNCOMPILED = (
@@ -87,16 +113,16 @@ def _masks_of_whole_sequences(utils: ModuleType) -> Iterator[None]:
     table = table_of(utils.AttentionMaskInterface)
     with ExitStack() as stack:
         if hasattr(utils, PREPROCESS):  # where it is missing, masks are refused when a model asks for one
-            stack.enter_context(_torch.wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
+            stack.enter_context(wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
         for name, make in (("sdpa", _sdpa_mask), ("flex_attention", _flex_mask)):
             ours = wraps(table[name])(partial(_of_shards(make), table[name]))
-            stack.enter_context(_torch.entry_replaced(table, name, ours))
+            stack.enter_context(entry_replaced(table, name, ours))
         yield
 
 
 def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `make`, uncompiled, for models of shards or of the provider, else `original`."""
-    uncompiled = _torch.never_compiled(make, _MASKS_UNCOMPILED)
+    uncompiled = never_compiled(make, _MASKS_UNCOMPILED)
 
     def mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
@@ -110,7 +136,7 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 def _models_checked(utils: ModuleType) -> AbstractContextManager[None]:
     """While open, models of transformers that are called in contexts are checked first."""
     call = called_model(_check_call, _shards_are_seen)
-    return _torch.attribute_replaced(utils.PreTrainedModel, "__call__", call)
+    return attribute_replaced(utils.PreTrainedModel, "__call__", call)
 
 
 @contextmanager
@@ -126,10 +152,10 @@ def _provider_refused_by_tables(utils: ModuleType) -> Iterator[None]:
         ) -> str:
             for name, table in class_tables_of(type(model)) if requested_attention == PROVIDER else ():
                 refuse = partial(refuse_in_table, name, [*table])
-                stack.enter_context(_torch.entry_replaced(table, PROVIDER, refuse))
+                stack.enter_context(entry_replaced(table, PROVIDER, refuse))
             return original(model, requested_attention, *args, **kwargs)
 
-        stack.enter_context(_torch.wrapped(utils.PreTrainedModel, "get_correct_attn_implementation", requested))
+        stack.enter_context(wrapped(utils.PreTrainedModel, "get_correct_attn_implementation", requested))
         yield
 
 
@@ -144,7 +170,7 @@ def _generation_refused(utils: ModuleType) -> AbstractContextManager[None]:
             )
         return original(model, *args, **kwargs)
 
-    return _torch.wrapped(utils.GenerationMixin, "generate", generate)
+    return wrapped(utils.GenerationMixin, "generate", generate)
 
 
 def _losses_checked(utils: ModuleType) -> AbstractContextManager[None]:
@@ -160,7 +186,7 @@ def _losses_checked(utils: ModuleType) -> AbstractContextManager[None]:
         return checked if loss is causal else loss
 
     checking = property(loss_function, before.fset, before.fdel, before.__doc__)
-    return _torch.attribute_replaced(owner, "loss_function", checking)
+    return attribute_replaced(owner, "loss_function", checking)
 
 
 def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +198,7 @@ def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-@_torch.never_compiled
+@never_compiled
 def _refuse_shift() -> None:
     raise ValueError(
         "a model got labels inside of context_parallel, and would shift them within this rank's shard: shift labels "
@@ -190,17 +216,6 @@ def sharding_context() -> ActiveContext | None:
 
 
 # Models
-
-
-def check_compiled_call(arguments: dict[str, Any]) -> None:
-    """Checks the arguments of a function that is about to be compiled in a context, if it is a model's forward."""
-    model = arguments.get("self", arguments.get("mod"))
-    # transformers wraps forward, and other methods of a model such as get_image_features, in functions of equal names.
-    is_other_method = getattr(arguments.get("func"), "__name__", "forward") != "forward"
-    if isinstance(model, nn.Module) and is_model(model) and not is_other_method:
-        args, others = arguments.get("args", ()), arguments.get("kwargs", {})
-        given = {name: each for name, each in arguments.items() if name not in ("self", "mod", "args", "kwargs")}
-        _check_call(model, args, {**given, **others})
 
 
 _problems: WeakKeyDictionary[nn.Module, tuple[Any, list[str]]] = WeakKeyDictionary()
@@ -230,7 +245,7 @@ def replace_layers(model: nn.Module) -> None:
     layer_patches.replace(model, _shards_are_seen)
 
 
-@_torch.constant_in_trace
+@constant_in_trace
 def _shards_are_seen() -> bool:
     return sharding_context() is not None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from cp_dtensor.api.transformers_layers import is_attention
+from cp_dtensor.integrations.transformers.layers import is_attention
 
 _TOKENS = frozenset({"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"})
 """Names of arguments that are the tokens of a sequence."""

@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.api.sharding import gathered_shards
-from cp_dtensor.api.transformers_private import MASKING_UTILS, REMAP
-from cp_dtensor.attention.masked import positions_of
+from cp_dtensor import Batched, Causal, Documents, Full, Mask, SlidingWindow
+from cp_dtensor.api.extension import NamedMask, gathered_shards, positions_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.lengths import global_length
-from cp_dtensor.engine.named_masks import NamedMask
-from cp_dtensor.spec.documents import Documents
+from cp_dtensor.integrations.transformers.private import MASKING_UTILS, REMAP
 from cp_dtensor.spec.layouts import Span
-from cp_dtensor.spec.masks import Batched, Causal, Full, Mask, SlidingWindow, mask_intersection
+from cp_dtensor.spec.masks import mask_intersection
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 _MOST_PAIRS = 1 << 32

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_dtensor import _torch
+from cp_dtensor import causal_conv1d, gated_delta_rule, kda, mamba2
 from cp_dtensor.api.active_context import current_context
-from cp_dtensor.api.transformers_private import MODELING_UTILS, PASSED_ON, kernel_name
-from cp_dtensor.attention.masked import positions_of
+from cp_dtensor.api.extension import never_compiled, positions_of, wrapped
 from cp_dtensor.engine.lengths import global_length, known_length
+from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name
 from cp_dtensor.layers.arguments import IN_CONTEXT
-from cp_dtensor.layers.recurrent import gated_delta_rule, kda, mamba2
-from cp_dtensor.layers.sequence import causal_conv1d
 
 Function = Callable[..., Any]
 _CONTEXT: Any = IN_CONTEXT
@@ -163,7 +161,7 @@ def _with_whole_positions(
     return original(module, hidden_states, *args, **kwargs)
 
 
-@_torch.never_compiled
+@never_compiled
 def _positions_before(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
     context = current_context()
@@ -242,7 +240,7 @@ def _with_whole_counts(
     return _scaled_by_whole_counts(forward, module, **arguments)
 
 
-@_torch.never_compiled
+@never_compiled
 def _scaled_by_whole_counts(
     forward: Function, module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
@@ -290,7 +288,7 @@ class _Patches:
     def _wrap(self, owner: Any, name: str, around: Function) -> None:
         if (owner, name) not in self._replaced:
             self._replaced.add((owner, name))
-            self._stack.enter_context(_torch.wrapped(owner, name, around))
+            self._stack.enter_context(wrapped(owner, name, around))
 
     def close(self) -> None:
         """Restores all functions."""

@@ -1,15 +1,4 @@
-"""Provider for transformers: `attn_implementation="cp_dtensor"`, buffers of a batch, and the loss of all ranks' tokens.
-
-    register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cp_dtensor")
-    batch = ModelBatch(input_ids=input_ids, labels=labels)
-    with context_parallel(mesh, **batch.buffers):
-        loss = causal_lm_loss(model(**batch.inputs, use_cache=False).logits, batch.shift_labels)
-        loss.backward()  # of gradients that are averaged over ranks afterwards
-
-Masks (windows, chunks, packed documents, padding) are those of the model, found by its own mask functions; sinks are
-the model's. Source: transformers' AttentionInterface and AttentionMaskInterface.
-"""
+"""Provider for transformers: its attention function, batches as buffers of a context, and the loss."""
 
 from __future__ import annotations
 
@@ -22,22 +11,18 @@ from torch import nn
 
 from cp_dtensor import Documents, Full
 from cp_dtensor.api.extension import (
-    PASSED_ON,
-    PROVIDER,
     Mesh,
-    ModelMask,
     attention_of_shards,
+    context_hooks,
     is_name,
     named_mask,
-    problems_of,
-    provider_mask,
     ranks_of_context,
     sequence_ranks,
-    table_of,
-    transformers_hooks,
 )
-
-__all__ = ["ModelBatch", "causal_lm_loss", "check_model", "register"]
+from cp_dtensor.integrations.transformers.checks import PROVIDER, problems_of
+from cp_dtensor.integrations.transformers.hooks import provider_mask
+from cp_dtensor.integrations.transformers.masks import ModelMask
+from cp_dtensor.integrations.transformers.private import PASSED_ON, table_of
 
 
 def register() -> str:
@@ -58,7 +43,7 @@ def register() -> str:
     from transformers.masking_utils import sdpa_mask
 
     if PROVIDER not in table_of(AttentionInterface):
-        transformers_hooks.acquire()
+        context_hooks.installation.acquire()
         AttentionInterface.register(PROVIDER, _attention)
 
         @torch.compiler.disable

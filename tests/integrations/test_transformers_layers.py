@@ -12,8 +12,8 @@ from support.ranks import run_ranks
 from torch import nn
 
 from cp_dtensor import context_parallel, gated_delta_rule, kda
-from cp_dtensor.api import transformers_layers
-from cp_dtensor.api.transformers_layers import _REPLACED
+from cp_dtensor.integrations.transformers import layers
+from cp_dtensor.integrations.transformers.layers import _REPLACED
 
 ONE = torch.ones(1, 2, 1, 1)
 
@@ -55,13 +55,13 @@ def test_arguments_that_nothing_here_knows_are_refused_by_name() -> None:
 
 def test_a_call_of_a_model_looks_at_each_class_once() -> None:
     model, looked_at = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)]), []
-    functions_of = transformers_layers._functions_of
+    functions_of = layers._functions_of
 
     def counted(kind: type[nn.Module]) -> Any:
         looked_at.append(kind)
         return functions_of(kind)
 
-    with mock.patch.object(transformers_layers, "_functions_of", counted):
-        transformers_layers.layer_patches.replace(model, lambda: False)
+    with mock.patch.object(layers, "_functions_of", counted):
+        layers.layer_patches.replace(model, lambda: False)
     assert {*looked_at} == {nn.Linear, nn.Sequential}
     assert len(looked_at) == 2
