@@ -39,7 +39,7 @@ DOORS = (
     "attention.backends.cudnn_flex",
     "attention.backends.flash4",
     "integrations.torch_experimental.private",
-    "tools.bench.torch_methods",
+    "tools.torch_methods",
 )
 
 # Files that plug into another program, whose hooks have private names; torch's private names are not for them.

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from cp_dtensor import context_parallel, context_parallel_attention, explain
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.tools.bench.cases import AllTokens, Attention, ByLayout, Case, Method
-from cp_dtensor.tools.bench.errors import seen_keys
-from cp_dtensor.tools.bench.flex import flex_methods
-from cp_dtensor.tools.bench.report import IDEAL, OURS_PREFIX
-from cp_dtensor.tools.bench.torch_methods import (
+from cp_dtensor.tools.cases import AllTokens, Attention, ByLayout, Case, Method
+from cp_dtensor.tools.errors import seen_keys
+from cp_dtensor.tools.flex import flex_methods
+from cp_dtensor.tools.parsing import LAYOUTS
+from cp_dtensor.tools.report import IDEAL, OURS_PREFIX
+from cp_dtensor.tools.torch_methods import (
     allowed_backend,
     mesh_of_ranks,
     sdpa,
@@ -26,7 +27,6 @@ from cp_dtensor.tools.bench.torch_methods import (
     varlen_on_one_gpu,
     varlen_refusal,
 )
-from cp_dtensor.tools.parsing import LAYOUTS
 
 
 def methods_by_name(

@@ -20,9 +20,9 @@ from cp_dtensor import (
     SlidingWindow,
     context_parallel_flex_attention,
 )
-from cp_dtensor.tools.bench.cases import Attention, ByLayout, Case, Method, Select, Shards, shard_of
-from cp_dtensor.tools.bench.report import OURS_PREFIX
+from cp_dtensor.tools.cases import Attention, ByLayout, Case, Method, Select, Shards, shard_of
 from cp_dtensor.tools.parsing import LAYOUTS
+from cp_dtensor.tools.report import OURS_PREFIX
 
 BLOCK = 128
 """Queries, and keys, of a block."""

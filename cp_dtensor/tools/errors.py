@@ -10,9 +10,9 @@ import torch
 
 from cp_dtensor import Mask
 from cp_dtensor.spec.masks import clipped_interval_sets
-from cp_dtensor.tools.bench.cases import Case, Select, Source
-from cp_dtensor.tools.bench.report import ERRORS
+from cp_dtensor.tools.cases import Case, Select, Source
 from cp_dtensor.tools.ranks import Ranks
+from cp_dtensor.tools.report import ERRORS
 
 K = TypeVar("K", bound=Hashable)
 _BLOCK_ELEMENTS = 2**25

@@ -10,17 +10,17 @@ from itertools import product
 from pathlib import Path
 
 from cp_dtensor.plan.hardware import GPUS
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.command import end, mask_argument, refuse_masks_beyond
-from cp_dtensor.tools.bench.llama import PRESETS, Size
-from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED
-from cp_dtensor.tools.bench.suite import GroupLost, status_of
-from cp_dtensor.tools.bench.train import OPTIMIZERS, Job, TrainMethod, take_turn, train_methods
-from cp_dtensor.tools.bench.train_report import TOLERANCES, TrainResults, TrainRow, title, train_markdown
-from cp_dtensor.tools.doctor.machine import gpu_name
+from cp_dtensor.tools.bench import end, mask_argument, refuse_masks_beyond
+from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.info import environment
+from cp_dtensor.tools.llama import PRESETS, Size
+from cp_dtensor.tools.machine import gpu_name
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, positive, positive_number, uses_gpu
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
+from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED
+from cp_dtensor.tools.suite import GroupLost, status_of
+from cp_dtensor.tools.train import OPTIMIZERS, Job, TrainMethod, take_turn, train_methods
+from cp_dtensor.tools.train_report import TOLERANCES, TrainResults, TrainRow, title, train_markdown
 
 _DESCRIPTION = """\
 Measures whole training steps of a Llama-shaped model with FSDP2: this library's context parallel and torch's, in turns

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.tools.bench.cases import Case
-from cp_dtensor.tools.bench.llama import Llama, Size, initialise
-from cp_dtensor.tools.bench.methods import splits_by_name
-from cp_dtensor.tools.bench.report import OURS_PREFIX, TORCH_PREFIX
-from cp_dtensor.tools.bench.torch_methods import (
+from cp_dtensor.tools.cases import Case
+from cp_dtensor.tools.llama import Llama, Size, initialise
+from cp_dtensor.tools.methods import splits_by_name
+from cp_dtensor.tools.ranks import Device, Ranks
+from cp_dtensor.tools.report import OURS_PREFIX, TORCH_PREFIX
+from cp_dtensor.tools.torch_methods import (
     TORCH_RINGS,
     mesh_of_ranks,
     ring_refusal,
     ring_settings,
     torch_context_parallel,
 )
-from cp_dtensor.tools.ranks import Device, Ranks
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     # Fused, as in TorchTitan. Small steps: without warm-up, those of 3e-4 make losses jump, and differences of rounding

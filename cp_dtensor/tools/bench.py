@@ -14,13 +14,10 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.tools.bench.cases import PASSES, Case, Heads, Method, Source, grid
-from cp_dtensor.tools.bench.measure import MOST_WARM_CALLS, Effort
-from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.picture import draw
-from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Results, Row, markdown
-from cp_dtensor.tools.bench.suite import GroupLost, Suite
+from cp_dtensor.tools.cases import PASSES, Case, Heads, Method, Source, grid
 from cp_dtensor.tools.info import environment
+from cp_dtensor.tools.measure import MOST_WARM_CALLS, Effort
+from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.parsing import (
     LAYOUTS,
     MASK_HELP,
@@ -31,7 +28,10 @@ from cp_dtensor.tools.parsing import (
     positive_number,
     uses_gpu,
 )
+from cp_dtensor.tools.picture import draw
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, leave, start
+from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Results, Row, markdown
+from cp_dtensor.tools.suite import GroupLost, Suite
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the

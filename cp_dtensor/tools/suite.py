@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from cp_dtensor import Causal
-from cp_dtensor.tools.bench.cases import AllTokens, Case, Inputs, Method, Select, Shards, Source, all_tokens
-from cp_dtensor.tools.bench.errors import Outcome, relative_errors
-from cp_dtensor.tools.bench.measure import Effort, Work, measure, write_trace
-from cp_dtensor.tools.bench.report import ERROR, MEASURED, REFUSED, Row
+from cp_dtensor.tools.cases import AllTokens, Case, Inputs, Method, Select, Shards, Source, all_tokens
+from cp_dtensor.tools.errors import Outcome, relative_errors
+from cp_dtensor.tools.measure import Effort, Work, measure, write_trace
 from cp_dtensor.tools.ranks import Device, Failed, Ranks
+from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row
 
 Tensors = tuple[torch.Tensor, ...]
 """out, or out, dq, dk and dv."""

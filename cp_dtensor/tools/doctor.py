@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import explain
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
-from cp_dtensor.tools.bench.cases import Heads
-from cp_dtensor.tools.doctor import exchange, machine
-from cp_dtensor.tools.doctor.machine import OK, PROBLEM, Finding
+from cp_dtensor.tools import exchange, machine
+from cp_dtensor.tools.cases import Heads
+from cp_dtensor.tools.machine import OK, PROBLEM, Finding
 from cp_dtensor.tools.parsing import argument, command_parser, positive, refuse_other_ranks
 from cp_dtensor.tools.ranks import Failed, Ranks, start
 

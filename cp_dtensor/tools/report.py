@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.tools.bench.cases import PASSES, Case, Heads
+from cp_dtensor.tools.cases import PASSES, Case, Heads
 from cp_dtensor.tools.info import versions_of_packages
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 

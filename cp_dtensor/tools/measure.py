@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cp_dtensor.tools.bench.cases import Attention, Inputs
+from cp_dtensor.tools.cases import Attention, Inputs
 from cp_dtensor.tools.ranks import Call, Device, Ranks
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from cp_dtensor.tools.bench.report import (
+from cp_dtensor.tools.report import (
     MEASURED,
     NOTHING,
     OURS_PREFIX,
@@ -19,7 +19,7 @@ from cp_dtensor.tools.bench.report import (
     slowest,
     spread,
 )
-from cp_dtensor.tools.bench.train import Job, Turn
+from cp_dtensor.tools.train import Job, Turn
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-2}
 """Relative differences of losses and gradient norms up to which methods agree, by dtype."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cp_dtensor.tools.bench.report import MEASURED, Results, Row, panels, significant
+from cp_dtensor.tools.report import MEASURED, Results, Row, panels, significant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,8 @@ from cp_dtensor import (
     local_positions,
 )
 from cp_dtensor.comm.select import measure_bandwidth
-from cp_dtensor.tools.bench.errors import seen_keys
-from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding, gpu_name
+from cp_dtensor.tools.errors import seen_keys
+from cp_dtensor.tools.machine import NOTE, OK, PROBLEM, Finding, gpu_name
 
 _EXCHANGED = 4 << 20
 """Bytes of each rank in an all-gather."""

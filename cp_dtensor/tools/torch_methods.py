@@ -30,9 +30,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
-from cp_dtensor.tools.bench.cases import Attention, ByLayout, Case, Method, Select, Shards
-from cp_dtensor.tools.bench.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
-from cp_dtensor.tools.bench.report import TORCH_PREFIX
+from cp_dtensor.tools.cases import Attention, ByLayout, Case, Method, Select, Shards
+from cp_dtensor.tools.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
+from cp_dtensor.tools.report import TORCH_PREFIX
 
 
 def torch_methods() -> list[Method]:
