@@ -11,15 +11,27 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import refuse_traced_transforms
-from cp_dtensor._torch.tensors import indexable, no_autocast
 from cp_dtensor.api.active_context import config_around, current_context
-from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
-from cp_dtensor.api.sharding import checked_sequence_dim, refuse_first_dim
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.api.extension import (
+    Mesh,
+    SequenceRanks,
+    check_devices,
+    check_tensors,
+    checked_layout,
+    checked_length,
+    checked_sequence_dim,
+    constant_in_trace,
+    from_local,
+    indexable,
+    local_beside,
+    no_autocast,
+    refuse_first_dim,
+    refuse_other_place,
+    refuse_traced_transforms,
+    sequence_ranks,
+    to_local,
+)
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, Parts, made_of, parts_of
-from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, checked_layout, checked_length, sequence_ranks
 from cp_dtensor.layers.call import SequenceCall, document_edges, moved, names_of, sequence_calls, traced_moved
 from cp_dtensor.layers.layer import Inputs, traced_layer
 from cp_dtensor.layers.rows import Halo, Relayout, SequenceLayout, Shift
@@ -130,7 +142,7 @@ def _traced_call(
     return _constants(owner, place.mesh, place.axes, layout, place.seq_len, operation, inherits_documents, dim_is_first)
 
 
-@_torch.constant_in_trace
+@constant_in_trace
 def _constants(
     owner: str, mesh: Any, axes: tuple[int, ...] | None, layout: Parts | None, seq_len: int | None, operation: Parts,
     inherits_documents: bool, dim_is_first: bool,

@@ -10,13 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import RankFunction
+from cp_dtensor.api.extension import (
+    RankFunction,
+    SequenceRanks,
+    below_autograd,
+    current_backward,
+    define_operator,
+    group_of_name,
+    name_of_group,
+    refuse_other_lengths,
+)
 from cp_dtensor.comm.calls import COMPARISON, Signature, begin_pass
-from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import compare_first_call, hash_of, odd_ones
 from cp_dtensor.engine.compiled_spec import ConstantKeys
-from cp_dtensor.engine.config import refuse_other_lengths
 from cp_dtensor.engine.lengths import global_length, known_length
 from cp_dtensor.layers.exchange import moved_rows, rows_moved_back
 from cp_dtensor.layers.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
@@ -43,7 +49,7 @@ class SequenceCall:
     @property
     def ranks(self) -> SequenceRanks:
         """The ranks, in this process's groups."""
-        return SequenceRanks(*map(_torch.group_of_name, self.groups))
+        return SequenceRanks(*map(group_of_name, self.groups))
 
     def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges, others: Hashable = ()) -> int:
         """The global length; ranks exchange their local lengths if nothing else determines it.
@@ -70,7 +76,7 @@ class SequenceCall:
             known = global_length(self._compared(x, dim, None, edges, others), self.layout, "local")
             self.check_edges(edges, known)
         # Compiled code and checkpoints compute layers again in backward, which not every rank need do.
-        if _torch.current_backward() is None:
+        if current_backward() is None:
             begin_pass(ranks, _signature(self.owner, x.dtype, self.layout), x)
         return known
 
@@ -141,7 +147,7 @@ def _signature(owner: str, dtype: torch.dtype, layout: Layout) -> Signature:
 
 def names_of(ranks: SequenceRanks) -> tuple[str, ...]:
     """The names of the process groups of some ranks."""
-    return tuple(_torch.name_of_group(group) for group in (ranks.outer, ranks.inner) if group is not None)
+    return tuple(name_of_group(group) for group in (ranks.outer, ranks.inner) if group is not None)
 
 
 def document_edges(owner: str, cu_seqlens: Any) -> Edges:
@@ -220,7 +226,7 @@ def _rows(x: Tensor, cu_seqlens: Tensor | None, key: str, dim: int, seq_len: int
     call = sequence_calls.value_of(key)
     edges = document_edges(call.owner, cu_seqlens)
     length = call.length(x, dim, None if seq_len < 0 else seq_len, edges)
-    with _torch.below_autograd():
+    with below_autograd():
         return moved(call, x, dim, length, edges)
 
 
@@ -230,7 +236,7 @@ def _rows_back(grad: Tensor, cu_seqlens: Tensor | None, key: str, dim: int, seq_
     # If the length is unknown, the result of the forward has as many rows as its argument.
     length = call.length(grad, dim, None, edges) if seq_len < 0 else seq_len
     ranks = call.ranks
-    with _torch.below_autograd():
+    with below_autograd():
         parts = [
             rows_moved_back(grad[start:stop], row_route(row_map, sequence, ranks.rank, ranks.inner_size), dim, ranks)
             for (start, stop), sequence, row_map in _groups(call, grad.size(0), length, edges)
@@ -260,7 +266,7 @@ def _gradient_by(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
 def _define() -> None:
     arguments = "Tensor? cu_seqlens, str call, int dim, SymInt seq_len, SymInt rows) -> Tensor"
     for name, implementation, transposed in (("rows", _rows, "rows_back"), ("rows_back", _rows_back, "rows")):
-        _torch.define_operator(
+        define_operator(
             f"{name}(Tensor x, {arguments}", implementation, _fake_rows, gradients=_gradient_by(transposed),
             save=_keep_arguments,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import wide_dtype
+from cp_dtensor.api.extension import wide_dtype
 
 Maps = tuple[Tensor, Tensor]
 """`(transition, state)` of some pieces: a piece maps the state S that enters it to M S + state. M is a matrix (K, K) or

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import wide_dtype
+from cp_dtensor.api.extension import wide_dtype
 from cp_dtensor.engine.cost_model import Axis, Estimate
 from cp_dtensor.engine.traffic import CountedEstimate, with_bytes
 from cp_dtensor.layers.methods import Rows

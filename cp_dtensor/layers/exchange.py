@@ -9,11 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Shared
-from cp_dtensor._torch.tensors import wide_dtype
-from cp_dtensor.comm.faults import all_to_all_single
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.api.extension import SequenceRanks, Shared, all_to_all_single, capturing, wide_dtype
 from cp_dtensor.layers.rows import Copy, RowRoute
 from cp_dtensor.spec.cache import LRUCache
 

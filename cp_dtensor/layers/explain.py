@@ -18,7 +18,8 @@ from cp_dtensor.api.explain import (
     counted_ranks,
     shortened,
 )
-from cp_dtensor.engine.config import AttentionConfig, Mesh, checked_length, refuse_other_lengths
+from cp_dtensor.api.extension import Mesh, checked_length, refuse_other_lengths
+from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.cost_model import fastest
 from cp_dtensor.layers.call import document_edges
 from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates, slower_axis

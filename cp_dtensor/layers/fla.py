@@ -15,11 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cp_dtensor import _torch
-from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Shared
-from cp_dtensor.attention.backends.first_use import first_use, wrong_result
-from cp_dtensor.attention.backends.packages import quiet
+from cp_dtensor.api.extension import Shared, autograd_recorded, capturing, first_use, quiet, wrong_result
 from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, zero_of
 from cp_dtensor.spec.cache import LRUCache
 
@@ -285,7 +281,7 @@ def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
     results: list[list[Tensor]] = []
     weights: list[Tensor] = []
     for kind, dtype in ((FlaRecurrence, None), (ChunkedRecurrence, torch.float64)):
-        with _torch.autograd_recorded():  # the first call may be an operator of compiled code
+        with autograd_recorded():  # the first call may be an operator of compiled code
             # All tensors have heads in dim 2. Two of them are compared.
             mine = [x if x is None else x.detach()[:, :, : 2 if dtype else heads].to(dtype or x.dtype) for x in given]
             leaves = [x.requires_grad_() for x in mine if x is not None]

@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cp_dtensor import _torch
-from cp_dtensor._torch.tensors import no_autocast, wide_dtype
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.api.extension import SequenceRanks, autograd_recorded, define_operator, no_autocast, wide_dtype
 from cp_dtensor.engine.cost_model import fastest
 from cp_dtensor.engine.planner import axes_of
 from cp_dtensor.layers.call import SequenceCall, document_edges, rows_of, sequence_calls
@@ -265,7 +263,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(grad_out: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Gradients of all tensors. The layer is computed again, so that nothing but its arguments is saved."""
     *tensors, cu_seqlens, key, seq_len, needed = arguments
-    with _torch.autograd_recorded():
+    with autograd_recorded():
         leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
         results = _run(leaves, cu_seqlens, key, seq_len)
         pairs = [(y, g) for y, g in zip(results, (grad_out, grad_final), strict=True) if y.requires_grad]
@@ -300,11 +298,11 @@ def _define() -> None:
     tensors = "Tensor x, " + "".join(f"Tensor? x{number}, " for number in range(1, MOST_TENSORS))
     arguments = f"{tensors}Tensor? cu_seqlens, str call, SymInt seq_len"
     grads = ", ".join(["Tensor"] * MOST_TENSORS)
-    _torch.define_operator(
+    define_operator(
         f"sequence_layer({arguments}) -> (Tensor, Tensor)", _forward, _fake_forward, gradients=_gradients,
         save=_keep_arguments,
     )  # fmt: skip
-    _torch.define_operator(
+    define_operator(
         f"sequence_layer_backward(Tensor grad_out, Tensor grad_final, {arguments}, bool[] needed) -> ({grads})",
         _backward, _fake_backward,
     )  # fmt: skip

@@ -15,10 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor._torch.autograd import RankFunction
-from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
+from cp_dtensor.api.extension import CollectiveHeads, HeadRows, RankFunction, SequenceRanks, positions_of
 from cp_dtensor.layers.call import rows_of
 from cp_dtensor.layers.chunked import ChunkedRecurrence
 from cp_dtensor.layers.fla import FlaRecurrence

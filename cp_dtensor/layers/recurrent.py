@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_dtensor.engine.config import Mesh, check_devices, check_tensors, softmax_scale
+from cp_dtensor.api.extension import Mesh, check_devices, check_tensors, softmax_scale
 from cp_dtensor.layers.arguments import layer
 from cp_dtensor.layers.layer import LinearRecurrence
 from cp_dtensor.layers.methods import METHODS

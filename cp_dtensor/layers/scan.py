@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.autograd import RankFunction
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.api.extension import RankFunction, SequenceRanks
 from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import CachedHash

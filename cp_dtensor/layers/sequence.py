@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.functional import cast_by_autocast
+from cp_dtensor.api.extension import Mesh, cast_by_autocast, check_tensors, checked_length
 from cp_dtensor.engine.compiled_spec import parts_of
-from cp_dtensor.engine.config import Mesh, check_tensors, checked_length
 from cp_dtensor.layers.arguments import checked_number, layer, moved_rows, runs_of_rank
 from cp_dtensor.layers.convolution import ACTIVATIONS
 from cp_dtensor.layers.layer import AffineScan, CausalConv1d

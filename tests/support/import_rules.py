@@ -41,11 +41,9 @@ LAYERS_IMPORT = ("spec", "api.extension")
 
 # Modules that layers still import, which a `LayerCall` beside the call of attention, and the seam, are to replace.
 LAYERS_STILL_IMPORT = (
-    "_torch", "_torch.autograd", "_torch.cache", "_torch.streams", "_torch.tensors", "api.active_context",
-    "api.dtensor_attention", "api.explain", "api.functional", "api.sharding", "attention.backends.first_use",
-    "attention.backends.packages", "attention.masked", "comm.calls", "comm.faults", "comm.groups", "comm.head_exchange",
-    "engine.agreement", "engine.compiled_spec", "engine.config", "engine.cost_model", "engine.lengths",
-    "engine.planner", "engine.traffic", "plan.hardware", "plan.partition", "plan.tiling",
+    "api.active_context", "api.explain", "comm.calls", "engine.agreement", "engine.compiled_spec", "engine.config",
+    "engine.cost_model", "engine.lengths", "engine.planner", "engine.traffic", "plan.hardware", "plan.partition",
+    "plan.tiling",
 )  # fmt: skip
 
 # Modules of other rooms than the seam that the integration of transformers still imports.
