@@ -22,6 +22,8 @@ LOCAL, RANKS = 64, 2
 
 FORWARD, BACKWARD, DEPTH = 160, 180, 8
 """Most frames of a forward, of a backward, and most frames down to the backend that computes a tile."""
+MODEL_FORWARD = 300
+"""Most frames of a forward of a whole model of transformers that has one layer."""
 
 
 class Frames:
@@ -105,4 +107,25 @@ def test_warm_calls(measured: Callable[[DeviceMesh], tuple[Frames, Frames]]) -> 
         found = f"{forward.count} frames of forward, {backward.count} of backward, a tile at {forward.tile_depth}"
         assert 0 < forward.tile_depth <= DEPTH, found
         assert 20 < forward.count <= FORWARD, found
+        assert 20 < backward.count <= BACKWARD, found
+
+
+def test_warm_calls_of_a_model_of_transformers() -> None:
+    """A call of a whole model through the provider: checks of the model, its masks, one layer of attention."""
+    transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
+    from cp_dtensor.integrations.transformers import ModelBatch, register
+
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, attn_implementation=register(),
+    )  # fmt: skip
+
+    def body(_rank: int) -> tuple[Frames, Frames]:
+        model, batch = transformers.LlamaForCausalLM(config), ModelBatch(input_ids=torch.arange(16)[None])
+        with context_parallel(init_device_mesh("cpu", (RANKS,)), **batch.buffers):
+            return counted(lambda: model(**batch.inputs, use_cache=False).logits)
+
+    for forward, backward in run_ranks(RANKS, body):
+        found = f"{forward.count} frames of forward, {backward.count} of backward"
+        assert FORWARD < forward.count <= MODEL_FORWARD, found
         assert 20 < backward.count <= BACKWARD, found

@@ -226,11 +226,11 @@ _mark_uncompiled = never_compiled(_mark_caches)
 
 
 def called_model(
-    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None], in_context: Callable[[], bool]
+    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], bool], in_context: Callable[[], bool]
 ) -> Callable[..., Any]:
     """`PreTrainedModel.__call__` in contexts: `check` comes first, and caches are marked.
 
-    Traced calls are checked only where a context may refuse a tower.
+    Traced calls are checked only where a context may refuse a tower. `check` returns `in_context()`.
     """
     uncompiled = never_compiled(check, "context_parallel checks the call of a vision or audio tower")
 
@@ -241,12 +241,14 @@ def called_model(
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         mark = _mark_uncompiled
         if not torch.compiler.is_compiling():
-            check(self, args, kwargs)
+            has_shards = check(self, args, kwargs)
             mark = _mark_caches
-        elif may_be_refused(type(self), len(args), tuple(name for name in kwargs if kwargs[name] is not None)):
-            uncompiled(self, args, kwargs)
+        else:
+            has_shards = in_context()
+            if may_be_refused(type(self), len(args), tuple(name for name in kwargs if kwargs[name] is not None)):
+                uncompiled(self, args, kwargs)
         out = nn.Module.__call__(self, *args, **kwargs)
-        if in_context():
+        if has_shards:
             results = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
             mark([*args, *kwargs.values(), *results])
         return out

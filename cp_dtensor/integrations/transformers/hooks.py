@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -50,8 +51,6 @@ from cp_dtensor.integrations.transformers.masks import (
     MaskRequest,
     ModelMask,
     arguments_alone,
-    refuse_counted_positions,
-    whole_positions,
 )
 from cp_dtensor.integrations.transformers.private import (
     GENERATION_UTILS,
@@ -126,7 +125,7 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
-        if _shards_are_seen() or implementation_of(config) == PROVIDER:
+        if implementation_of(config) == PROVIDER or _shards_are_seen():
             return uncompiled(original, *args, **kwargs)
         return original(*args, **kwargs)
 
@@ -221,10 +220,11 @@ def sharding_context() -> ActiveContext | None:
 _problems: WeakKeyDictionary[nn.Module, tuple[Any, list[str]]] = WeakKeyDictionary()
 
 
-def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Refuse a call of a model that would be wrong in the open context; return whether one is open."""
     context = sharding_context()
     if context is None:
-        return
+        return False
     context.seen.add("model")
     if kwargs.get("cu_seq_lens_q") is not None:
         context.seen.add("cu_seq_lens_q")
@@ -238,6 +238,7 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
     check_arguments(model, args, kwargs)
     replace_layers(model)
+    return True
 
 
 def replace_layers(model: nn.Module) -> None:
@@ -261,67 +262,37 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     cache, encoder = given.get("cache", given.get("past_key_values")), given.get("encoder_hidden_states")
     if implementation_of(config) not in SEEN:
         raise NotImplementedError(unseen(str(implementation_of(config))))
-    whole = None
     if context is not None:
         given["position_ids"] = None  # documents are found in the position ids of all ranks
     is_done, padding, packed, q_len, kv_len, q_offset, kv_offset = original(*bound.args, **bound.kwargs)
     if is_done:
         return is_done, padding, None, q_len, kv_len, q_offset, kv_offset
     is_cached = cache is not None and bool(q_offset or kv_offset or kv_len != q_len)
+    is_packed = positions is not None and padding is None and cache is None
+    request = MaskRequest(positions if is_packed else None, padding, packed, is_cached, is_packed)
     if context is not None:
         if is_cached:
             raise NotImplementedError(NO_CACHE)
-        if positions is not None:
-            is_joined = cache is not None and padding is None
-            whole = _checked_positions(context, config, embeds, positions, is_joined)
-    is_packed = positions is not None and padding is None and cache is None
-    positions, whole = (positions.expand(embeds.size(0), -1), whole) if is_packed else (None, None)
-    request = MaskRequest(positions, padding, packed, is_cached, whole)
+        if positions is not None and positions.size(-1) != embeds.size(1):
+            raise ValueError(
+                f"expected position_ids of this rank's {embeds.size(1)} tokens, got {positions.size(-1)}: "
+                "make position_ids of the whole sequence one of the context's buffers"
+            )
+        check = partial(_check_positions, context, config, cache is not None and padding is None)
+        request = replace(request, positions=positions, context=context, check=check)
     if not is_cached:  # transformers takes the width of a whole padding for this rank's keys
         kv_len = q_len if encoder is None else encoder.size(1)
     return False, request.as_padding(embeds, kv_len), None, q_len, kv_len, q_offset, kv_offset
 
 
-def _checked_positions(
-    context: ActiveContext, config: Any, embeds: torch.Tensor, position_ids: torch.Tensor, is_joined: bool
-) -> torch.Tensor:
-    """Return (B, S) position ids of the whole sequence; warn of documents that a cache joins.
-
-    Raises:
-        ValueError: they are not this rank's part of the whole sequence's.
-    """
-    if position_ids.size(-1) != embeds.size(1):
-        raise ValueError(
-            f"expected position_ids of this rank's {embeds.size(1)} tokens, got {position_ids.size(-1)}: "
-            "make position_ids of the whole sequence one of the context's buffers"
-        )
-    whole = whole_positions(position_ids, embeds.size(0), context.config)
-    _refuse_counted_positions(context, position_ids, whole)
+def _check_positions(context: ActiveContext, config: Any, is_joined: bool, whole: torch.Tensor) -> None:
+    """Refuse position ids (B, S) of the whole sequence that a model's RoPE does not take; warn of joined documents."""
     _refuse_rope_by_length(config, whole)
     kept_apart = context.config.mask is not None or (  # the caller says which tokens see each other
         implementation_of(config) == PROVIDER and "cu_seq_lens_q" in context.seen
     )
     if is_joined and not kept_apart and (whole.diff(dim=1) != 1).any():
         _warn_of_joined_documents()
-    return whole
-
-
-def _refuse_counted_positions(context: ActiveContext, position_ids: torch.Tensor, whole: torch.Tensor) -> None:
-    """Refuses position ids that a model has counted in each shard, unless a buffer of the context has them."""
-    length = position_ids.size(-1)
-
-    def are_given() -> bool:
-        given = not length or any(
-            shard.buffer.tensor.dtype == position_ids.dtype
-            and shard.buffer.tensor.numel()
-            and shard.buffer.tensor.size(-1) == length
-            and torch.equal(shard.buffer.tensor.reshape(-1, length)[0], position_ids[0])
-            for shard in context.buffers
-        )
-        # The first rank's part of arange(seq_len) is what the model has counted.
-        return all(context.config.ranks.gather_integers(int(given), position_ids.device))
-
-    refuse_counted_positions(whole, context.config, are_given)
 
 
 @lru_cache(maxsize=1)

@@ -12,9 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
-from types import CodeType, MappingProxyType
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -185,32 +186,44 @@ def _positions_before(length: int, device: torch.device) -> torch.Tensor:
 
 def is_caught(module: nn.Module) -> bool:
     """Return whether all functions by which a layer mixes tokens are replaced in contexts."""
-    return _is_caught(type(module))
+    kind: Any = type(module)  # mypy takes no class of modules for hashable
+    return _is_caught(kind)
 
 
-def _is_caught(kind: type[nn.Module]) -> bool:
+@lru_cache(maxsize=4096)
+def _is_caught(kind: Any) -> bool:
     kernels = {kernel for _, _, kernel in _functions_of(kind)}
     return bool(kernels) and kernels <= _REPLACED.keys()
 
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a layer calls the attention function of its model's `attn_implementation`, or one of torch."""
-    kinds = (kind for kind in type(module).__mro__ if kind is not nn.Module and kind.__module__ != MODELING_UTILS)
-    methods = (each for kind in kinds for each in vars(kind).values() if inspect.isfunction(each))
-    return any(not _ATTENTION.isdisjoint(_names_in(inspect.unwrap(each).__code__)) for each in methods)
+    kind: Any = type(module)
+    return _calls_attention(kind)
 
 
-def _functions_of(kind: type[nn.Module]) -> Iterator[tuple[Any, str, str]]:
+@lru_cache(maxsize=4096)
+def _calls_attention(kind: Any) -> bool:
+    bases = (base for base in kind.__mro__ if base is not nn.Module and base.__module__ != MODELING_UTILS)
+    return any(not _ATTENTION.isdisjoint(names) for base in bases for _, names in _methods_of(base))
+
+
+def _functions_of(kind: Any) -> Iterator[tuple[Any, str, str]]:
     """`(Python module, name, kernel)` of each function with a kernel that the methods of a class refer to."""
-    for method in vars(kind).values():
-        function = inspect.unwrap(method) if callable(method) else None
-        if not inspect.isfunction(function):
-            continue
+    for function, names in _methods_of(kind):
         owner = sys.modules.get(function.__globals__.get("__name__", ""))
-        for name in _names_in(function.__code__):
+        for name in names:
             kernel = kernel_name(function.__globals__.get(name))
             if owner is not None and kernel is not None:
                 yield owner, name, kernel
+
+
+def _methods_of(kind: Any) -> Iterator[tuple[FunctionType, frozenset[str]]]:
+    """Yield the functions that a class itself defines, unwrapped, and the names in the code of each."""
+    for method in vars(kind).values():
+        function = inspect.unwrap(method) if callable(method) else None
+        if isinstance(function, FunctionType):
+            yield function, frozenset(_names_in(function.__code__))
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -223,7 +236,8 @@ def _names_in(code: CodeType) -> Iterator[str]:
 # Embeddings that count mask tokens
 
 
-def _counts_masks(kind: type[nn.Module]) -> bool:
+@lru_cache(maxsize=4096)
+def _counts_masks(kind: Any) -> bool:
     """True for ESM's embeddings, which scale with the share of mask tokens in the sequence."""
     forward = inspect.unwrap(vars(kind).get("forward", len))
     names = {*_names_in(forward.__code__)} if inspect.isfunction(forward) else set()
@@ -269,11 +283,14 @@ class _Patches:
         self._lock = threading.Lock()
         self._stack = ExitStack()
         self._replaced = set[tuple[Any, str]]()
+        self._models = WeakSet[nn.Module]()
 
     def replace(self, model: nn.Module, in_context: Callable[[], bool]) -> None:
         """Replaces the functions of a model's layers, which behave as before where `in_context()` is False."""
+        if model in self._models:
+            return
         with self._lock:
-            kinds = {type(module) for module in model.modules()}
+            kinds: set[Any] = {type(module) for module in model.modules()}
             for kind in filter(_is_caught, kinds):
                 for owner, name, kernel in list(_functions_of(kind)):
                     self._wrap(owner, name, partial(_in_contexts, in_context, _REPLACED[kernel]))
@@ -284,6 +301,7 @@ class _Patches:
                 kind = next(each for each in type(module).__mro__ if "forward" in vars(each))
                 cache = "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
                 self._wrap(kind, "forward", partial(_with_whole_positions, in_context, cache))
+            self._models.add(model)
 
     def _wrap(self, owner: Any, name: str, around: Function) -> None:
         if (owner, name) not in self._replaced:
@@ -294,6 +312,7 @@ class _Patches:
         """Restores all functions."""
         with self._lock:
             self._replaced.clear()
+            self._models.clear()
             self._stack.close()
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from cp_dtensor import Batched, Causal, Documents, Full, Mask, SlidingWindow
+from cp_dtensor.api.active_context import ActiveContext
 from cp_dtensor.api.extension import NamedMask, gathered_shards, positions_of
 from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.lengths import global_length
@@ -41,18 +43,22 @@ class MaskRequest:
     """Arguments with which a model asked for a mask, of this rank's tokens.
 
     Args:
-        positions: (B, queries) position ids if they tell which tokens are a document, else None.
+        positions: (B or 1, queries) position ids; None: unknown, or not needed.
         padding: (B, keys) boolean, False for padding: whole on every rank, or of this rank's keys. None: no padding.
         packed: (B, queries) documents that transformers found in this rank's position ids; None: one, or unknown.
         is_cached: True if there are keys of other calls, which only attention of one process takes.
-        whole: (B, S) `positions` of the whole sequence, if they are known not to be counted in each shard.
+        is_packed: True if `positions` tell which tokens are a document.
+        context: the open context, which remembers its latest position ids.
+        check: called with the position ids (B, S) of the whole sequence; it may refuse them.
     """
 
     positions: torch.Tensor | None
     padding: torch.Tensor | None
     packed: torch.Tensor | None
     is_cached: bool
-    whole: torch.Tensor | None = None
+    is_packed: bool = False
+    context: ActiveContext | None = None
+    check: Callable[[torch.Tensor], None] = lambda whole: None
 
     def as_padding(self, like: torch.Tensor, kv_len: int) -> torch.Tensor:
         """Return a tensor that transformers passes on as the padding, and that `of_padding` knows again."""
@@ -112,14 +118,15 @@ class ModelMask(NamedMask):
         return self._known[key]
 
     def _found(self, config: AttentionConfig) -> Mask:
-        q_len, kv_len, kept = self._whole_lengths(config)
+        request, positions, packed = self.request, self._rows_of_positions(), None
+        known = None if positions is None else _latest_positions(request.context, positions)
+        asked = -1 if positions is None else int(known is None)
+        q_len, kv_len, kept, are_new = self._whole_lengths(config, asked)
         padding = None if kept is None else [_kept_ranges(row) for row in kept.tolist()]
-        positions, packed = self.request.positions, self.request.whole
-        if positions is not None and packed is None:
-            packed = whole_positions(positions, self.batch_size, config)
-            refuse_counted_positions(packed, config)
-        if packed is not None and (packed.diff(dim=1) == 1).all():
-            packed = None
+        if positions is not None:
+            whole = _gathered_positions(positions, config, request.context) if known is None or are_new else known
+            request.check(whole)
+            packed = whole if request.is_packed and bool((whole.diff(dim=1) != 1).any()) else None
         rows, found = [], dict[tuple[int, int], Mask | None]()
         for row in range(self.batch_size):
             left = 0 if not padding else (padding[row][0][0] if padding[row] else kv_len)
@@ -138,22 +145,34 @@ class ModelMask(NamedMask):
             rows.append(mask)
         return rows[0] if len({*rows}) == 1 else Batched(rows)
 
-    def _whole_lengths(self, config: AttentionConfig) -> tuple[int, int, torch.Tensor | None]:
-        """Return global numbers of queries and keys, and the whole padding; refuse alike on every rank."""
+    def _rows_of_positions(self) -> torch.Tensor | None:
+        positions = self.request.positions
+        if positions is not None and positions.dim() != 2:
+            raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(positions.shape)}")
+        return None if positions is None else positions.expand(self.batch_size, -1)
+
+    def _whole_lengths(self, config: AttentionConfig, asked: int) -> tuple[int, int, torch.Tensor | None, bool]:
+        """Return global numbers of queries and keys, and the whole padding; refuse alike on every rank.
+
+        Args:
+            asked: 1 if this rank has position ids of which it does not know those of the whole sequence, 0 if it
+                knows these, -1 if it has none. The last result is True if any rank has 1: then all ranks gather.
+        """
         ranks, layout, padding = config.ranks, config.layout, self.request.padding
         given = -1 if padding is None else padding.size(1)
-        gathered = ranks.gather_integers([*self.local, given, self.batch_size], self.device)
-        of_queries, of_keys, widths, rows = map(list, zip(*gathered, strict=True))
-        if len({*rows}) > 1 or (-1 in widths and {*widths} != {-1}):
+        gathered = ranks.gather_integers([*self.local, given, self.batch_size, asked], self.device)
+        of_queries, of_keys, widths, rows, of_positions = map(list, zip(*gathered, strict=True))
+        if len({*rows}) > 1 or any(-1 in each and {*each} != {-1} for each in (widths, of_positions)):
             raise ValueError(
-                f"the ranks of a sequence have other batches: {rows} batch rows and attention_mask of {widths} columns "
-                f"(-1: none) on ranks 0 to {len(rows) - 1}; every rank needs its part of the same batch"
+                f"the ranks of a sequence have other batches: {rows} batch rows, attention_mask of {widths} columns "
+                f"(-1: none) and position_ids {[each >= 0 for each in of_positions]} on ranks 0 to {len(rows) - 1}; "
+                "every rank needs its part of the same batch"
             )
         q_len, kv_len = global_length(of_queries, layout, "query"), global_length(of_keys, layout, "key")
         self.whole, self.fewest_queries = (q_len, kv_len), min(of_queries)
         self.shards = {*of_queries, *of_keys}
         if padding is None:
-            return q_len, kv_len, None
+            return q_len, kv_len, None, 1 in of_positions
         if widths == of_keys:
             whole = gathered_shards(padding, layout, ranks, "an attention_mask")
         elif {*widths} == {kv_len}:
@@ -164,7 +183,7 @@ class ModelMask(NamedMask):
                 f"{kv_len} keys: make it one of the context's buffers (buffer_seq_dims 1), or pass the whole one on "
                 "every rank"
             )
-        return q_len, kv_len, None if bool(whole.all()) else whole.cpu()
+        return q_len, kv_len, None if bool(whole.all()) else whole.cpu(), 1 in of_positions
 
     def _own(self, row: int, here: int, left_padding: int) -> Mask | None:
         """Return the value of a mask of transformers' own for one batch row; None for another function.
@@ -280,7 +299,9 @@ def arguments_alone(function: MaskFunction, request: MaskRequest) -> dict[str, A
         )
     utils = sys.modules[MASKING_UTILS]
     remap = getattr(utils, REMAP, None)
-    inside = function if remap is None else remap(function, request.positions)
+    positions = request.positions
+    assert positions is not None
+    inside = function if remap is None else remap(function, positions.expand(request.packed.size(0), -1))
     function = utils.and_masks(inside, utils.packed_sequence_mask_function(request.packed))
     return {"attention_mask": None, "mask_function": function, "allow_is_causal_skip": False}
 
@@ -298,23 +319,54 @@ def _kept_ranges(row: list[bool]) -> list[Span]:
 # Position ids
 
 
-def whole_positions(position_ids: torch.Tensor, batch_size: int, config: AttentionConfig) -> torch.Tensor:
+_latest = WeakKeyDictionary[ActiveContext, tuple[torch.Tensor, torch.Tensor]]()
+"""By context: the latest position ids of this rank, and those of the whole sequence on the CPU, (B, tokens) each."""
+
+
+def _latest_positions(context: ActiveContext | None, positions: torch.Tensor) -> torch.Tensor | None:
+    """Return the whole of position ids that are the latest ones of the context: all masks of a model need them."""
+    if context is None or context not in _latest:
+        return None
+    ours, whole = _latest[context]
+    # By value, since collectives and compiled code write to tensors uncounted.
+    is_alike = (ours.dtype, ours.device) == (positions.dtype, positions.device)
+    return whole if is_alike and torch.equal(ours, positions) else None
+
+
+def _gathered_positions(
+    positions: torch.Tensor, config: AttentionConfig, context: ActiveContext | None
+) -> torch.Tensor:
     """Return (B, S) position ids of the whole sequence on the CPU, from this rank's; a collective."""
-    if position_ids.dim() != 2:
-        raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(position_ids.shape)}")
-    rows = position_ids.expand(batch_size, -1).contiguous()
-    return gathered_shards(rows, config.layout, config.ranks, "position_ids").cpu()
+    rows = positions.contiguous()
+    whole = gathered_shards(rows, config.layout, config.ranks, "position_ids").cpu()
+    _refuse_counted_positions(rows, whole, config, context)
+    if context is not None:
+        _latest[context] = rows.clone(), whole
+    return whole
 
 
-def refuse_counted_positions(
-    whole: torch.Tensor, config: AttentionConfig, are_given: Callable[[], bool] = lambda: False
+def _refuse_counted_positions(
+    positions: torch.Tensor, whole: torch.Tensor, config: AttentionConfig, context: ActiveContext | None
 ) -> None:
-    """Refuse position ids (B, S) that ranks counted in their shards, unless `are_given()`; on every rank alike."""
-    length, ranks = whole.size(1), range(config.ranks.size)
-    by_rank = [config.layout.segments(length, rank, len(ranks), 0) for rank in ranks]
+    """Refuse position ids that ranks counted in their shards, unless a buffer of the context has them; all alike."""
+    size, length = whole.size(1), positions.size(1)
+    by_rank = [config.layout.segments(size, rank, config.ranks.size, 0) for rank in range(config.ranks.size)]
     parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
     counted = all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts)
-    if len(parts) > 1 and counted and not are_given():
+
+    def are_given() -> bool:
+        tensors = [] if context is None else [shard.buffer.tensor for shard in context.buffers]
+        given = not length or any(
+            tensor.dtype == positions.dtype
+            and tensor.numel()
+            and tensor.size(-1) == length
+            and torch.equal(tensor.reshape(-1, length)[0], positions[0])
+            for tensor in tensors
+        )
+        # The first rank's part of arange(seq_len) is what the model has counted.
+        return all(config.ranks.gather_integers(int(given), positions.device))
+
+    if len(parts) > 1 and counted and (context is None or not are_given()):
         raise ValueError(
             "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
             "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
