@@ -291,16 +291,16 @@ class _Patches:
             return
         with self._lock:
             kinds: set[Any] = {type(module) for module in model.modules()}
-            for kind in filter(_is_caught, kinds):
-                for owner, name, kernel in list(_functions_of(kind)):
+            for caught in filter(_is_caught, kinds):
+                for owner, name, kernel in list(_functions_of(caught)):
                     self._wrap(owner, name, partial(_in_contexts, in_context, _REPLACED[kernel]))
             owners = {next((each for each in kind.__mro__ if "forward" in vars(each)), kind) for kind in kinds}
-            for kind in filter(_counts_masks, owners):
-                self._wrap(kind, "forward", partial(_with_whole_counts, in_context))
+            for owner in filter(_counts_masks, owners):
+                self._wrap(owner, "forward", partial(_with_whole_counts, in_context))
             for module in filter(counts_positions, model.modules()):
-                kind = next(each for each in type(module).__mro__ if "forward" in vars(each))
-                cache = "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
-                self._wrap(kind, "forward", partial(_with_whole_positions, in_context, cache))
+                first: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
+                cache = "cache" if "cache" in inspect.signature(first.forward).parameters else "past_key_values"
+                self._wrap(first, "forward", partial(_with_whole_positions, in_context, cache))
             self._models.add(model)
 
     def _wrap(self, owner: Any, name: str, around: Function) -> None:
