@@ -35,8 +35,7 @@ from cp_dtensor.api.extension import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import models_with_positions
-from cp_dtensor.integrations.transformers.towers import is_model
+from cp_dtensor.integrations.transformers.checks import is_model, models_with_positions
 
 __all__ = ["Enabled", "enable"]
 

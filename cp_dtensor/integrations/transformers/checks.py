@@ -1,4 +1,9 @@
-"""Checks of transformers' models: layers and arguments that are wrong where a model sees shards."""
+"""Checks of transformers' models: layers and arguments that are wrong where a model sees shards.
+
+Vision and audio towers make tokens of their own from the images or the sound that a rank passes to them. Attention
+inside of a context takes all tokens for shards of one sequence, so that images of different ranks would attend to each
+other. A tower is recognised by what its class says of its inputs.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,21 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from cp_dtensor.api.extension import constant_in_trace, never_compiled
-from cp_dtensor.integrations.transformers.layers import counts_from_cache, counts_positions, is_attention, is_caught
-from cp_dtensor.integrations.transformers.private import CACHE_UTILS, implementation_of
-from cp_dtensor.integrations.transformers.towers import (
-    OWN_TOKENS,
-    is_model,
-    is_tower,
-    is_tower_of,
-    makes_tokens,
-    may_make_tokens,
+from cp_dtensor.integrations.transformers.layers import (
+    by_class,
+    counts_from_cache,
+    counts_positions,
+    is_attention,
+    is_caught,
 )
+from cp_dtensor.integrations.transformers.private import CACHE_UTILS, implementation_of
 
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
@@ -51,6 +53,17 @@ _BY_FUNCTIONS = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"
 _COUNTED = re.compile(r"(learned|sinusoidal)\w*position\w*embedding", re.I)
 _OF_ROWS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeads")
 """Class names of models whose results are of whole rows, beside those that take next_sentence_label or its like."""
+_TOKENS = frozenset({"input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds"})
+"""Names of arguments that are the tokens of a sequence."""
+_INPUTS = re.compile(r"pixel_values|input_features|input_values")
+"""Part of the names of arguments that are images or sound."""
+_OTHER = re.compile(rf"{_INPUTS.pattern}|image|video|audio|speech|vision|pixel")
+"""Part of the names of modalities, configurations and arguments of models that take images or sound."""
+OWN_TOKENS = (
+    "makes tokens of images or sound, which attention inside of context_parallel would take for shards of the "
+    "sequence: call it before the context, put the results into inputs_embeds, and give the language model shards of "
+    "these (context_parallel_shard) and position_ids; docs/models.md has an example"
+)
 models_with_positions = WeakSet[nn.Module]()
 """Models whose pre-hooks add missing position ids now, which the check of a call does not see."""
 _IN_PARALLEL = "mixes tokens of this rank's shard only"
@@ -93,7 +106,7 @@ def _problems_of_module(module: nn.Module) -> Iterator[str]:
         types = {*layer_types} & {*_LAYER_TYPES} - ({*_BY_FUNCTIONS} if are_caught else set())
         for layer_type in sorted(types):
             yield f"layer_types has {layer_type!r}, {_LAYER_TYPES[layer_type]}, which {_IN_PARALLEL}"
-        labels_of_rows = any("sentence" in name for name in inspect.signature(module.forward).parameters)
+        labels_of_rows = any("sentence" in name for name in _parameters(type(module)))
         if _OF_ROWS.search(kind) or labels_of_rows:
             yield f"{kind} takes the result of a whole row from the tokens of this rank's shard"
         return
@@ -144,7 +157,7 @@ def check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         ValueError: position ids are missing; labels that are positions, or that the model would shift for a decoder.
     """
     name = type(model).__name__
-    parameters = inspect.signature(model.forward).parameters
+    parameters = _parameters(type(model))
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     if makes_tokens(model, [key for key in given if given[key] is not None]):
         raise NotImplementedError(f"{name} {OWN_TOKENS}")
@@ -203,7 +216,7 @@ def refuse_in_table(name: str, implementations: list[str], *_: Any, **__: Any) -
     )
 
 
-def _mark_caches(values: Iterable[Any]) -> None:
+def mark_caches(values: Iterable[Any]) -> None:
     """Makes the caches among arguments and results of a model, which have the keys of a shard, refuse later calls.
 
     A context may be closed then, and its patches removed, so a cache itself refuses: models call its `update`.
@@ -211,7 +224,7 @@ def _mark_caches(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, sys.modules[CACHE_UTILS].Cache):
             value.update = _refuse_update
-            _mark_caches(vars(value).values())  # a cache of an encoder-decoder has two
+            mark_caches(vars(value).values())  # a cache of an encoder-decoder has two
 
 
 def _refuse_update(*_: Any, **__: Any) -> None:
@@ -222,35 +235,82 @@ def _refuse_update(*_: Any, **__: Any) -> None:
     )
 
 
-_mark_uncompiled = never_compiled(_mark_caches)
+# Towers
 
 
-def called_model(
-    check: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], bool], in_context: Callable[[], bool]
-) -> Callable[..., Any]:
-    """`PreTrainedModel.__call__` in contexts: `check` comes first, and caches are marked.
+def is_model(module: nn.Module) -> bool:
+    """True for models of transformers, also parts of others."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
-    Traced calls are checked only where a context may refuse a tower. `check` returns `in_context()`.
+
+def is_tower(module: nn.Module) -> bool:
+    """True for a model that takes images or sound only, and attends to them."""
+    return is_model(module) and _takes_no_tokens(type(module)) and _attends(module)
+
+
+def is_tower_of(model: nn.Module, part: nn.Module) -> bool:
+    """True for a part of a model which runs only if the call of the model has images or sound."""
+    if part is model or not is_model(part):
+        return False
+    # The body of a model with a head has the configuration of the whole.
+    is_body = type(getattr(part, "config", None)) is type(getattr(model, "config", None))
+    return _takes_no_tokens(type(part)) or (bool(_main_inputs(type(part))) and not is_body)
+
+
+def may_make_tokens(kind: Any, positional: int, named: Collection[str]) -> bool:
+    """Return whether a class of models may make tokens of its own from the arguments of a call.
+
+    Args:
+        positional: the number of arguments without names.
+        named: names of the other ones that are not None.
     """
-    uncompiled = never_compiled(check, "context_parallel checks the call of a vision or audio tower")
+    given = {*_parameters(kind)[:positional], *named}
+    return _takes_no_tokens(kind) or not _main_inputs(kind).isdisjoint(given)
 
-    @constant_in_trace
-    def may_be_refused(kind: type[nn.Module], positional: int, named: tuple[str, ...]) -> bool:
-        return in_context() and may_make_tokens(kind, positional, named)
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        mark = _mark_uncompiled
-        if not torch.compiler.is_compiling():
-            has_shards = check(self, args, kwargs)
-            mark = _mark_caches
-        else:
-            has_shards = in_context()
-            if may_be_refused(type(self), len(args), tuple(name for name in kwargs if kwargs[name] is not None)):
-                uncompiled(self, args, kwargs)
-        out = nn.Module.__call__(self, *args, **kwargs)
-        if has_shards:
-            results = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
-            mark([*args, *kwargs.values(), *results])
-        return out
+def makes_tokens(model: nn.Module, given: Collection[str]) -> bool:
+    """Return whether a model makes tokens of its own from the arguments of these names, and attends to them.
 
-    return __call__
+    Parts that are models are not looked at: their own calls are checked.
+    """
+    if may_make_tokens(type(model), 0, given):
+        return _attends(model)
+    inputs = {name for name in given if _INPUTS.search(name)}
+    return bool(inputs) and any(
+        not inputs.isdisjoint(_parameters(type(part))) and not is_model(part) and _attends(part)
+        for part in model.modules()
+    )
+
+
+def _attends(module: nn.Module) -> bool:
+    """Return whether there is attention of any kind, which convolutional towers have not."""
+    return any(is_attention(part) or "attention" in type(part).__name__.lower() for part in module.modules())
+
+
+@by_class
+def _takes_no_tokens(kind: Any) -> bool:
+    """True for a class of models which take images or sound only."""
+    parameters = inspect.signature(kind.forward).parameters.values()
+    passes_on = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    return not passes_on and _TOKENS.isdisjoint(_parameters(kind)) and _takes_other(kind)
+
+
+@by_class
+def _main_inputs(kind: Any) -> frozenset[str]:
+    """Return the names of the main input of a class of models, where that is images or sound."""
+    main: Any = getattr(kind, "main_input_name", ())
+    names = {main} if isinstance(main, str) else {*main}
+    return frozenset(names - _TOKENS) if _takes_other(kind) else frozenset()
+
+
+def _takes_other(kind: Any) -> bool:
+    modalities: Any = getattr(kind, "input_modalities", ())
+    modalities = (modalities,) if isinstance(modalities, str) else modalities
+    key = getattr(getattr(kind, "config_class", None), "base_config_key", "")
+    return _OTHER.search(" ".join(map(str, (*modalities, key, *_parameters(kind))))) is not None
+
+
+@by_class
+def _parameters(kind: Any) -> tuple[str, ...]:
+    """Return names of the arguments of `forward`, without `self`."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import Causal, Full, Mask
-from cp_dtensor.api.active_context import ActiveContext, current_context, innermost_context, open_local_sdpa
+from cp_dtensor.api.active_context import ActiveContext
 from cp_dtensor.api.extension import (
     attribute_replaced,
     constant_in_trace,
@@ -38,14 +38,16 @@ from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.integrations.transformers.checks import (
     PROVIDER,
     SEEN,
-    called_model,
     check_arguments,
     class_tables_of,
+    is_model,
+    mark_caches,
+    may_make_tokens,
     problems_of,
     refuse_in_table,
     unseen,
 )
-from cp_dtensor.integrations.transformers.layers import is_caught, layer_patches
+from cp_dtensor.integrations.transformers.layers import is_caught, layer_patches, sharding_context, shards_are_seen
 from cp_dtensor.integrations.transformers.masks import (
     NO_CACHE,
     MaskRequest,
@@ -63,7 +65,6 @@ from cp_dtensor.integrations.transformers.private import (
     table_of,
     warn_of_version,
 )
-from cp_dtensor.integrations.transformers.towers import is_model
 
 
 class _Hook:
@@ -92,7 +93,7 @@ class _Hook:
         """Replace the functions of convolutions and recurrent layers of a module; return whether it has any."""
         is_replaced = any(map(is_caught, module.modules()))
         if is_replaced:
-            replace_layers(module)
+            layer_patches.replace(module)
         return is_replaced
 
 
@@ -125,7 +126,7 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
-        if implementation_of(config) == PROVIDER or _shards_are_seen():
+        if implementation_of(config) == PROVIDER or shards_are_seen():
             return uncompiled(original, *args, **kwargs)
         return original(*args, **kwargs)
 
@@ -133,9 +134,29 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _models_checked(utils: ModuleType) -> AbstractContextManager[None]:
-    """While open, models of transformers that are called in contexts are checked first."""
-    call = called_model(_check_call, _shards_are_seen)
-    return attribute_replaced(utils.PreTrainedModel, "__call__", call)
+    """While open, models of transformers that are called in contexts are checked first, and their caches marked."""
+    check_uncompiled = never_compiled(_check_call, "context_parallel checks the call of a vision or audio tower")
+    mark_uncompiled = never_compiled(mark_caches)
+
+    @constant_in_trace
+    def may_be_refused(kind: type[nn.Module], positional: int, named: tuple[str, ...]) -> bool:
+        return shards_are_seen() and may_make_tokens(kind, positional, named)
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_traced := torch.compiler.is_compiling():
+            has_shards = shards_are_seen()
+            # Traced calls are checked only where a context may refuse a tower.
+            if may_be_refused(type(self), len(args), tuple(name for name in kwargs if kwargs[name] is not None)):
+                check_uncompiled(self, args, kwargs)
+        else:
+            has_shards = _check_call(self, args, kwargs)
+        out = nn.Module.__call__(self, *args, **kwargs)
+        if has_shards:
+            results = out.values() if isinstance(out, dict) else out if isinstance(out, tuple) else ()
+            (mark_uncompiled if is_traced else mark_caches)([*args, *kwargs.values(), *results])
+        return out
+
+    return attribute_replaced(utils.PreTrainedModel, "__call__", __call__)
 
 
 @contextmanager
@@ -190,7 +211,7 @@ def _losses_checked(utils: ModuleType) -> AbstractContextManager[None]:
 
 def _of_shifted_labels(loss: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*args: Any, shift_labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        if shift_labels is None and _shards_are_seen():
+        if shift_labels is None and shards_are_seen():
             _refuse_shift()
         return loss(*args, shift_labels=shift_labels, **kwargs)
 
@@ -204,14 +225,6 @@ def _refuse_shift() -> None:
         "before they are sharded and pass shift_labels, or compute the loss by "
         "cp_dtensor.integrations.transformers.causal_lm_loss"
     )
-
-
-def sharding_context() -> ActiveContext | None:
-    """Return the context in which models see shards; None outside, and where attention is left to each rank."""
-    context = innermost_context()
-    if context is None or context.config.ranks.size == 1 or open_local_sdpa(context) is not None:
-        return None
-    return current_context()
 
 
 # Models
@@ -237,18 +250,8 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
     check_arguments(model, args, kwargs)
-    replace_layers(model)
+    layer_patches.replace(model)
     return True
-
-
-def replace_layers(model: nn.Module) -> None:
-    """Replaces the functions of convolutions and recurrent layers of a model in contexts, while hooks are held."""
-    layer_patches.replace(model, _shards_are_seen)
-
-
-@constant_in_trace
-def _shards_are_seen() -> bool:
-    return sharding_context() is not None
 
 
 # Masks

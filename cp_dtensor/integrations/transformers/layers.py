@@ -14,20 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from types import CodeType, FunctionType, MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from cp_dtensor import causal_conv1d, gated_delta_rule, kda, mamba2
-from cp_dtensor.api.active_context import current_context
-from cp_dtensor.api.extension import never_compiled, positions_of, wrapped
+from cp_dtensor.api.active_context import ActiveContext, current_context, innermost_context, open_local_sdpa
+from cp_dtensor.api.extension import constant_in_trace, never_compiled, positions_of, wrapped
 from cp_dtensor.engine.lengths import global_length, known_length
 from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name
 from cp_dtensor.layers.arguments import IN_CONTEXT
 
 Function = Callable[..., Any]
+T = TypeVar("T")
 _CONTEXT: Any = IN_CONTEXT
 
 
@@ -119,6 +120,20 @@ _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention
 """Names by which a layer calls attention that a context sees."""
 
 
+def sharding_context() -> ActiveContext | None:
+    """Return the context in which models see shards; None outside, and where attention is left to each rank."""
+    context = innermost_context()
+    if context is None or context.config.ranks.size == 1 or open_local_sdpa(context) is not None:
+        return None
+    return current_context()
+
+
+@constant_in_trace
+def shards_are_seen() -> bool:
+    """Return whether models see shards now."""
+    return sharding_context() is not None
+
+
 # Positions that a layer counts
 
 
@@ -153,10 +168,9 @@ def counts_from_cache(module: nn.Module) -> bool:
 
 
 def _with_whole_positions(
-    in_context: Callable[[], bool], cache_name: str, original: Function, module: nn.Module, hidden_states: torch.Tensor,
-    *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
-    if counts_positions(module) and in_context():
+    cache_name: str, original: Function, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if counts_positions(module) and shards_are_seen():
         before = _positions_before(hidden_states.size(1), hidden_states.device)
         kwargs[cache_name] = _CountedFrom(kwargs.get(cache_name), before)
     return original(module, hidden_states, *args, **kwargs)
@@ -165,7 +179,7 @@ def _with_whole_positions(
 @never_compiled
 def _positions_before(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
-    context = current_context()
+    context = sharding_context()
     assert context is not None
     config, ranks = context.config, context.config.ranks
     if len(config.layout.batch_groups(2)) > 1:
@@ -184,13 +198,17 @@ def _positions_before(length: int, device: torch.device) -> torch.Tensor:
 # Functions that a layer calls
 
 
+def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Return `find`, whose results of the latest classes are kept: a call of a model looks at each module."""
+    return lru_cache(maxsize=4096)(find)
+
+
 def is_caught(module: nn.Module) -> bool:
     """Return whether all functions by which a layer mixes tokens are replaced in contexts."""
-    kind: Any = type(module)  # mypy takes no class of modules for hashable
-    return _is_caught(kind)
+    return _is_caught(type(module))
 
 
-@lru_cache(maxsize=4096)
+@by_class
 def _is_caught(kind: Any) -> bool:
     kernels = {kernel for _, _, kernel in _functions_of(kind)}
     return bool(kernels) and kernels <= _REPLACED.keys()
@@ -198,11 +216,10 @@ def _is_caught(kind: Any) -> bool:
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a layer calls the attention function of its model's `attn_implementation`, or one of torch."""
-    kind: Any = type(module)
-    return _calls_attention(kind)
+    return _calls_attention(type(module))
 
 
-@lru_cache(maxsize=4096)
+@by_class
 def _calls_attention(kind: Any) -> bool:
     bases = (base for base in kind.__mro__ if base is not nn.Module and base.__module__ != MODELING_UTILS)
     return any(not _ATTENTION.isdisjoint(names) for base in bases for _, names in _methods_of(base))
@@ -236,7 +253,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 # Embeddings that count mask tokens
 
 
-@lru_cache(maxsize=4096)
+@by_class
 def _counts_masks(kind: Any) -> bool:
     """True for ESM's embeddings, which scale with the share of mask tokens in the sequence."""
     forward = inspect.unwrap(vars(kind).get("forward", len))
@@ -244,12 +261,10 @@ def _counts_masks(kind: Any) -> bool:
     return {"token_dropout", "mask_token_id", "word_embeddings"} <= names
 
 
-def _with_whole_counts(
-    in_context: Callable[[], bool], forward: Function, module: Any, *given: Any, **named: Any
-) -> Any:
+def _with_whole_counts(forward: Function, module: Any, *given: Any, **named: Any) -> Any:
     """`forward` of such embeddings; in contexts with the share of the whole sequence."""
     arguments = dict(zip(("input_ids", "attention_mask", "position_ids", "inputs_embeds"), given, strict=False)) | named
-    if not module.token_dropout or arguments.get("input_ids") is None or not in_context():
+    if not module.token_dropout or arguments.get("input_ids") is None or not shards_are_seen():
         return forward(module, **arguments)
     return _scaled_by_whole_counts(forward, module, **arguments)
 
@@ -259,7 +274,7 @@ def _scaled_by_whole_counts(
     forward: Function, module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    context = current_context()
+    context = sharding_context()
     assert context is not None
     is_mask = input_ids == module.mask_token_id
     kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -285,22 +300,22 @@ class _Patches:
         self._replaced = set[tuple[Any, str]]()
         self._models = WeakSet[nn.Module]()
 
-    def replace(self, model: nn.Module, in_context: Callable[[], bool]) -> None:
-        """Replaces the functions of a model's layers, which behave as before where `in_context()` is False."""
+    def replace(self, model: nn.Module) -> None:
+        """Replace the functions of a model's layers, which behave as before where no shards are seen."""
         if model in self._models:
             return
         with self._lock:
             kinds: set[Any] = {type(module) for module in model.modules()}
             for caught in filter(_is_caught, kinds):
                 for owner, name, kernel in list(_functions_of(caught)):
-                    self._wrap(owner, name, partial(_in_contexts, in_context, _REPLACED[kernel]))
+                    self._wrap(owner, name, partial(_in_contexts, _REPLACED[kernel]))
             owners = {next((each for each in kind.__mro__ if "forward" in vars(each)), kind) for kind in kinds}
             for owner in filter(_counts_masks, owners):
-                self._wrap(owner, "forward", partial(_with_whole_counts, in_context))
+                self._wrap(owner, "forward", _with_whole_counts)
             for module in filter(counts_positions, model.modules()):
                 first: Any = next(each for each in type(module).__mro__ if "forward" in vars(each))
                 cache = "cache" if "cache" in inspect.signature(first.forward).parameters else "past_key_values"
-                self._wrap(first, "forward", partial(_with_whole_positions, in_context, cache))
+                self._wrap(first, "forward", partial(_with_whole_positions, cache))
             self._models.add(model)
 
     def _wrap(self, owner: Any, name: str, around: Function) -> None:
@@ -316,10 +331,8 @@ class _Patches:
             self._stack.close()
 
 
-def _in_contexts(
-    in_context: Callable[[], bool], ours: Function, original: Function, *arguments: Any, **named: Any
-) -> Any:
-    return ours(*arguments, **named) if in_context() else original(*arguments, **named)
+def _in_contexts(ours: Function, original: Function, *arguments: Any, **named: Any) -> Any:
+    return (ours if shards_are_seen() else original)(*arguments, **named)
 
 
 layer_patches = _Patches()

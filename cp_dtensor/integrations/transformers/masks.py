@@ -118,13 +118,17 @@ class ModelMask(NamedMask):
         return self._known[key]
 
     def _found(self, config: AttentionConfig) -> Mask:
-        request, positions, packed = self.request, self._rows_of_positions(), None
-        known = None if positions is None else _latest_positions(request.context, positions)
-        asked = -1 if positions is None else int(known is None)
-        q_len, kv_len, kept, are_new = self._whole_lengths(config, asked)
+        request, packed = self.request, None
+        positions, whole, state = _state_of_positions(request, self.batch_size)
+        q_len, kv_len, kept, states = self._whole_lengths(config, state)
         padding = None if kept is None else [_kept_ranges(row) for row in kept.tolist()]
         if positions is not None:
-            whole = _gathered_positions(positions, config, request.context) if known is None or are_new else known
+            if whole is None or max(states) > _KNOWN:
+                whole = gathered_shards(positions.contiguous(), config.layout, config.ranks, "position_ids").cpu()
+                if _NEW in states:
+                    _refuse_counted_positions(whole, config)
+                if request.context is not None:
+                    _latest[request.context] = positions.clone(), whole
             request.check(whole)
             packed = whole if request.is_packed and bool((whole.diff(dim=1) != 1).any()) else None
         rows, found = [], dict[tuple[int, int], Mask | None]()
@@ -145,34 +149,27 @@ class ModelMask(NamedMask):
             rows.append(mask)
         return rows[0] if len({*rows}) == 1 else Batched(rows)
 
-    def _rows_of_positions(self) -> torch.Tensor | None:
-        positions = self.request.positions
-        if positions is not None and positions.dim() != 2:
-            raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(positions.shape)}")
-        return None if positions is None else positions.expand(self.batch_size, -1)
+    def _whole_lengths(self, config: AttentionConfig, state: int) -> tuple[int, int, torch.Tensor | None, list[int]]:
+        """Return global numbers of queries and keys, the whole padding, and every rank's `_state_of_positions`.
 
-    def _whole_lengths(self, config: AttentionConfig, asked: int) -> tuple[int, int, torch.Tensor | None, bool]:
-        """Return global numbers of queries and keys, and the whole padding; refuse alike on every rank.
-
-        Args:
-            asked: 1 if this rank has position ids of which it does not know those of the whole sequence, 0 if it
-                knows these, -1 if it has none. The last result is True if any rank has 1: then all ranks gather.
+        Raises:
+            ValueError: parts that are not of one batch; on every rank alike.
         """
         ranks, layout, padding = config.ranks, config.layout, self.request.padding
         given = -1 if padding is None else padding.size(1)
-        gathered = ranks.gather_integers([*self.local, given, self.batch_size, asked], self.device)
-        of_queries, of_keys, widths, rows, of_positions = map(list, zip(*gathered, strict=True))
-        if len({*rows}) > 1 or any(-1 in each and {*each} != {-1} for each in (widths, of_positions)):
+        gathered = ranks.gather_integers([*self.local, given, self.batch_size, state], self.device)
+        of_queries, of_keys, widths, rows, states = map(list, zip(*gathered, strict=True))
+        if len({*rows}) > 1 or any(-1 in each and {*each} != {-1} for each in (widths, states)):
             raise ValueError(
                 f"the ranks of a sequence have other batches: {rows} batch rows, attention_mask of {widths} columns "
-                f"(-1: none) and position_ids {[each >= 0 for each in of_positions]} on ranks 0 to {len(rows) - 1}; "
+                f"(-1: none) and position_ids {[each != _NONE for each in states]} on ranks 0 to {len(rows) - 1}; "
                 "every rank needs its part of the same batch"
             )
         q_len, kv_len = global_length(of_queries, layout, "query"), global_length(of_keys, layout, "key")
         self.whole, self.fewest_queries = (q_len, kv_len), min(of_queries)
         self.shards = {*of_queries, *of_keys}
         if padding is None:
-            return q_len, kv_len, None, 1 in of_positions
+            return q_len, kv_len, None, states
         if widths == of_keys:
             whole = gathered_shards(padding, layout, ranks, "an attention_mask")
         elif {*widths} == {kv_len}:
@@ -183,7 +180,7 @@ class ModelMask(NamedMask):
                 f"{kv_len} keys: make it one of the context's buffers (buffer_seq_dims 1), or pass the whole one on "
                 "every rank"
             )
-        return q_len, kv_len, None if bool(whole.all()) else whole.cpu(), 1 in of_positions
+        return q_len, kv_len, None if bool(whole.all()) else whole.cpu(), states
 
     def _own(self, row: int, here: int, left_padding: int) -> Mask | None:
         """Return the value of a mask of transformers' own for one batch row; None for another function.
@@ -319,54 +316,44 @@ def _kept_ranges(row: list[bool]) -> list[Span]:
 # Position ids
 
 
+_NONE, _KNOWN, _OF_BUFFER, _NEW = range(-1, 3)
+"""States of a rank's position ids: it has none, knows those of the whole sequence, or does not, which the ranks gather.
+"""
 _latest = WeakKeyDictionary[ActiveContext, tuple[torch.Tensor, torch.Tensor]]()
 """By context: the latest position ids of this rank, and those of the whole sequence on the CPU, (B, tokens) each."""
 
 
-def _latest_positions(context: ActiveContext | None, positions: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole of position ids that are the latest ones of the context: all masks of a model need them."""
-    if context is None or context not in _latest:
-        return None
-    ours, whole = _latest[context]
-    # By value, since collectives and compiled code write to tensors uncounted.
-    is_alike = (ours.dtype, ours.device) == (positions.dtype, positions.device)
-    return whole if is_alike and torch.equal(ours, positions) else None
+def _state_of_positions(request: MaskRequest, batch_size: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Return (B, tokens) position ids of a request, those of the whole sequence if they are known, and the state."""
+    context, positions = request.context, request.positions
+    if positions is None:
+        return None, None, _NONE
+    if positions.dim() != 2:
+        raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(positions.shape)}")
+    rows = positions.expand(batch_size, -1)
+    if context is None:
+        return rows, None, _NEW
+    latest, whole = _latest.get(context, (None, None))
+    if latest is not None and _are_equal(latest, rows):  # by value: collectives write to tensors uncounted
+        return rows, whole, _KNOWN
+    length = rows.size(1)
+    buffers = [shard.buffer.tensor for shard in context.buffers]
+    buffers = [each.reshape(-1, length)[:1] for each in buffers if length and each.numel() and each.size(-1) == length]
+    is_given = not length or any(_are_equal(each, rows[:1]) for each in buffers)
+    return rows, None, _OF_BUFFER if is_given else _NEW
 
 
-def _gathered_positions(
-    positions: torch.Tensor, config: AttentionConfig, context: ActiveContext | None
-) -> torch.Tensor:
-    """Return (B, S) position ids of the whole sequence on the CPU, from this rank's; a collective."""
-    rows = positions.contiguous()
-    whole = gathered_shards(rows, config.layout, config.ranks, "position_ids").cpu()
-    _refuse_counted_positions(rows, whole, config, context)
-    if context is not None:
-        _latest[context] = rows.clone(), whole
-    return whole
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
 
 
-def _refuse_counted_positions(
-    positions: torch.Tensor, whole: torch.Tensor, config: AttentionConfig, context: ActiveContext | None
-) -> None:
-    """Refuse position ids that ranks counted in their shards, unless a buffer of the context has them; all alike."""
-    size, length = whole.size(1), positions.size(1)
-    by_rank = [config.layout.segments(size, rank, config.ranks.size, 0) for rank in range(config.ranks.size)]
+def _refuse_counted_positions(whole: torch.Tensor, config: AttentionConfig) -> None:
+    """Refuse position ids (B, S) that ranks counted in their shards, which some have in no buffer; all alike."""
+    length, size = whole.size(1), config.ranks.size
+    by_rank = [config.layout.segments(length, rank, size, 0) for rank in range(size)]
     parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
-    counted = all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts)
-
-    def are_given() -> bool:
-        tensors = [] if context is None else [shard.buffer.tensor for shard in context.buffers]
-        given = not length or any(
-            tensor.dtype == positions.dtype
-            and tensor.numel()
-            and tensor.size(-1) == length
-            and torch.equal(tensor.reshape(-1, length)[0], positions[0])
-            for tensor in tensors
-        )
-        # The first rank's part of arange(seq_len) is what the model has counted.
-        return all(config.ranks.gather_integers(int(given), positions.device))
-
-    if len(parts) > 1 and counted and (context is None or not are_given()):
+    # The first rank's part of arange(seq_len) is what its model would have counted.
+    if len(parts) > 1 and all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
         raise ValueError(
             "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
             "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
