@@ -292,7 +292,7 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
     yield _torch.multihead_attention_ends_in_sdpa(_check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
-    yield context_hooks.installation.held()
+    yield context_hooks.acquire()
 
 
 _installation = SharedInstallation(_patches)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -29,19 +28,42 @@ class ContextHook(Protocol):
         """Replace functions of a module with `ContextParallel`; True if the patches must hold as long as it lives."""
 
 
+class _Registered:
+    """A hook by its name, "module:name", and its patches, which contexts, modules and providers share."""
+
+    def __init__(self, program: str, name: str) -> None:
+        self._program, self._name = program, name
+        self.patches = SharedInstallation(lambda: [_torch.when_loaded(program, self._patches)])
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._program in sys.modules
+
+    @property
+    def hook(self) -> ContextHook:
+        module, _, attribute = self._name.partition(":")
+        hook: ContextHook = getattr(import_module(module), attribute)
+        return hook
+
+    def _patches(self, _program: object) -> AbstractContextManager[object]:
+        with ExitStack() as stack:  # if one fails, those before it are left
+            for patch in self.hook.patches():
+                stack.enter_context(patch)
+            return stack.pop_all()
+
+
 class _Hooks:
-    """The hooks that are registered: the name of the module that has to be loaded, and "module:name" of the hook."""
+    """The hooks that are registered now."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._registered: tuple[tuple[str, str], ...] = ()
-        self.installation = SharedInstallation(self._patches)
+        self._registered: tuple[_Registered, ...] = ()
 
-    def register(self, module: str, hook: str) -> ExitStack:
+    def register(self, program: str, hook: str) -> ExitStack:
         """Add a hook to contexts, from the next time on that one opens and no other is open.
 
         Args:
-            module: name of a Python module; the hook is imported once it is, and not before.
+            program: name of a Python module; the hook is imported once it is, and not before.
             hook: "module:name" of a `ContextHook`.
 
         Returns:
@@ -50,49 +72,37 @@ class _Hooks:
         Raises:
             ValueError: a hook that is not written "module:name".
         """
-        if len([*filter(None, hook.split(":"))]) != 2:
+        if hook.count(":") != 1 or not all(hook.split(":")):
             raise ValueError(f'expected hook to be "module:name", got {hook!r}')
-        registered, lease = (module, hook), ExitStack()
+        registered, lease = _Registered(program, hook), ExitStack()
         with self._lock:
             self._registered = (*self._registered, registered)
         lease.callback(self._remove, registered)
         return lease
 
-    def _remove(self, registered: tuple[str, str]) -> None:
+    def _remove(self, registered: _Registered) -> None:
         with self._lock:
-            place = self._registered.index(registered)
-            self._registered = self._registered[:place] + self._registered[place + 1 :]
+            self._registered = tuple(each for each in self._registered if each is not registered)
 
-    def _patches(self) -> Iterator[AbstractContextManager[object]]:
-        for module, hook in self._registered:
-            yield _torch.when_loaded(module, partial(_patches_of, hook))
-
-    def _loaded(self) -> Iterator[ContextHook]:
-        return (_hook_of(hook) for module, hook in self._registered if module in sys.modules)
+    def acquire(self) -> ExitStack:
+        """Hold the patches of all hooks until the result is closed."""
+        with ExitStack() as stack:
+            for each in self._registered:
+                each.patches.acquire()
+                stack.callback(each.patches.release)
+            return stack.pop_all()
 
     def check_compiled(self, arguments: dict[str, Any]) -> None:
         """Call `check_compiled` of the hooks whose programs are loaded."""
-        for hook in self._loaded():
-            hook.check_compiled(arguments)
+        for each in self._registered:
+            if each.is_loaded:
+                each.hook.check_compiled(arguments)
 
     def module(self, module: nn.Module) -> bool:
         """Call `module` of the hooks whose programs are loaded; return whether any is to hold."""
-        answers = [hook.module(module) for hook in self._loaded()]  # `any` alone would skip hooks after the first True
+        # A list, since `any` of a generator would skip hooks after the first True.
+        answers = [each.hook.module(module) for each in self._registered if each.is_loaded]
         return any(answers)
-
-
-def _hook_of(name: str) -> ContextHook:
-    module, _, attribute = name.partition(":")
-    hook: ContextHook = getattr(import_module(module), attribute)
-    return hook
-
-
-def _patches_of(name: str, _: object) -> AbstractContextManager[object]:
-    stack = ExitStack()
-    with stack:  # if one fails, those before it are left
-        for patch in _hook_of(name).patches():
-            stack.enter_context(patch)
-        return stack.pop_all()
 
 
 context_hooks = _Hooks()

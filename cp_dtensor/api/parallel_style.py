@@ -139,8 +139,7 @@ class _ContextForward:
         weakref.finalize(self, flex_redirection.release)
         self._has_replaced_layers = has_replaced_layers
         if has_replaced_layers:
-            context_hooks.installation.acquire()
-            weakref.finalize(self, context_hooks.installation.release)
+            weakref.finalize(self, context_hooks.acquire().close)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -48,12 +48,7 @@ from cp_dtensor.integrations.transformers.checks import (
     unseen,
 )
 from cp_dtensor.integrations.transformers.layers import is_caught, layer_patches, sharding_context, shards_are_seen
-from cp_dtensor.integrations.transformers.masks import (
-    NO_CACHE,
-    MaskRequest,
-    ModelMask,
-    arguments_alone,
-)
+from cp_dtensor.integrations.transformers.masks import NO_CACHE, MaskRequest, ModelMask, arguments_alone
 from cp_dtensor.integrations.transformers.private import (
     GENERATION_UTILS,
     LOSS_UTILS,

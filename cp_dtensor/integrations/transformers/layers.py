@@ -96,8 +96,12 @@ def _refuse_others(layer: str, others: dict[str, Any]) -> None:
                 f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
                 "mask=Documents(...) to the context"
             )
-        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {shown}")
+        raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {shown(value)}")
+
+
+def shown(argument: Any) -> str:
+    """Return an argument as text of an error."""
+    return f"a tensor {tuple(argument.shape)}" if isinstance(argument, torch.Tensor) else repr(argument)
 
 
 _REPLACED: MappingProxyType[str, Function] = MappingProxyType({

@@ -21,6 +21,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.integrations.transformers.checks import PROVIDER, problems_of
 from cp_dtensor.integrations.transformers.hooks import provider_mask
+from cp_dtensor.integrations.transformers.layers import shown
 from cp_dtensor.integrations.transformers.masks import ModelMask
 from cp_dtensor.integrations.transformers.private import PASSED_ON, table_of
 
@@ -43,7 +44,7 @@ def register() -> str:
     from transformers.masking_utils import sdpa_mask
 
     if PROVIDER not in table_of(AttentionInterface):
-        context_hooks.installation.acquire()
+        context_hooks.acquire()  # for good
         AttentionInterface.register(PROVIDER, _attention)
 
         @torch.compiler.disable
@@ -77,7 +78,7 @@ def _attention(
     for name, argument in kwargs.items():
         if name not in PASSED_ON and argument is not None and argument is not False:
             raise NotImplementedError(
-                f'attn_implementation="{PROVIDER}" does not support {name}: got {_shown(argument)}, expected None'
+                f'attn_implementation="{PROVIDER}" does not support {name}: got {shown(argument)}, expected None'
             )
     if attention_mask is None and kwargs.get("sliding_window") is not None:
         raise NotImplementedError(
@@ -102,7 +103,7 @@ def _attention(
                 f'outside of context_parallel, attn_implementation="{PROVIDER}" is "sdpa", which does not support '
                 f"{', '.join(names)}: set another attn_implementation there"
             )
-        return _attention_alone(module, query, key, value, attention_mask, scaling, dropout, is_causal, kwargs)
+        return _attention_alone(module, query, key, value, attention_mask, scaling, dropout, is_causal)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -118,7 +119,7 @@ def _documents(query: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -
 
 def _attention_alone(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    scaling: float | None, dropout: float, is_causal: bool | None, kwargs: dict[str, Any],
+    scaling: float | None, dropout: float, is_causal: bool | None,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention of one process, by transformers' own function."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -135,10 +136,6 @@ def _mask_alone(name: torch.Tensor) -> Any:
     mask = named_mask(name)
     assert isinstance(mask, ModelMask)
     return mask.alone()
-
-
-def _shown(argument: Any) -> str:
-    return f"a tensor {tuple(argument.shape)}" if isinstance(argument, torch.Tensor) else repr(argument)
 
 
 # Batches and loss
