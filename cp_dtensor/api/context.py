@@ -278,7 +278,7 @@ def entered(context: ActiveContext) -> Iterator[None]:
         yield
 
 
-def _patches() -> Iterator[AbstractContextManager[None]]:
+def _patches() -> Iterator[AbstractContextManager[object]]:
     """The patches, in the order of their installation."""
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
