@@ -48,6 +48,7 @@ from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.hints import add_hint
+from cp_dtensor.api.hooks import context_hooks
 from cp_dtensor.api.interception import (
     SdpaArguments,
     SharedInstallation,
@@ -55,7 +56,6 @@ from cp_dtensor.api.interception import (
     refuse_torchs_context_parallel,
 )
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.engine.agreement import compare_contexts, described, end_context
 from cp_dtensor.engine.attend import attend, modifiers_of
@@ -278,7 +278,7 @@ def entered(context: ActiveContext) -> Iterator[None]:
         yield
 
 
-def _patches() -> Iterator[AbstractContextManager[None]]:
+def _patches() -> Iterator[AbstractContextManager[object]]:
     """The patches, in the order of their installation."""
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
@@ -286,13 +286,13 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.torchs_modules_checked(refuse_torchs_modules)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.saved_tensors_detached(is_shard_now)
-    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, check_compiled_call)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, context_hooks.check_compiled)
     yield _torch.lower_right_bias_redirected(_lower_right_sdpa)
     yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
     yield _torch.multihead_attention_ends_in_sdpa(_check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
-    yield transformers_hooks.held()
+    yield context_hooks.acquire()
 
 
 _installation = SharedInstallation(_patches)

@@ -1,41 +1,74 @@
-"""Building blocks for providers and drop-ins.
+"""Building blocks for layers, providers and drop-ins.
 
-Integrations, in this package or elsewhere, import the public names of `cp_dtensor` and of this module only.
+Layers and integrations, in this package or elsewhere, import the public names of `cp_dtensor` and of this module only.
 """
 
 from __future__ import annotations
 
 import torch
 
-from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of, when_loaded, wrapped
-from cp_dtensor._torch.tensors import no_autocast
+from cp_dtensor._torch import (
+    attribute_replaced,
+    autograd_recorded,
+    below_autograd,
+    constant_in_trace,
+    current_backward,
+    define_operator,
+    entry_replaced,
+    group_of_name,
+    name_of_group,
+    never_compiled,
+    version_of,
+    when_loaded,
+    wrapped,
+)
+from cp_dtensor._torch.autograd import RankFunction, refuse_traced_transforms
+from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.streams import Shared
+from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
 from cp_dtensor.api.active_context import innermost_context
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.deprecated import renamed_keywords
+from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
+from cp_dtensor.api.functional import cast_by_autocast
+from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.provider import attention_of_shards
-from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_checks import PROVIDER, is_model, models_with_positions, problems_of
-from cp_dtensor.api.transformers_hooks import provider_mask, transformers_hooks
-from cp_dtensor.api.transformers_masks import ModelMask
-from cp_dtensor.api.transformers_private import PASSED_ON, table_of
+from cp_dtensor.api.sharding import (
+    checked_buffers,
+    checked_sequence,
+    checked_sequence_dim,
+    gathered_shards,
+    refuse_first_dim,
+)
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
+from cp_dtensor.attention.backends.first_use import first_use, wrong_result
+from cp_dtensor.attention.backends.packages import quiet
 from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.autograd import Attention, BoundCall
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
+    check_devices,
     check_qkv,
+    check_tensors,
+    checked_layout,
+    checked_length,
     positive_scale,
+    refuse_other_lengths,
     refuse_unsupported_sdpa,
     sequence_ranks,
+    softmax_scale,
 )
-from cp_dtensor.engine.named_masks import is_name, named_mask
+from cp_dtensor.engine.named_masks import NamedMask, is_name, name_of, named_mask
 from cp_dtensor.engine.planner import bound_call
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
@@ -43,20 +76,28 @@ from cp_dtensor.spec.masks import Mask, is_integer
 
 __all__ = [  # noqa: RUF022, grouped by purpose
     # ranks, and layouts of your own
-    "Mesh", "sequence_ranks", "default_rotate_method", "Segment", "CachedHash", "take_shard",
+    "Mesh", "SequenceRanks", "sequence_ranks", "group_of_name", "name_of_group", "default_rotate_method", "Segment",
+    "CachedHash", "take_shard",
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
-    "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa", "renamed_keywords",
+    "is_integer", "check_devices", "check_tensors", "checked_layout", "checked_length", "refuse_other_lengths",
+    "softmax_scale", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa", "renamed_keywords",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
-    # models of transformers
-    "PASSED_ON", "PROVIDER", "is_model", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
-    "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
+    # contexts of models, and masks that travel through them as tensors
+    "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
+    "NamedMask", "is_name", "name_of", "named_mask",
+    # tensors, DTensors and casts of a layer
+    "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
+    "from_local", "local_beside", "refuse_other_place", "to_local",
+    # exchange between ranks, tables that CUDA graphs read, and kernels of other packages
+    "all_to_all_single", "CollectiveHeads", "HeadRows", "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
-    "current_backward", "never_compiled", "version_of",
+    "RankFunction", "autograd_recorded", "below_autograd", "constant_in_trace", "current_backward", "define_operator",
+    "never_compiled", "refuse_traced_transforms", "version_of",
     # patches of other programs
-    "entry_replaced", "when_loaded", "wrapped",
+    "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",
 ]  # fmt: skip
 
 

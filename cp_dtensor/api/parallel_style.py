@@ -26,8 +26,7 @@ from cp_dtensor.api.active_context import (
 )
 from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
-from cp_dtensor.api.transformers_hooks import replace_layers, transformers_hooks
-from cp_dtensor.api.transformers_layers import is_caught
+from cp_dtensor.api.hooks import context_hooks
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of
@@ -108,12 +107,10 @@ class ContextParallel(ParallelStyle):
         if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
             raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
         config = replace(self._config_of(device_mesh), declared_lengths=self._lengths, mask=self._mask)
-        has_replaced_layers = any(map(is_caught, module.modules()))
+        has_replaced_layers = context_hooks.module(module)
         module.forward = _ContextForward(
             module, vars(module).get("forward"), config, self._sinks, self._inherits, has_replaced_layers
         )
-        if has_replaced_layers:
-            replace_layers(module)
         return module
 
 
@@ -142,8 +139,7 @@ class _ContextForward:
         weakref.finalize(self, flex_redirection.release)
         self._has_replaced_layers = has_replaced_layers
         if has_replaced_layers:
-            transformers_hooks.acquire()
-            weakref.finalize(self, transformers_hooks.release)
+            weakref.finalize(self, context_hooks.acquire().close)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
