@@ -44,7 +44,7 @@ CAPS = {
     "window": Cap(256, 311),  # 170, 210
     "ulysses in a context": Cap(276, 263),  # 150, 150
     "ulysses": Cap(282, 263),  # 150, 150
-    "transformers": Cap(2125, 166),  # 300, 125
+    "transformers": Cap(275, 168),  # 300, 125
     "enter and leave": Cap(106),  # 80: patches, which the first context of a process installs, are not counted
     "before the ring": Cap(52),  # 30: frames of a forward in a context until a function of engine/ring.py begins
     "changes of room": Cap(66),  # 40: calls of a forward in a context from one room of the package into another

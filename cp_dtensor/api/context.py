@@ -31,10 +31,10 @@ from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.hints import add_hint
+from cp_dtensor.api.hooks import context_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
 from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
@@ -250,7 +250,7 @@ def entered(context: OpenContext) -> Iterator[None]:
         yield
 
 
-def _patches() -> Iterator[AbstractContextManager[None]]:
+def _patches() -> Iterator[AbstractContextManager[object]]:
     """The patches, in the order of their installation."""
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
@@ -258,13 +258,13 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield _torch.torchs_modules_checked(_refuse_torchs_modules)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.saved_tensors_detached(is_shard_now)
-    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, check_compiled_call)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, context_hooks.check_compiled)
     yield _torch.lower_right_bias_redirected(lower_right_sdpa)
     yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
     yield _torch.multihead_attention_ends_in_sdpa(check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
-    yield transformers_hooks.held()
+    yield context_hooks.acquire()
 
 
 _installation = SharedInstallation(_patches)

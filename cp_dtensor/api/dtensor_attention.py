@@ -61,7 +61,8 @@ def dtensor_sdpa(
         )
     out, _ = dtensor_attention(
         q, k, v, mask=checked_mask(mask, arguments.is_causal), attn_mask=arguments.attn_mask,
-        dropout_p=arguments.dropout_p, scale=arguments.scale, enable_gqa=arguments.enable_gqa, deterministic=deterministic,
+        dropout_p=arguments.dropout_p, scale=arguments.scale, enable_gqa=arguments.enable_gqa,
+        deterministic=deterministic,
         replay=replay,
     )  # fmt: skip
     return out

@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_dtensor import _torch
 from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
-from cp_dtensor.api.transformers_hooks import replace_layers, transformers_hooks
-from cp_dtensor.api.transformers_layers import is_caught
+from cp_dtensor.api.hooks import context_hooks
 from cp_dtensor.comm.groups import Mesh, SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.arguments import checked_context_sinks, refuse_sinks
@@ -99,12 +98,10 @@ class ContextParallel(ParallelStyle):
         if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
             raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
         call = replace(self._call_of(device_mesh), lengths=self._lengths)
-        has_replaced_layers = any(map(is_caught, module.modules()))
+        has_replaced_layers = context_hooks.module(module)
         module.forward = _ContextForward(
             module, vars(module).get("forward"), call, self._sinks, self._inherits, has_replaced_layers
         )
-        if has_replaced_layers:
-            replace_layers(module)
         return module
 
 
@@ -133,8 +130,7 @@ class _ContextForward:
         weakref.finalize(self, flex_redirection.release)
         self._has_replaced_layers = has_replaced_layers
         if has_replaced_layers:
-            transformers_hooks.acquire()
-            weakref.finalize(self, transformers_hooks.release)
+            weakref.finalize(self, context_hooks.acquire().close)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """Global lengths of calls, and the comparison of what must be equal on all ranks.
 
-Lengths are declared: by DTensors, `seq_len=`, a layout of one length or the buffers of a context. Where nothing declares
-them, every rank has as many tokens. The first context or call of each signature compares one hash over the ranks, with
+Lengths are declared: by DTensors, `seq_len=`, a layout of one length or the buffers of a context. Where nothing
+declares them, every rank has as many tokens. The first context or call of each signature compares one hash over the ranks, with
 `debug=True` every one; readable facts travel only where hashes differ. A signature is what code determines and not the
 data, so that ranks agree about which call is its first; a local length that nothing declares is part of it.
 """
@@ -131,7 +131,7 @@ def _length_of(layout: Layout, declared: tuple[int, ...], rank: int, size: int, 
         is_either = local in (shards[one][rank], shards[other][rank])
         if is_either and any(x == y for x, y in zip(shards[one], shards[other], strict=True)):
             raise ValueError(
-                f"got {local} {what} on rank {rank} of {size}: sequences of {one} and of {other} tokens, both declared, "
+                f"got {local} {what} on rank {rank} of {size}: sequences of {one} and {other} tokens, both declared, "
                 "have equally long shards on some ranks. Pad one of them, or call context_parallel_attention with "
                 "seq_len="
             )
@@ -155,7 +155,7 @@ def _length_of(layout: Layout, declared: tuple[int, ...], rank: int, size: int, 
 
 
 def global_length(lengths: list[int], layout: Layout, what: str) -> int:
-    """Return the global length that a layout divides into these local `lengths`; refuse, on every rank alike, others."""
+    """Return the global length that a layout divides into these local `lengths`; refuse others, alike on every rank."""
     total = sum(lengths) if layout.only_length is None else layout.only_length
     expected = list(shard_lengths(layout, total, len(lengths)))
     if lengths != expected:
@@ -229,9 +229,9 @@ def _refuse_equal_shards(sharding: Sharding, shards: tuple[Tensor, ...]) -> None
     """
     ranks, shapes = sharding.ranks.size, ", ".join(str(tuple(each.shape)) for each in shards)
     text = (
-        f"q, k and v {shapes} are equal on all {ranks} ranks, so they count as {ranks} copies of the same tokens in one "
-        "sequence: expected this rank's shards. A tensor becomes its shard where it is one of the context's buffers, the "
-        "very object (no copy or slice of it), or by context_parallel_shard; attention of tensors that every rank has "
+        f"q, k and v {shapes} are equal on all {ranks} ranks, so they count as {ranks} copies of the same tokens in "
+        "one sequence: expected this rank's shards. A tensor becomes its shard where it is one of the context's buffers, "
+        "the very object (no copy or slice of it), or by context_parallel_shard; attention of tensors that every rank has "
         "whole is left to each rank by cp_dtensor.api.extension.local_sdpa(queries_are_shards=False)"
     )
     if sharding.in_context and getattr(sharding, "mask", None) not in (None, Full()):
@@ -386,7 +386,7 @@ def _facts_of_call(
         "returns_lse": needs_lse and may_exchange,
         "in_context": call.in_context,
         "compiled": needs_grads is None,
-        # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then. A single query has one in any case.
+        # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then. One query has one row.
         "attn_mask_has_rows": exchanges_heads and t.bias is not None and t.bias.size(2) != 1 and fewest > 1,
     }
     return facts

@@ -1,4 +1,4 @@
-"""`Call`: an attention call without its tensors. Contexts, modules and functions make it; plans and keys come from it."""
+"""`Call`: an attention call without its tensors. Contexts, modules and functions make it; plans are made of it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cp_dtensor.spec.masks import Causal, Mask, is_integer, mask_intersection
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
 """Methods of attention over the ranks that share a sequence."""
+_HEAD_TAIL, _AUTO = HeadTail(), transport_by_name("auto")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Sharding:
     """The ranks that share a sequence and how it is divided: what attention and layers have in common."""
 
     ranks: SequenceRanks
-    layout: Layout = HeadTail()
+    layout: Layout = _HEAD_TAIL
     lengths: tuple[int, ...] = ()
     """Declared global lengths, ascending: of a context's buffers, or `seq_len=`. Others are ranks x local length."""
     debug: bool = False
@@ -47,7 +48,7 @@ class Call(Sharding):
     """The keys that each query sees, by global position; None for all."""
     method: str = "auto"
     """One of `METHODS`."""
-    transport: TransportMethod = transport_by_name("auto")
+    transport: TransportMethod = _AUTO
     """The KV transport of rings."""
     pair: tuple[int, int] | None = None
     """The global (queries, keys) of this very call, where the caller or a DTensor knows them."""

@@ -187,7 +187,8 @@ def _define() -> None:
             _forward, fake, gradients=_gradients_by(name), save=_save_for_backward, in_graphs=in_graphs,
         )  # fmt: skip
         _torch.define_operator(
-            f"attention_backward{suffix}(Tensor grad_out, {results}, {tensors}, {constants}, bool[] needed) -> ({grads})",
+            f"attention_backward{suffix}(Tensor grad_out, {results}, {tensors}, {constants}, bool[] needed) -> "
+            f"({grads})",
             _backward, _fake_backward, in_graphs=in_graphs,
         )  # fmt: skip
 

@@ -99,7 +99,7 @@ class OpenContext:
 
 
 def innermost() -> OpenContext | None:
-    """Return the context that was entered last in this thread and is still open, also in a backward that runs inside."""
+    """Return the context that this thread entered last and that is still open, also in a backward that runs inside."""
     state = _torch.get_thread_state(_OPEN)
     return None if state is None else state[0]
 

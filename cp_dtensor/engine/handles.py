@@ -109,7 +109,7 @@ def value_of(handle: Tensor) -> Any:
     if value is None:
         raise RuntimeError(
             "a mask or a forward pass of context-parallel attention is not known (any more): a model changed the "
-            f"tensor that names it, or kept it (or a copy) for too long: more than {_LEAST} others have come since, or its "
+            f"tensor that names it, or kept it (or a copy) too long: more than {_LEAST} others have come since, or its "
             "forward and backward are over. A mask of your own is an attn_mask of this rank's query rows and all keys"
         )
     return value

@@ -83,7 +83,8 @@ def planned(
     allowed = call.backends or allowed_backends()
     properties = (
         q.shape, k.shape, v.shape, q.dtype, q.device, t.bias is not None, call.dropout_p > 0 or call.softcap > 0,
-        is_deterministic(q, allowed, call.deterministic), None if t.up is None else t.up.size(1) + v.size(3) - q.size(3),
+        is_deterministic(q, allowed, call.deterministic),
+        None if t.up is None else t.up.size(1) + v.size(3) - q.size(3),
     )  # fmt: skip
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
     key = plan_fields(call), properties, allowed, ranks.rank, inner

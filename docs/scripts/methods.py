@@ -17,7 +17,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch.distributed as dist
-from cp_dtensor.engine.base import Plan
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from schedules import legend, show_ranks
@@ -26,6 +25,7 @@ from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.comm.collective import AllToAll
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.engine.base import Plan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.planner import plan_call
 from cp_dtensor.engine.ring import RingPlan
@@ -107,9 +107,7 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
     return Picture(before, during, owner, step, inner_step, times)
 
 
-def plans(
-    panel: Panel, partition: LayoutPartition, transport: TransportMethod
-) -> Iterator[tuple[SequenceRanks, Plan]]:
+def plans(panel: Panel, partition: LayoutPartition, transport: TransportMethod) -> Iterator[tuple[SequenceRanks, Plan]]:
     """Yields every rank and its plan of a causal call of `HEADS` heads."""
     masking = masking_of(partition, Causal())
     spec = CallSpec(partition, Causal(), partition.batch_size, HEADS, HEADS, 1, 1, "float32", masking)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import BalancedBlocks, Causal, Documents, HeadTail, _torch, imbalance
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.flex import BLOCK, whole_mask
+from cp_dtensor.tools.cases import Case, Heads
+from cp_dtensor.tools.flex import BLOCK, whole_mask
 from cp_dtensor.tools.parsing import mask_by_name
 
 CPU = torch.device("cpu")

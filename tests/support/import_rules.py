@@ -17,8 +17,9 @@ FLOORS = {
     "comm": 2,
     "engine": 3,
     "api": 4,
-    "integrations": 5,
-    "tools": 5,
+    "layers": 5,
+    "integrations": 6,
+    "tools": 6,
 }
 
 WITHOUT_TORCH = ("spec", "plan")
@@ -34,6 +35,19 @@ FORBIDDEN_TORCH = {
 # data, the choice of kernels, the measurement of links, and for benchmarks of internals the kernels of one device and
 # the size of symmetric memory.
 TOOLS_IMPORT = ("plan", "spec", "attention.backends", "attention.masked", "comm.select", "comm.symm_mem_workspace")
+
+# Modules (prefixes) that layers may import besides themselves: masks and layouts, and the seam for building blocks.
+LAYERS_IMPORT = ("spec", "api.extension")
+
+# Modules that layers still import, which a `LayerCall` beside the call of attention, and the seam, are to replace.
+LAYERS_STILL_IMPORT = (
+    "api.active_context", "api.explain", "comm.calls", "engine.agreement", "engine.compiled_spec", "engine.config",
+    "engine.cost_model", "engine.lengths", "engine.planner", "engine.traffic", "plan.hardware", "plan.partition",
+    "plan.tiling",
+)  # fmt: skip
+
+# Modules of other rooms than the seam that the integration of transformers still imports.
+TRANSFORMERS_STILL_IMPORT = ("api.active_context", "engine.config", "engine.lengths", "layers.arguments")
 
 # Modules (prefixes) that may import triton.
 TRITON = ("_torch", "attention.triton", "comm.triton_kernels")
