@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import capturing
 from cp_dtensor.api.buffers import (
     Buffer,
     InPlaceShard,
@@ -27,7 +26,6 @@ from cp_dtensor.api.buffers import (
     identities,
     is_shard_now,
 )
-from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.hints import add_hint
@@ -120,7 +118,6 @@ class context_parallel(ContextDecorator):
     Source: torch.distributed.tensor.experimental.context_parallel, which has the same first four arguments.
     """
 
-    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self, mesh: Mesh, *, buffers: Sequence[torch.Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
@@ -138,7 +135,7 @@ class context_parallel(ContextDecorator):
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
         stay_sharded = identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
         ranks = call.ranks
-        check_in_place(tensors, dims, set(ranks.global_ranks()))
+        check_in_place(tensors, dims, ranks)
         self._buffers = [
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
@@ -173,7 +170,7 @@ class context_parallel(ContextDecorator):
         if not self._buffers:
             _warn_of_other_layout(self._call, self._seq_len)
         self._compare_ranks()
-        lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
+        lengths = tuple(sorted({*self._seq_len, *[each.tensor.size(each.dim) for each in self._buffers]}))
         differs_by_row = self._buffers and len(self._call.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         call = replace(self._call, lengths=lengths, batch_size=batch_size)
@@ -185,10 +182,13 @@ class context_parallel(ContextDecorator):
 
     def _compare_ranks(self) -> None:
         """Refuses options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
-        tensors = [each.tensor for each in self._buffers]
-        if capturing() or any(map(_torch.is_traced, tensors)):
-            return
-        kind = self._sinks is None, len(self._seq_len), *((each.tensor.dtype, each.dim) for each in self._buffers)
+        kinds, on_gpu = list[object]([self._sinks is None, len(self._seq_len)]), None
+        for each in self._buffers:
+            if _torch.is_traced(each.tensor):
+                return
+            kinds += each.tensor.dtype, each.dim
+            if each.tensor.is_cuda:
+                on_gpu = each.tensor.device
 
         def facts() -> dict[str, object]:  # once for each kind of context
             shapes = ", ".join(f"{tuple(each.tensor.shape)} along dim {each.dim}" for each in self._buffers)
@@ -201,7 +201,7 @@ class context_parallel(ContextDecorator):
             sinks = described(self._sinks, values=True)
             return {"seq_len": self._seq_len, "sinks": sinks, **facts_of_buffers(self._buffers)}
 
-        compare_contexts(self._call, kind, next((each.device for each in tensors if each.is_cuda), None), facts)
+        compare_contexts(self._call, tuple(kinds), on_gpu, facts)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

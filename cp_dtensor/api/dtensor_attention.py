@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 import torch
@@ -25,9 +26,10 @@ from cp_dtensor.engine.call import Call, checked_dropout_p, checked_mask, checke
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import CachedHash, Contiguous, Layout, Segment, TorchChunk
-from cp_dtensor.spec.masks import Batched, Mask
+from cp_dtensor.spec.masks import Batched, Causal, Mask
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
+_CAUSAL = Causal()
 
 
 def dtensor_sdpa(
@@ -59,8 +61,9 @@ def dtensor_sdpa(
             f"in compiled code, the mask of this context ({mask}) is for plain tensors: got DTensors over the ranks of "
             "the context; call attention of DTensors outside of compiled code"
         )
+    both = _CAUSAL if mask is None and arguments.is_causal else checked_mask(mask, arguments.is_causal)
     out, _ = dtensor_attention(
-        q, k, v, mask=checked_mask(mask, arguments.is_causal), attn_mask=arguments.attn_mask,
+        q, k, v, mask=both, attn_mask=arguments.attn_mask,
         dropout_p=arguments.dropout_p, scale=arguments.scale, enable_gqa=arguments.enable_gqa,
         deterministic=deterministic,
         replay=replay,
@@ -91,15 +94,15 @@ def dtensor_attention(
     """
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
-    local = placed_call(q, k, v, method, rotate_method, deterministic, replay)
-    softcap, dropout_p = checked_softcap(softcap), checked_dropout_p(dropout_p)
+    if softcap or dropout_p:
+        softcap, dropout_p = checked_softcap(softcap), checked_dropout_p(dropout_p)
+    local = placed_call(q, k, v, method, rotate_method, deterministic, replay, mask, scale, softcap, dropout_p)
     seed = _seed_of_all(local.q, q.device_mesh) if dropout_p else None
-    call = replace(
-        local.call, mask=_of_local_rows(mask, q, local), scale=scale, softcap=softcap, dropout_p=dropout_p,
-        first=_first_of(q, local.placed) if dropout_p else (0, 0),
-    )  # fmt: skip
-    bias, of_heads = _local_modifiers(q, k.size(2), attn_mask, sinks, local.placed)
-    out, lse = attend(call, Tensors(local.q, local.k, local.v, bias, of_heads, seed), needs_lse=needs_lse)
+    bias = of_heads = None
+    if attn_mask is not None or sinks is not None:
+        bias, of_heads = _local_modifiers(q, k.size(2), attn_mask, sinks, local.placed)
+    t = Tensors(local.q, local.k, local.v, bias, of_heads, seed)
+    out, lse = attend(local.call, t, needs_lse=needs_lse)
     return local.wrapped(out, q), local.wrapped(lse, q) if needs_lse else lse
 
 
@@ -119,7 +122,8 @@ class PlacedCall(NamedTuple):
 
 def placed_call(
     q: DTensor, k: DTensor, v: DTensor, method: str = "auto", rotate_method: str | None = None,
-    deterministic: bool = False, replay: bool = False,
+    deterministic: bool = False, replay: bool = False, mask: Mask | None = None, scale: float | None = None,
+    softcap: float = 0.0, dropout_p: float = 0.0,
 ) -> PlacedCall:  # fmt: skip
     """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit."""
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
@@ -135,25 +139,26 @@ def placed_call(
             f"{_received(q, k, v)}"
         )
     local_q = to_local(q, placed.q)
-    local_k, local_v = (to_local(x, placed.kv, placed.grad_kv) for x in (k, v))
+    local_k, local_v = to_local(k, placed.kv, placed.grad_kv), to_local(v, placed.kv, placed.grad_kv)
     pair = q.size(2), k.size(2)
     call = Call(
         # Without such an axis each rank is alone; its plans are cached for any of its groups.
         SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method=method,
+        mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
         transport=transport_by_name(rotate_method), pair=pair, deterministic=deterministic, replay=replay,
+        scale=scale, softcap=softcap, dropout_p=dropout_p, first=_first_of(q, placed) if dropout_p else (0, 0),
         placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
     )  # fmt: skip
     return PlacedCall(call, local_q, local_k, local_v, placed)
 
 
-def _of_local_rows(mask: Mask | None, q: DTensor, call: PlacedCall) -> Mask | None:
-    """The mask of this rank's batch rows."""
-    rows = call.q.size(0)
-    if mask is None or mask.batch_size is None or rows == q.size(0):
+def _of_local_rows(mask: Mask, q: DTensor, rows: int, placed: AttentionPlacements) -> Mask:
+    """Return the mask of this rank's batch rows."""
+    if mask.batch_size is None or rows == q.size(0):
         return mask
     if mask.batch_size != q.size(0):
         raise ValueError(f"expected a mask for {q.size(0)} batch rows, got one for {mask.batch_size}: {mask}")
-    first, _ = _first_of(q, call.placed)
+    first, _ = _first_of(q, placed)
     return Batched([mask.of_batch_row(first + row) for row in range(rows)]) if rows else mask.of_batch_row(0)
 
 
@@ -202,6 +207,8 @@ def to_local(
     tensor: DTensor, placements: Sequence[Placement], grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
     """The local part of a DTensor in these placements; its gradient is placed alike unless `grad_placements` differ."""
+    if tensor.placements == placements and grad_placements in (None, placements):
+        return tensor.to_local(grad_placements=placements)
     # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
     # placements of the input.
     # In inference mode torch 2.11 does not redistribute a tensor that requires grad. Dynamo cannot trace the question.
@@ -221,7 +228,7 @@ def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if len(sharded) < len(tensors):
         raise ValueError(f"expected q, k and v all to be DTensors, {_received(*tensors)}; wrap with DTensor.from_local")
-    if len({*[tensor.device_mesh for tensor in sharded]}) > 1:
+    if len({*map(attrgetter("device_mesh"), sharded)}) > 1:
         raise ValueError(f"expected q, k and v on one mesh, {_received(*tensors)}")
     return tuple(sharded)
 

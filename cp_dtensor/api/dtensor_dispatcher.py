@@ -77,8 +77,8 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if callable(outputs):
             _refuse_context_options(op)
     with torch.no_grad(), no_autocast(q):
-        local = placed_call(q, k, v)
-        call = replace(local.call, mask=checked_mask(None, is_causal), scale=scale, backends=only_backend(backend))
+        local = placed_call(q, k, v, mask=checked_mask(None, is_causal), scale=scale)
+        call = replace(local.call, backends=only_backend(backend))
         qkv = local.q, local.k, local.v
         if callable(outputs):
             if on_seq:

@@ -28,7 +28,6 @@ from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
-from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
 from cp_dtensor.api.functional import cast_by_autocast
 from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
@@ -84,7 +83,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
     "is_integer", "check_devices", "check_tensors", "checked_layout", "checked_length", "refuse_other_lengths",
-    "softmax_scale", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa", "renamed_keywords",
+    "softmax_scale", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",

@@ -114,7 +114,7 @@ def context_parallel_attention(
 
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509), USP (arXiv 2405.07719).
     """
-    q, k, v = cast_by_autocast(q), cast_by_autocast(k), cast_by_autocast(v)
+    q, k, v = cast_by_autocast(q, k, v)
     check_qkv(q, k, v, enable_gqa)
     options = Options(
         mesh, method, is_causal, mask, dropout_p, softcap, scale, layout, rotate_method, deterministic, seq_len, replay,
@@ -261,8 +261,14 @@ def attend_dtensors(
     )  # fmt: skip
 
 
-def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Casts as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
+def cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return tensors
+    return tuple([_cast(each) for each in tensors])
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor
     if not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:

@@ -68,7 +68,7 @@ def context_parallel_mla(
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
     refuse_dtensors(q=q, latent=latent, k_rope=k_rope, up=up, attn_mask=attn_mask, sinks=sinks)
-    q, latent, k_rope, up = map(cast_by_autocast, (q, latent, k_rope, up))
+    q, latent, k_rope, up = cast_by_autocast(q, latent, k_rope, up)
     _check(q, latent, k_rope, up)
     of_heads = up.unflatten(0, (q.size(1), -1))
     t = tensors_of(q, latent.unsqueeze(1), k_rope.unsqueeze(1), attn_mask, sinks, of_heads)

@@ -15,7 +15,7 @@ from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.arguments import check_qkv, refuse_sinks, tensors_of
 from cp_dtensor.engine.attend import attend
-from cp_dtensor.engine.call import checked_dropout_p, checked_mask, checked_softcap
+from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.contexts import OpenContext, current, queries_alone, warn_of_other_threads
 from cp_dtensor.spec.masks import Causal, Mask
 
@@ -90,22 +90,26 @@ def sdpa_of_shards(
         sinks: those of the call; None for those of the context.
         softcap: as for `context_parallel_attention`.
     """
-    sinks, traced = context.sinks if sinks is None else sinks, _torch.is_traced(a.q)
-    if a.q.dim() != 4 and len(context.call.layout.batch_groups(2)) > 1:
-        raise NotImplementedError(
-            f"{context.call.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
-            f"sequence, head_dim); got {tuple(a.q.shape)}"
-        )
+    q, k, v, bias, sinks = a.q, a.k, a.v, a.attn_mask, context.sinks if sinks is None else sinks
+    traced = _torch.is_traced(q)
     if traced:
         refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
-    elif a.q.shape not in context.seen:
-        refuse_shards_of_other_dims(context.buffers, context.call, a.q, a.k)
-        context.seen.add(a.q.shape)
-    q, k, v = _four_dims(a.q), _four_dims(a.k), _four_dims(a.v)
-    check_qkv(q, k, v, a.enable_gqa)
-    softcap, dropout_p = checked_softcap(softcap), checked_dropout_p(a.dropout_p)
-    call = context.inside(checked_mask(mask, a.is_causal), a.scale, softcap, dropout_p, a.first, traced=traced)
-    out, _ = attend(call, tensors_of(q, k, v, _mask_for_four_dims(a), sinks))
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        if len(context.call.layout.batch_groups(2)) > 1:
+            raise NotImplementedError(
+                f"{context.call.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
+                f"sequence, head_dim); got {tuple(q.shape)}"
+            )
+        q, k, v, bias = _four_dims(q), _four_dims(k), _four_dims(v), _mask_for_four_dims(a)
+    kind = None if traced else (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    if traced or (a.enable_gqa, kind) not in context.seen:
+        check_qkv(q, k, v, a.enable_gqa)
+        if not traced:
+            refuse_shards_of_other_dims(context.buffers, context.call, a.q, a.k)
+            context.seen.add((a.enable_gqa, kind))
+    call = context.inside(mask, a.is_causal, a.scale, softcap, a.dropout_p, a.first, traced=traced)
+    t = Tensors(q, k, v) if bias is None and sinks is None else tensors_of(q, k, v, bias, sinks)
+    out, _ = attend(call, t, traced=traced)
     return out.view(*a.q.shape[:-1], a.v.size(-1)) if a.q.dim() != 4 else out
 
 

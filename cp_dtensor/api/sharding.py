@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
 from cp_dtensor.api.buffers import put_shard, take_shard
-from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.engine.agreement import global_length, hash_of, length_of, odd_ones, warn_once
@@ -22,7 +21,6 @@ from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 from cp_dtensor.spec.masks import is_integer
 
 
-@renamed_keywords(seq_dims="buffer_seq_dims")
 def context_parallel_shard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None
 ) -> list[torch.Tensor]:
@@ -52,7 +50,6 @@ def context_parallel_shard(
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
-@renamed_keywords(seq_dims="buffer_seq_dims")
 @_torch.never_compiled
 def context_parallel_unshard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None, *,

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.api.functional import context_parallel_attention
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.arguments import check_tensors, expect, refuse_sinks
@@ -27,7 +26,6 @@ Window = tuple[int | None, int | None]
 """Keys to the left and to the right of a query that it sees; -1 or None for no limit."""
 
 
-@renamed_keywords(window="window_size")
 def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
     is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
@@ -201,7 +199,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
         checked_lengths(context.call.lengths)
     documents = torch.ops.cp_dtensor.documents(call["cu_seq_q"], call["cu_seq_k"], _within.key_of(within))
     t = Tensors(*views, mask=documents)
-    out, lse = attend(context.inside(None, call["scale"], traced=traced), t, needs_lse=True)
+    out, lse = attend(context.inside(scale=call["scale"], traced=traced), t, needs_lse=True)
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which varlen_attn does not have
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0), random_state
 

@@ -1,9 +1,9 @@
 """Global lengths of calls, and the comparison of what must be equal on all ranks.
 
 Lengths are declared: by DTensors, `seq_len=`, a layout of one length or the buffers of a context. Where nothing
-declares them, every rank has as many tokens. The first context or call of each signature compares one hash over the ranks, with
-`debug=True` every one; readable facts travel only where hashes differ. A signature is what code determines and not the
-data, so that ranks agree about which call is its first; a local length that nothing declares is part of it.
+declares them, every rank has as many tokens. The ranks compare one hash at the first context or call of each signature,
+with `debug=True` at every one; readable facts travel only where hashes differ. A signature is what code determines and
+not the data, so that ranks agree about which call is its first; a local length that nothing declares is part of it.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ def compare(
     """
     ranks = sharding.ranks
     key = ranks.inner, signature, sharding.in_context
-    if ranks.size == 1 or capturing() or (x is not None and _torch.is_traced(x)) or _are_fake(ranks):
+    if ranks.size == 1 or (not sharding.debug and _compared.has(ranks.outer, key)):
         return
-    if not sharding.debug and _compared.has(ranks.outer, key):
+    if capturing() or (x is not None and _torch.is_traced(x)) or _are_fake(ranks):
         return
 
     def compared() -> None:
@@ -230,9 +230,9 @@ def _refuse_equal_shards(sharding: Sharding, shards: tuple[Tensor, ...]) -> None
     ranks, shapes = sharding.ranks.size, ", ".join(str(tuple(each.shape)) for each in shards)
     text = (
         f"q, k and v {shapes} are equal on all {ranks} ranks, so they count as {ranks} copies of the same tokens in "
-        "one sequence: expected this rank's shards. A tensor becomes its shard where it is one of the context's buffers, "
-        "the very object (no copy or slice of it), or by context_parallel_shard; attention of tensors that every rank has "
-        "whole is left to each rank by cp_dtensor.api.extension.local_sdpa(queries_are_shards=False)"
+        "one sequence: expected this rank's shards. A tensor is its shard where it is one of the context's buffers "
+        "(the very object, no copy or slice of it), or by context_parallel_shard; attention of tensors that every rank "
+        "has whole is left to each rank by cp_dtensor.api.extension.local_sdpa(queries_are_shards=False)"
     )
     if sharding.in_context and getattr(sharding, "mask", None) not in (None, Full()):
         raise ValueError(text)

@@ -16,7 +16,9 @@ from cp_dtensor.spec.layouts import shard_lengths
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
     """Refuses queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
-    check_tensors(q=q, k=k, v=v)
+    given: tuple[object, ...] = (q, k, v)
+    if not all(map(torch.is_tensor, given)):
+        check_tensors(q=q, k=k, v=v)
     check = _refuse_unfit.__wrapped__ if _torch.is_traced(q) else _refuse_unfit  # sizes in a trace cannot be hashed
     check((q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), bool(enable_gqa))
 

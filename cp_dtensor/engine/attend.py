@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +20,29 @@ from cp_dtensor.engine.compiled import attend_traced, constants_of
 from cp_dtensor.engine.run import run, run_backward
 
 
-def attend(call: Call, t: Tensors, *, needs_lse: bool = False) -> tuple[Tensor, Tensor]:
+def attend(
+    call: Call, t: Tensors, *, needs_lse: bool = False, traced: bool | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `(out, lse)` of checked local shards: (B, H, S, Dv) and (B, H, S); lse may be empty without `needs_lse`.
+
+    Args:
+        call: the call.
+        t: its tensors.
+        needs_lse: True to get lse.
+        traced: `is_traced(t.q)`, if it is known.
 
     Raises:
         TypeError, ValueError, NotImplementedError: what does not fit, before any exchange of rows.
     """
-    if _torch.is_traced(t.q):
+    if _torch.is_traced(t.q) if traced is None else traced:
         return attend_traced(constants_of(call), t, call.factors(t.q.size(3)), call.numbers, needs_lse)
-    if call.scale is not None and not call.scale > 0:
+    if call.scale is not None and not 0.0 < call.scale < math.inf:
         q, scale = positive_scale(t.q, call.scale)
         call, t = replace(call, scale=scale), t._replace(q=q)
     if call.dropout_p and t.seed is None:
         t = t._replace(seed=drawn_seed(t.q.device))
     try:
-        out, lse, _ = Attention.apply(call, needs_lse or need_lse(t.sinks), *t)
+        out, lse, _ = Attention.apply(call, needs_lse or (t.sinks is not None and need_lse(t.sinks)), *t)
     except RuntimeError:
         refuse_transforms()  # torch refuses them by the names of its internals; a check before would take time
         raise
@@ -49,7 +58,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, needs_lse: bool, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         t = Tensors(*tensors)
         out, lse, saved, ctx.done = run(call, t, needs_lse, ctx.needs_input_grad[2:])
-        lse = rounded_lse(lse)
+        if t.bias is not None:
+            lse = rounded_lse(lse)
         # Ulysses saves other ranks' rows instead of q, k and v. This empty tensor keeps an edge to the inputs, so that
         # a second derivative raises instead of returning zero.
         origin = t.q.new_empty(0) if ctx.done.plan.saves_rows_of_others else None

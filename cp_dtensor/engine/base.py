@@ -44,7 +44,9 @@ class Tensors(NamedTuple):
 
     def modifiers(self, call: Call) -> Modifiers:
         """Return bias, dropout, sinks, softcap and up-projection."""
-        return Modifiers.of(self.bias, call.dropout_p, self.seed, *call.first, self.sinks, call.softcap, self.up)
+        if not (call.dropout_p or call.softcap) and self.bias is None and self.sinks is None and self.up is None:
+            return NO_MODIFIERS
+        return Modifiers(self.bias, call.dropout_p, self.seed, *call.first, self.sinks, call.softcap, self.up)
 
 
 def need_lse(sinks: Tensor | None) -> bool:

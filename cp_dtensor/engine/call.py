@@ -21,7 +21,7 @@ from cp_dtensor.spec.masks import Causal, Mask, is_integer, mask_intersection
 
 METHODS = ("auto", "ring", "ulysses", "hybrid")
 """Methods of attention over the ranks that share a sequence."""
-_HEAD_TAIL, _AUTO = HeadTail(), transport_by_name("auto")
+_HEAD_TAIL, _AUTO, _CAUSAL = HeadTail(), transport_by_name("auto"), Causal()
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,20 @@ class Call(Sharding):
             TypeError, ValueError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
-        for name, value in (("deterministic", deterministic), ("replay", replay), ("debug", debug)):
-            checked_bool(name, value)
+        switches: dict[str, object] = {"deterministic": deterministic, "replay": replay, "debug": debug}
+        if {*map(type, switches.values())} != {bool}:
+            for name, value in switches.items():
+                checked_bool(name, value)
+        if mask is None and is_causal is True:
+            mask = _CAUSAL
+        elif mask is not None or is_causal:
+            mask = checked_mask(mask, is_causal)
+        # Defaults need no check: one frame less each, in every call.
         return cls(
-            ranks, checked_layout(layout), (), debug, False, "", checked_mask(mask, is_causal), method,
-            transport_by_name(rotate_method), checked_pair(seq_len), None, scale, checked_softcap(softcap),
-            checked_dropout_p(dropout_p), (0, 0), deterministic, replay,
+            ranks, _HEAD_TAIL if layout is None else checked_layout(layout), (), debug, False, "", mask, method,
+            transport_by_name(rotate_method), None if seq_len is None else checked_pair(seq_len), None, scale,
+            checked_softcap(softcap) if softcap != 0.0 else 0.0,
+            checked_dropout_p(dropout_p) if dropout_p != 0.0 else 0.0, (0, 0), deterministic, replay,
         )  # fmt: skip
 
     @property
@@ -175,7 +183,8 @@ def ranks_and_method(mesh: Mesh | None, method: str) -> tuple[SequenceRanks, str
         TypeError, ValueError, NotImplementedError: what `sequence_ranks` refuses, unknown methods, and methods of
             another number of axes.
     """
-    checked_method(method)
+    if method not in METHODS:
+        checked_method(method)
     ranks = sequence_ranks(mesh)
     if ranks.inner is None:
         if method == "hybrid":
@@ -267,6 +276,8 @@ def softmax_scale(head_dim: int, scale: float | None) -> float:
 
 def checked_pair(seq_len: int | tuple[int, int] | None) -> tuple[int, int] | None:
     """Return the global lengths of queries and keys; refuse anything but None, a length or a pair of lengths."""
+    if type(seq_len) is int and seq_len >= 0:
+        return seq_len, seq_len
     if seq_len is None:
         return None
     pair = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (seq_len, seq_len)

@@ -20,7 +20,7 @@ import torch
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
-from cp_dtensor.engine.call import Call, both_masks
+from cp_dtensor.engine.call import Call, both_masks, checked_dropout_p, checked_mask, checked_softcap
 from cp_dtensor.spec.layouts import HeadTail, Layout, Segment
 from cp_dtensor.spec.masks import Full, Mask
 
@@ -58,8 +58,8 @@ class OpenContext:
     """(query heads,), logits of all SDPA inside."""
     is_constant: bool = False
     """True if mask, layout and lengths are constants of compiled code, as those of a module are."""
-    seen: set[str | torch.Size] = field(default_factory=set)
-    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", shapes of queries of SDPA."""
+    seen: set[Any] = field(default_factory=set)
+    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", and kinds of SDPA tensors."""
     _calls: dict[Any, Call] = field(default_factory=dict)
 
     @cached_property
@@ -80,16 +80,22 @@ class OpenContext:
         return not self.is_constant and (self.call.mask is not None or self.call.layout.only_length is not None)
 
     def inside(
-        self, mask: Mask | None, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0,
-        first: tuple[int, int] = (0, 0), *, traced: bool = False,
+        self, mask: Mask | None = None, is_causal: bool = False, scale: float | None = None, softcap: float = 0.0,
+        dropout_p: float = 0.0, first: tuple[int, int] = (0, 0), *, traced: bool = False,
     ) -> Call:  # fmt: skip
-        """Return a call in this context; masks intersect. A program that is `traced` asks the context when it runs."""
-        key = mask, scale, softcap, dropout_p, first, traced
+        """Return a call in this context; masks intersect. A program that is `traced` asks the context when it runs.
+
+        Raises:
+            TypeError, ValueError: options that do not fit.
+        """
+        key = mask, is_causal, scale, softcap, dropout_p, first, traced
         found = self._calls.get(key)
         if found is None:
-            asks = traced and not self.is_constant
-            own = mask if asks else both_masks(self.call.mask, mask)
-            found = replace(self.call, mask=own, scale=scale, softcap=softcap, dropout_p=dropout_p, first=first)
+            own, asks = checked_mask(mask, is_causal), traced and not self.is_constant
+            found = replace(
+                self.call, mask=own if asks else both_masks(self.call.mask, own), scale=scale,
+                softcap=checked_softcap(softcap), dropout_p=checked_dropout_p(dropout_p), first=first,
+            )  # fmt: skip
             found = self._calls[key] = self.asked_later(found) if asks else found
         return found
 
@@ -218,6 +224,8 @@ def inherited(owner: str, call: Call, *, layout: bool, mask: bool, traced: bool 
         ValueError, RuntimeError: as `around`.
         NotImplementedError: compiled code that would take over only one of a layout and a mask which may differ.
     """
+    if _torch.get_thread_state(_OPEN) is None:
+        return call
     context = around(owner, call.ranks, layout=layout, mask=mask)
     if context is None:
         return call

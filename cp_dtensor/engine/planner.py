@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,7 +34,7 @@ from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.agreement import agreed_pair
 from cp_dtensor.engine.arguments import check_batch_size
 from cp_dtensor.engine.base import Done, Plan, Tensors
-from cp_dtensor.engine.call import Call, plan_fields, softmax_scale
+from cp_dtensor.engine.call import Call, plan_fields
 from cp_dtensor.engine.cost_model import EXPANDED, Axis, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
@@ -97,7 +98,7 @@ def planned(
         if found is None:
             found = plans.add(key, _planned(call, pair, properties, allowed))
     plan, pair, signature, calls = found
-    scale = softmax_scale(q.size(3), call.scale)
+    scale = 1.0 / math.sqrt(q.size(3)) if call.scale is None else call.scale
     return Done(call, plan, pair, scale, signature, calls, rows)
 
 

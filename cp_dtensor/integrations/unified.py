@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Contiguous, Layout, context_parallel, ring_attention, ulysses_attention
-from cp_dtensor.api.extension import Mesh, local_sdpa, renamed_keywords
+from cp_dtensor.api.extension import Mesh, local_sdpa
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
 class _AttnMode(context_parallel):
     """Base of the modes."""
 
-    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh | None = None,
@@ -144,7 +143,6 @@ class UlyssesAttnMode(_AttnMode):
         layout, seq_len, debug: as for `UnifiedAttnMode`. Raises as well.
     """
 
-    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh | None = None,

@@ -159,8 +159,8 @@ def causal_conv1d(
         raise ValueError(f"causal_conv1d expects bias (channels,); {received}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d expects activation to be one of {ACTIVATIONS}, got {activation!r}")
-    x, weight = cast_by_autocast(x), cast_by_autocast(weight)
-    bias = bias if bias is None else cast_by_autocast(bias)
+    x, weight = cast_by_autocast(x, weight)
+    bias = bias if bias is None else cast_by_autocast(bias)[0]
     dtypes = [each.dtype for each in (x, weight, bias) if each is not None]
     if len({*dtypes}) > 1:
         raise ValueError(f"causal_conv1d expects x, weight and bias of one dtype, got {', '.join(map(str, dtypes))}")

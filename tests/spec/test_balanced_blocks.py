@@ -143,12 +143,6 @@ def test_refusals(make: Callable[[], object], message: str) -> None:
         make()
 
 
-def test_the_name_of_old_still_makes_it_with_a_warning() -> None:
-    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 32, 32, device="cpu", BLOCK_SIZE=8)
-    with pytest.warns(DeprecationWarning, match=r"is now BalancedBlocks\(block_mask\)"):
-        assert BalancedBlocks.of(mask, tolerance=0.1) == BalancedBlocks(mask, tolerance=0.1)
-
-
 def test_masks_of_other_keys_are_refused() -> None:
     mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 16, 32, device="cpu", BLOCK_SIZE=8)
     with pytest.raises(ValueError, match="as many keys as queries, got 16 queries and 32 keys"):
