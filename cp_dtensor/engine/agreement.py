@@ -374,7 +374,7 @@ def _facts_of_call(
         "up": f"{described(t.up)}{' grad' * needs.up}",
         "dtype": str(q.dtype),
         "mask": repr(call.mask or Full()),
-        "attn_mask": f"{_described_bias(t.bias, q, pair)}{' grad' * needs.bias}",
+        "attn_mask": f"{_described_bias(t.bias, q, k, pair)}{' grad' * needs.bias}",
         "sinks": f"{described(t.sinks, values=call.debug)}{' grad' * needs.sinks}",
         "dropout_p": float(call.dropout_p),
         "softcap": call.softcap,
@@ -400,14 +400,15 @@ def described(tensor: Tensor | None, *, values: bool = False) -> str:
     return f"{_dtype(tensor)} {tuple(tensor.shape)}{checksum}"
 
 
-def _described_bias(bias: Tensor | None, q: Tensor, pair: tuple[int, int] | None) -> str:
+def _described_bias(bias: Tensor | None, q: Tensor, k: Tensor, pair: tuple[int, int] | None) -> str:
     """Describe a bias without what depends on the local queries."""
     if bias is None:
         return "none"
     # With a single local query, a bias with rows looks like one without, so rows are left out.
     full = zip("BH", bias.shape[:2], q.shape[:2], strict=True)
     dims = [dim if size != 1 or of_q == 1 else "1" for dim, size, of_q in full]
-    whose = "" if pair is None or bias.size(3) in (1, pair[1]) else f", {_OF_THIS_RANK}"
+    is_local = pair is not None and bias.size(3) == k.size(2) and bias.size(3) not in (1, pair[1])
+    whose = f", {_OF_THIS_RANK}" if is_local else ""
     return f"{_dtype(bias)} ({', '.join(dims)}, :, {bias.size(3)}){whose}"
 
 
