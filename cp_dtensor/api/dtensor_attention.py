@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_sinks, four_dims_of_mask
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.call import Call, checked_dropout_p, checked_mask, checked_softcap
+from cp_dtensor.engine.call import Call, checked_bool, checked_factors, checked_mask, checked_method
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import CachedHash, Contiguous, Layout, Segment, TorchChunk
@@ -73,31 +73,26 @@ def dtensor_sdpa(
 
 def dtensor_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
-    enable_gqa: bool = False, method: str = "auto", rotate_method: str | None = None, deterministic: bool = False,
-    replay: bool = False, needs_lse: bool = False,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = True, needs_lse: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
+    """Return `(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
     Args:
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way.
         mask: by global position; None for none.
         attn_mask, sinks: DTensors on the same mesh, placed in any way; sinks (H,).
-        softcap: as for `context_parallel_attention`.
-        method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes.
-        rotate_method: None for the process default.
-        deterministic, replay: as for `context_parallel_attention`.
+        enable_gqa: as for `context_parallel_attention`.
         needs_lse: False if lse may be empty.
+        options: others of `context_parallel_attention`. The method "auto" is a ring, Ulysses or a hybrid, by the names
+            and placements of the mesh axes.
 
     Raises:
         ValueError, TypeError: tensors that do not fit, or a method that the placements do not permit.
     """
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
-    if softcap or dropout_p:
-        softcap, dropout_p = checked_softcap(softcap), checked_dropout_p(dropout_p)
-    local = placed_call(q, k, v, method, rotate_method, deterministic, replay, mask, scale, softcap, dropout_p)
-    seed = _seed_of_all(local.q, q.device_mesh) if dropout_p else None
+    local = placed_call(q, k, v, mask, **options)
+    seed = _seed_of_all(local.q, q.device_mesh) if local.call.dropout_p else None
     bias = of_heads = None
     if attn_mask is not None or sinks is not None:
         bias, of_heads = _local_modifiers(q, k.size(2), attn_mask, sinks, local.placed)
@@ -121,11 +116,18 @@ class PlacedCall(NamedTuple):
 
 
 def placed_call(
-    q: DTensor, k: DTensor, v: DTensor, method: str = "auto", rotate_method: str | None = None,
-    deterministic: bool = False, replay: bool = False, mask: Mask | None = None, scale: float | None = None,
-    softcap: float = 0.0, dropout_p: float = 0.0,
+    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, *, method: str = "auto", rotate_method: str | None = None,
+    deterministic: bool = False, replay: bool = False, **factors: float | None,
 ) -> PlacedCall:  # fmt: skip
-    """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit."""
+    """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit.
+
+    Args:
+        q, k, v: as for `dtensor_attention`.
+        mask: by global position.
+        method, rotate_method, deterministic, replay: as for `context_parallel_attention`.
+        factors: scale, dropout_p and others of `Call.factors`.
+    """
+    checked_bool("deterministic", deterministic), checked_bool("replay", replay), checked_method(method)
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
     by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
     names = mesh.mesh_dim_names
@@ -146,7 +148,7 @@ def placed_call(
         SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method=method,
         mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
         transport=transport_by_name(rotate_method), pair=pair, deterministic=deterministic, replay=replay,
-        scale=scale, softcap=softcap, dropout_p=dropout_p, first=_first_of(q, placed) if dropout_p else (0, 0),
+        first=_first_of(q, placed) if factors.get("dropout_p") else (0, 0), **checked_factors(**factors),  # type: ignore[arg-type]
         placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
     )  # fmt: skip
     return PlacedCall(call, local_q, local_k, local_v, placed)

@@ -77,7 +77,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if callable(outputs):
             _refuse_context_options(op)
     with torch.no_grad(), no_autocast(q):
-        local = placed_call(q, k, v, mask=checked_mask(None, is_causal), scale=scale)
+        local = placed_call(q, k, v, checked_mask(None, is_causal), scale=scale)
         call = replace(local.call, backends=only_backend(backend))
         qkv = local.q, local.k, local.v
         if callable(outputs):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,29 +16,41 @@ from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, tensors_of
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.call import (
-    Call,
-    checked_bool,
-    checked_dropout_p,
-    checked_mask,
-    checked_method,
-    checked_pair,
-    checked_softcap,
-    softmax_scale,
-)
+from cp_dtensor.engine.call import FACTORS, Call, Options, checked_mask, checked_pair, factors_of
 from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
 from cp_dtensor.engine.contexts import around, inherited
-from cp_dtensor.engine.handles import Parts, made_of, parts_of
+from cp_dtensor.engine.handles import made_of, parts_of
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+_OPTIONS = inspect.signature(Call.of).parameters
+
+
+def takes_options(*left_out: str) -> Callable[[F], F]:
+    """Show the options of `Call.of`, but for some, in the signature of a function that takes them as `**options`."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        named = {name: each for name, each in own.parameters.items() if each.kind is not each.VAR_KEYWORD}
+        shown = [each for name, each in _OPTIONS.items() if name not in (*named, *left_out)]
+        added = [each.replace(kind=each.KEYWORD_ONLY) for each in shown]
+        vars(function)["__signature__"] = own.replace(parameters=[*named.values(), *added])
+        return function
+
+    return decorate
+
+
+@takes_options()
 def context_parallel_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, method: str = "auto",
-    is_causal: bool = False, mask: Mask | None = None, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
-    layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
-    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, replay: bool = False, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Scaled dot product attention of a sequence that is sharded over the ranks of `mesh`.
 
@@ -83,8 +97,8 @@ def context_parallel_attention(
             `torch.use_deterministic_algorithms(True)`. Plain masks then run on FlashAttention-4 where it is
             installed, else on our own kernels, which are slower than cuDNN's (docs/kernels.md).
         return_lse: True also returns the log-sum-exp.
-        seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
-            their local lengths in one small collective (on the host where the groups have a CPU backend).
+        seq_len: the global number of tokens, or a pair of those of queries and keys. None: that of the layout or the
+            context, if it has one, else ranks have equally many tokens; others are refused.
         replay: True: forward and backward passes run eagerly twice, and are then replayed as CUDA graphs, which keep
             their memory; those with other shapes, strides, dtypes or options have graphs of their own. This is faster
             for shards of up to about 4,096 tokens, where the host's launches take longer than the GPU
@@ -116,27 +130,20 @@ def context_parallel_attention(
     """
     q, k, v = cast_by_autocast(q, k, v)
     check_qkv(q, k, v, enable_gqa)
-    options = Options(
-        mesh, method, is_causal, mask, dropout_p, softcap, scale, layout, rotate_method, deterministic, seq_len, replay,
-        debug,
-    )  # fmt: skip
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-        out, lse = attend_dtensors(q, k, v, attn_mask, sinks, options, return_lse)
+        out, lse = _attend_dtensors(q, k, v, attn_mask, sinks, return_lse, **options)
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
-        out, lse = attend_shards(
-            "context_parallel_attention", tensors_of(q, k, v, attn_mask, sinks), options, return_lse
-        )  # fmt: skip
+        t = tensors_of(q, k, v, attn_mask, sinks)
+        out, lse = attend_shards("context_parallel_attention", t, return_lse, options)
     return (out, lse) if return_lse else out
 
 
+@takes_options("method")
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
-    mask: Mask | None = None,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
-    softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
-    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None, replay: bool = False, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
@@ -145,20 +152,17 @@ def ring_attention(
 
     Source: Ring Attention (arXiv 2310.01889).
     """
+    options["method"] = "ring"
     return context_parallel_attention(
-        q, k, v, mesh=mesh, method="ring", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method,
-        deterministic=deterministic, return_lse=return_lse, seq_len=seq_len, replay=replay, debug=debug,
-    )  # fmt: skip
+        q, k, v, attn_mask=attn_mask, sinks=sinks, enable_gqa=enable_gqa, return_lse=return_lse, **options
+    )
 
 
+@takes_options("method", "rotate_method")
 def ulysses_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
-    mask: Mask | None = None,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
-    softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
-    deterministic: bool = False, return_lse: bool = False, seq_len: int | tuple[int, int] | None = None,
-    replay: bool = False, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ulysses": ranks exchange rows for heads, attend, and exchange back.
 
@@ -168,69 +172,45 @@ def ulysses_attention(
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
+    options["method"] = "ulysses"
     return context_parallel_attention(
-        q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, deterministic=deterministic,
-        return_lse=return_lse, seq_len=seq_len, replay=replay, debug=debug,
-    )  # fmt: skip
+        q, k, v, attn_mask=attn_mask, sinks=sinks, enable_gqa=enable_gqa, return_lse=return_lse, **options
+    )
 
 
-class Options(NamedTuple):
-    """Arguments of public functions besides tensors, which `Call.of` checks."""
-
-    mesh: Mesh | None
-    method: str = "auto"
-    is_causal: bool = False
-    mask: Mask | None = None
-    dropout_p: float = 0.0
-    softcap: float = 0.0
-    scale: float | None = None
-    layout: Layout | None = None
-    rotate_method: str | None = None
-    deterministic: bool = False
-    seq_len: int | tuple[int, int] | None = None
-    replay: bool = False
-    debug: bool = False
-
-    def call(self) -> Call:
-        """Return the call of these arguments."""
-        return Call.of(**self._asdict())
-
-
-def attend_shards(owner: str, t: Tensors, options: Options, needs_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `(out, lse)` of local shards, by the arguments of a public function, `owner`."""
+def attend_shards(
+    owner: str, t: Tensors, needs_lse: bool, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return `(out, lse)` of local shards, by the options of a public function, `owner`."""
+    inherits = {"layout": options.get("layout") is None, "mask": options.get("mask") is None}
     if torch.compiler.is_dynamo_compiling():
-        factors = [
-            softmax_scale(t.q.size(3), options.scale), checked_softcap(options.softcap),
-            checked_dropout_p(options.dropout_p),
-        ]  # fmt: skip
-        pair = checked_pair(options.seq_len) or (-1, -1)
-        constants = _constants(
-            owner, options.mesh, options.method, options.is_causal, parts_of(options.mask), parts_of(options.layout),
-            # Dynamo guards the process default.
-            transport_by_name(options.rotate_method).name, options.deterministic, options.debug,
-        )  # fmt: skip
-        return attend_traced(constants, t, factors, [*pair, 0, 0], needs_lse)
-    call = inherited(owner, options.call(), layout=options.layout is None, mask=options.mask is None)
-    return attend(call, t, needs_lse=needs_lse)
+        numbers: dict[str, Any] = {name: value for name, value in options.items() if name in FACTORS}
+        pair = checked_pair(options.get("seq_len")) or (-1, -1)
+        constants = {
+            name: parts_of(value) for name, value in options.items() if name not in ("mesh", "seq_len", *FACTORS)
+        }
+        constants["rotate_method"] = transport_by_name(options.get("rotate_method")).name  # Dynamo guards the default
+        made = _constants(owner, options.get("mesh"), tuple(constants), tuple(constants.values()), *inherits.values())
+        return attend_traced(made, t, factors_of(t.q.size(3), **numbers), [*pair, 0, 0], needs_lse)
+    if unknown := options.keys() - _OPTIONS.keys():
+        raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
+    return attend(inherited(owner, Call.of(**options), **inherits), t, needs_lse=needs_lse)
 
 
 @_torch.constant_in_trace
 def _constants(
-    owner: str, mesh: Mesh | None, method: str, is_causal: bool, mask: Parts | None, layout: Parts | None,
-    rotate_method: str, deterministic: bool, debug: bool,
-) -> Constants:  # fmt: skip
+    owner: str, mesh: Mesh | None, names: tuple[str, ...], values: tuple[Any, ...], layout: bool, mask: bool
+) -> Constants:
     """Return the constants of a call in compiled code."""
-    call = Call.of(
-        mesh, method=method, is_causal=is_causal, mask=made_of(mask), layout=made_of(layout),
-        rotate_method=rotate_method, deterministic=deterministic, debug=debug,
-    )  # fmt: skip
-    return constants_of(inherited(owner, call, layout=layout is None, mask=mask is None, traced=True))
+    options: Any = dict(zip(names, map(made_of, values), strict=True))
+    call = Call.of(mesh, **options)
+    return constants_of(inherited(owner, call, layout=layout, mask=mask, traced=True))
 
 
-def attend_dtensors(
-    q: DTensor, k: DTensor, v: DTensor, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None, options: Options,
-    needs_lse: bool,
+def _attend_dtensors(
+    q: DTensor, k: DTensor, v: DTensor, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None, needs_lse: bool, *,
+    mesh: Mesh | None = None, layout: Layout | None = None, seq_len: int | tuple[int, int] | None = None,
+    mask: Mask | None = None, is_causal: bool = False, debug: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `(out, lse)` of DTensors, which know their mesh, their layout and their lengths.
 
@@ -244,21 +224,15 @@ def attend_dtensors(
             f"in compiled code, {owner} takes no DTensors: call F.scaled_dot_product_attention under "
             "enable_context_parallel_dispatcher()"
         )
-    lengths = q.size(2), k.size(2)
-    refuse_other_place(owner, q, options.mesh, options.layout, checked_pair(options.seq_len), lengths)
-    if options.debug:
+    refuse_other_place(owner, q, mesh, layout, checked_pair(seq_len), (q.size(2), k.size(2)))
+    if debug:
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
-    checked_method(options.method)
-    mask = options.mask
     if mask is None:
         context = around(owner, sequence_ranks_of(q, k, v), mask=True)
         mask = None if context is None else context.call.mask
     return dtensor_attention(
-        q, k, v, mask=checked_mask(mask, options.is_causal), attn_mask=attn_mask, dropout_p=options.dropout_p,
-        sinks=sinks, softcap=options.softcap, scale=options.scale, enable_gqa=True, method=options.method,
-        rotate_method=options.rotate_method, deterministic=checked_bool("deterministic", options.deterministic),
-        replay=checked_bool("replay", options.replay), needs_lse=needs_lse,
-    )  # fmt: skip
+        q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, sinks=sinks, needs_lse=needs_lse, **options
+    )
 
 
 def cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -79,7 +79,7 @@ def refuse_nested() -> None:
 
 def sdpa_of_shards(
     context: OpenContext, a: SdpaArguments, mask: Mask | None = None, sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    **options: float,
 ) -> torch.Tensor:  # fmt: skip
     """Compute SDPA of plain tensors, shards of the sequence.
 
@@ -88,7 +88,7 @@ def sdpa_of_shards(
         a: arguments of SDPA.
         mask: combined with those of the call and the context.
         sinks: those of the call; None for those of the context.
-        softcap: as for `context_parallel_attention`.
+        options: of `context_parallel_attention`, which SDPA does not have.
     """
     q, k, v, bias, sinks = a.q, a.k, a.v, a.attn_mask, context.sinks if sinks is None else sinks
     traced = _torch.is_traced(q)
@@ -107,7 +107,9 @@ def sdpa_of_shards(
         if not traced:
             refuse_shards_of_other_dims(context.buffers, context.call, a.q, a.k)
             context.seen.add((a.enable_gqa, kind))
-    call = context.inside(mask, a.is_causal, a.scale, softcap, a.dropout_p, a.first, traced=traced)
+    call = context.inside(
+        mask, a.is_causal, a.first, traced=traced, scale=a.scale, dropout_p=a.dropout_p, **options
+    )  # fmt: skip
     t = Tensors(q, k, v) if bias is None and sinks is None else tensors_of(q, k, v, bias, sinks)
     out, _ = attend(call, t, traced=traced)
     return out.view(*a.q.shape[:-1], a.v.size(-1)) if a.q.dim() != 4 else out

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.functional import context_parallel_attention
-from cp_dtensor.comm.groups import Mesh
+from cp_dtensor.api.functional import context_parallel_attention, takes_options
 from cp_dtensor.engine.arguments import check_tensors, expect, refuse_sinks
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.call import Call, Options
 from cp_dtensor.engine.contexts import OpenContext, current, queries_alone
 from cp_dtensor.engine.handles import Keys, fake_handle, handle_of
 from cp_dtensor.engine.run import CallMask, NamedMask
 from cp_dtensor.spec.documents import Documents, PackedEdges, checked_lengths, packed_mask
-from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Window = tuple[int | None, int | None]
 """Keys to the left and to the right of a query that it sees; -1 or None for no limit."""
 
 
+@takes_options("mask")
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
-    is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
-    layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
-    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: Any, cu_seqlens_k: Any = None,
+    window_size: Window = (-1, -1), within: Mask | None = None, sinks: torch.Tensor | None = None,
+    return_lse: bool = False, **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
 
@@ -58,10 +58,9 @@ def varlen_attention(
         within: a mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`. A key is
             seen if it, `is_causal` and `window_size` all allow it.
         seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (tokens after the last document are padding), or
-            a pair of those of queries and keys. If None, the ranks exchange their local lengths.
-        method, dropout_p, sinks, softcap, scale, layout, rotate_method, deterministic, return_lse, debug: as for
-            `context_parallel_attention`. The layouts `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of
-            documents.
+            a pair of those of queries and keys. None: ranks have equally many tokens.
+        sinks, return_lse, options: as for `context_parallel_attention`, without `mask`. The layouts
+            `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of documents.
 
     Returns:
         out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), as there.
@@ -86,12 +85,13 @@ def varlen_attention(
             "varlen_attention, in compiled code, expects cu_seqlens to be integers, which are constants there; got a "
             "tensor: call torch's varlen_attn inside of context_parallel, which reads it when the code runs"
         )
-    mask = Documents(cu_seqlens, cu_seqlens_k, within=_mask_of_document(is_causal, window_size, within))
-    result = context_parallel_attention(
-        *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, softcap=softcap, scale=scale,
-        enable_gqa=True, layout=layout, rotate_method=rotate_method, deterministic=deterministic, return_lse=return_lse,
-        seq_len=seq_len, debug=debug,
-    )  # fmt: skip
+    if options.get("mask") is not None:
+        raise TypeError(f"varlen_attention takes no mask beside cu_seqlens, got {options['mask']!r}: pass within=")
+    inside = _mask_of_document(options.pop("is_causal", False), window_size, within)
+    options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=inside)
+        cu_seqlens, cu_seqlens_k, within=_mask_of_document(options.pop("is_causal", False), window_size, within)
+    )
+    result = context_parallel_attention(*views, sinks=sinks, enable_gqa=True, return_lse=return_lse, **options)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()
     return out if lse is None else (out, lse.squeeze(0))

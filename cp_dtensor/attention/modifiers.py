@@ -33,15 +33,10 @@ class Modifiers:
     grad_up: Tensor | None = None
     """Like `up`, in float32 or wider: the sum to which backward adds its gradient."""
 
-    @classmethod
-    def of(
-        cls, bias: Tensor | None, dropout_p: float = 0.0, seed: Tensor | None = None, first_batch: int = 0,
-        first_head: int = 0, sinks: Tensor | None = None, softcap: float = 0.0, up: Tensor | None = None,
-    ) -> Modifiers:  # fmt: skip
-        """The modifiers; without any, the object `NO_MODIFIERS`."""
-        if bias is None and not dropout_p and sinks is None and not softcap and up is None:
-            return NO_MODIFIERS
-        return cls(bias, dropout_p, seed, first_batch, first_head, sinks, softcap, up)
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Numbers that a CUDA graph has as constants."""
+        return self.dropout_p, self.softcap, self.first_batch, self.first_head
 
     @property
     def concern_tiles(self) -> bool:

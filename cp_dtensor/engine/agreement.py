@@ -25,7 +25,7 @@ from cp_dtensor.attention.backends.select import allowed_backends, is_determinis
 from cp_dtensor.comm.calls import COMPARISON, END_OF_CONTEXT, begin_pass, calls_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.call import Call, Sharding, refuse_other_lengths, softmax_scale
+from cp_dtensor.engine.call import FACTORS, Call, Sharding, refuse_other_lengths
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
 from cp_dtensor.spec.masks import Full
@@ -376,9 +376,7 @@ def _facts_of_call(
         "mask": repr(call.mask or Full()),
         "attn_mask": f"{_described_bias(t.bias, q, k, pair)}{' grad' * needs.bias}",
         "sinks": f"{described(t.sinks, values=call.debug)}{' grad' * needs.sinks}",
-        "dropout_p": float(call.dropout_p),
-        "softcap": call.softcap,
-        "scale": softmax_scale(q.size(3), call.scale),
+        **dict(zip(FACTORS, call.factors(q.size(3)), strict=True)),
         **_facts_of_options(call),
         "deterministic": is_deterministic(q, call.backends or allowed_backends(), call.deterministic),
         "requires_grad": needs.q or needs.k or needs.v,

@@ -43,10 +43,8 @@ class Tensors(NamedTuple):
     """A handle of one more mask (`handles`), which may be new in every step."""
 
     def modifiers(self, call: Call) -> Modifiers:
-        """Return bias, dropout, sinks, softcap and up-projection."""
-        if not (call.dropout_p or call.softcap) and self.bias is None and self.sinks is None and self.up is None:
-            return NO_MODIFIERS
-        return Modifiers(self.bias, call.dropout_p, self.seed, *call.first, self.sinks, call.softcap, self.up)
+        """Return the modifiers of a pass of a call."""
+        return call.modifiers(self.bias, self.sinks, self.seed, self.up)
 
 
 def need_lse(sinks: Tensor | None) -> bool:

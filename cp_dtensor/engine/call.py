@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from cp_dtensor.attention.backends.select import Allowed
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
@@ -22,6 +24,24 @@ from cp_dtensor.spec.masks import Causal, Mask, is_integer, mask_intersection
 METHODS = ("auto", "ring", "ulysses", "hybrid")
 """Methods of attention over the ranks that share a sequence."""
 _HEAD_TAIL, _AUTO, _CAUSAL = HeadTail(), transport_by_name("auto"), Causal()
+
+
+class Options(TypedDict, total=False):
+    """Options of public functions, described in `context_parallel_attention` and checked in `Call.of`."""
+
+    mesh: Mesh | None
+    method: str
+    is_causal: bool
+    mask: Mask | None
+    dropout_p: float
+    softcap: float
+    scale: float | None
+    layout: Layout | None
+    rotate_method: str | None
+    deterministic: bool
+    seq_len: int | tuple[int, int] | None
+    replay: bool
+    debug: bool
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class Call(Sharding):
 
     @classmethod
     def of(
-        cls, mesh: Mesh | None, *, method: str = "auto", layout: Layout | None = None, mask: Mask | None = None,
+        cls, mesh: Mesh | None = None, *, method: str = "auto", layout: Layout | None = None, mask: Mask | None = None,
         is_causal: bool = False, rotate_method: str | None = None, seq_len: int | tuple[int, int] | None = None,
         scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, deterministic: bool = False,
         replay: bool = False, debug: bool = False,
@@ -128,6 +148,19 @@ class Call(Sharding):
         """Return floats that may be symbols in compiled code: scale, softcap and dropout_p."""
         return [softmax_scale(head_dim, self.scale), self.softcap, self.dropout_p]
 
+    @cached_property
+    def changes_weights(self) -> bool:
+        """True with dropout or softcap, which only our own kernels compute."""
+        return self.dropout_p > 0 or self.softcap > 0
+
+    def modifiers(
+        self, bias: torch.Tensor | None, sinks: torch.Tensor | None, seed: torch.Tensor | None, up: torch.Tensor | None
+    ) -> Modifiers:
+        """Return the modifiers of a pass with these tensors."""
+        if bias is None and sinks is None and up is None and not self.changes_weights:
+            return NO_MODIFIERS
+        return Modifiers(bias, self.dropout_p, seed, *self.first, sinks, self.softcap, up)
+
     @property
     def is_live(self) -> bool:
         """True if compiled code has to do more each time than a CUDA graph repeats."""
@@ -151,6 +184,8 @@ class Call(Sharding):
 
 _OPERATORS = 12
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
+FACTORS = ("scale", "softcap", "dropout_p")
+"""Names of `Call.factors`."""
 _NUMBERS: dict[str, Any] = {"pair": None, "scale": None, "softcap": 0.0, "dropout_p": 0.0, "first": (0, 0)}
 _DEFAULTS = {each.name: each.default for each in fields(Call) if each.name != "ranks"}
 _keys = Keys[tuple[tuple[str, ...], Call]]("attention by")
@@ -165,12 +200,24 @@ def call_of(key: str, factors: list[float] | None = None, numbers: list[int] | N
     ranks = SequenceRanks.of_names(names)
     if factors is None or numbers is None:
         return replace(call, ranks=ranks)
-    scale, softcap, dropout_p = factors
     q_len, kv_len, *first = numbers
     pair = None if q_len < 0 else (q_len, kv_len)
-    return replace(
-        call, ranks=ranks, scale=scale, softcap=softcap, dropout_p=dropout_p, pair=pair, first=(first[0], first[1])
-    )
+    by_name: dict[str, Any] = dict(zip(FACTORS, factors, strict=True))
+    return replace(call, ranks=ranks, pair=pair, first=(first[0], first[1]), **by_name)
+
+
+def factors_of(
+    head_dim: int, *, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0
+) -> list[float]:
+    """Return `Call.factors` of options, which are checked, in code that Dynamo traces."""
+    return [softmax_scale(head_dim, scale), checked_softcap(softcap), checked_dropout_p(dropout_p)]
+
+
+def checked_factors(
+    *, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0
+) -> dict[str, float | None]:
+    """Return these options by name; refuse what is out of range. The scale is checked later."""
+    return {"scale": scale, "softcap": checked_softcap(softcap), "dropout_p": checked_dropout_p(dropout_p)}
 
 
 # Checks of options

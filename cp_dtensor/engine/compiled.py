@@ -49,7 +49,7 @@ def attend_traced(
     Args:
         constants: of the call, by `constants_of`.
         t: checked tensors.
-        factors: scale, softcap and dropout_p, as `Call.factors`.
+        factors: as `Call.factors`.
         numbers: as `Call.numbers`.
         needs_lse: False if lse may be empty.
     """

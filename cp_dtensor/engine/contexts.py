@@ -20,7 +20,7 @@ import torch
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
-from cp_dtensor.engine.call import Call, both_masks, checked_dropout_p, checked_mask, checked_softcap
+from cp_dtensor.engine.call import Call, both_masks, checked_factors, checked_mask
 from cp_dtensor.spec.layouts import HeadTail, Layout, Segment
 from cp_dtensor.spec.masks import Full, Mask
 
@@ -80,21 +80,27 @@ class OpenContext:
         return not self.is_constant and (self.call.mask is not None or self.call.layout.only_length is not None)
 
     def inside(
-        self, mask: Mask | None = None, is_causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-        dropout_p: float = 0.0, first: tuple[int, int] = (0, 0), *, traced: bool = False,
+        self, mask: Mask | None = None, is_causal: bool = False, first: tuple[int, int] = (0, 0), *,
+        traced: bool = False, **options: float | None,
     ) -> Call:  # fmt: skip
         """Return a call in this context; masks intersect. A program that is `traced` asks the context when it runs.
+
+        Args:
+            mask, is_causal: of the call.
+            first: as `Call.first`.
+            traced: True if the program is being captured.
+            options: scale, dropout_p and others that `Call.of` takes.
 
         Raises:
             TypeError, ValueError: options that do not fit.
         """
-        key = mask, is_causal, scale, softcap, dropout_p, first, traced
+        key = mask, is_causal, first, traced, *options.items()
         found = self._calls.get(key)
         if found is None:
             own, asks = checked_mask(mask, is_causal), traced and not self.is_constant
             found = replace(
-                self.call, mask=own if asks else both_masks(self.call.mask, own), scale=scale,
-                softcap=checked_softcap(softcap), dropout_p=checked_dropout_p(dropout_p), first=first,
+                self.call, mask=own if asks else both_masks(self.call.mask, own), first=first,
+                **checked_factors(**options),  # type: ignore[arg-type]
             )  # fmt: skip
             found = self._calls[key] = self.asked_later(found) if asks else found
         return found

@@ -83,7 +83,7 @@ def planned(
     q, k, v, ranks = t.q, t.k, t.v, call.ranks
     allowed = call.backends or allowed_backends()
     properties = (
-        q.shape, k.shape, v.shape, q.dtype, q.device, t.bias is not None, call.dropout_p > 0 or call.softcap > 0,
+        q.shape, k.shape, v.shape, q.dtype, q.device, t.bias is not None, call.changes_weights,
         is_deterministic(q, allowed, call.deterministic),
         None if t.up is None else t.up.size(1) + v.size(3) - q.size(3),
     )  # fmt: skip

@@ -99,7 +99,7 @@ class ReplayedPlan(Plan):
             return function(*arguments)
         passes = _passes.get(values.ranks.outer, None, lambda: LRUCache(most_bytes=0, least=_MOST_PASSES))
         facts = [(x.shape, x.stride(), x.dtype) for x in arguments]
-        key = self.identity, kind, values.scale, values.modifiers.softcap, *facts
+        key = self.identity, kind, values.scale, values.modifiers.numbers, *facts
         with no_modes(), on_device(like.device):
             used = _followed_workspaces(values.ranks, like)
             known = passes.get(key) or passes.add(key, _KnownPass())

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cp_dtensor import ATTENTION_OPS, HeadTail, context_parallel, context_parallel_attention, ulysses_attention
-from cp_dtensor.engine import operators as compiled_op
+from cp_dtensor.engine import compiled as operators as compiled_op
 
 
 def ulysses(mesh: Any, method: str = "ulysses") -> Function:

@@ -21,7 +21,7 @@ class AttentionBackend(ABC):
     """
 
     takes_modifiers = False
-    """True if tiles may have bias, dropout and softcap; the ring then calls `with_modifiers` for each tile."""
+    """True if tiles may have modifiers; the ring then calls `with_modifiers` for each tile."""
 
     @property
     def joins_intervals(self) -> bool:
