@@ -89,8 +89,6 @@ def varlen_attention(
         raise TypeError(f"varlen_attention takes no mask beside cu_seqlens, got {options['mask']!r}: pass within=")
     inside = _mask_of_document(options.pop("is_causal", False), window_size, within)
     options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=inside)
-        cu_seqlens, cu_seqlens_k, within=_mask_of_document(options.pop("is_causal", False), window_size, within)
-    )
     result = context_parallel_attention(*views, sinks=sinks, enable_gqa=True, return_lse=return_lse, **options)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()
