@@ -156,7 +156,8 @@ def _row_after_row(tensor: Tensor) -> Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.key, ctx.factors, ctx.numbers, _needs_lse, _needs_backward = inputs
+    # Without the handle of a mask, which code may make once more in backward, from tensors that have changed.
+    *tensors, _mask, ctx.key, ctx.factors, ctx.numbers, _needs_lse, _needs_backward = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(*output[1:])
 
@@ -176,14 +177,14 @@ def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
 
 
 def _define() -> None:
-    tensors = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? seed, Tensor? up, Tensor? mask"
+    tensors = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? seed, Tensor? up"
     constants = "str key, float[] factors, SymInt[] numbers"
     results = "Tensor out, Tensor lse, Tensor left"
     grads = "Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, Tensor grad_up"
     for name, fake in (("default", _fake_forward), ("live", _fake_live_forward)):
         suffix, in_graphs = "" if name == "default" else f".{name}", name == "default"
         _torch.define_operator(
-            f"attention{suffix}({tensors}, {constants}, bool needs_lse, bool needs_backward) -> ({results})",
+            f"attention{suffix}({tensors}, Tensor? mask, {constants}, bool needs_lse, bool needs_backward) -> ({results})",
             _forward, fake, gradients=_gradients_by(name), save=_save_for_backward, in_graphs=in_graphs,
         )  # fmt: skip
         _torch.define_operator(

@@ -41,7 +41,11 @@ _AMBIGUOUS = (
 class LiveLayout(Layout):
     """Stands in compiled code for a layout of one length, which is made for a mask: the open context has it."""
 
-    alignment: int
+    block: int
+
+    @property
+    def alignment(self) -> int:
+        return self.block
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         raise RuntimeError("this layout is known only when compiled code runs")
