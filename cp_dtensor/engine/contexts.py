@@ -41,7 +41,7 @@ _AMBIGUOUS = (
 class LiveLayout(Layout):
     """Stands in compiled code for a layout of one length, which is made for a mask: the open context has it."""
 
-    alignment: int
+    alignment: int = 1  # a default, since the base class has a property of this name
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         raise RuntimeError("this layout is known only when compiled code runs")
