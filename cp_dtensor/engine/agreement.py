@@ -271,13 +271,14 @@ def refuse_disagreement(by_rank: list[Facts]) -> None:
             "context makes the shards. Tensors that are shards already are no buffers: pass seq_len to the context "
             "instead, or call context_parallel_attention"
         )
-    if _LENGTHS in found:
+    if {_LENGTHS, LENGTH} & {*found}:
         hint += ". Where nothing declares the lengths, all ranks have equally many tokens: pass seq_len="
     # All of them: the first may follow from another, as heads that were expanded for a mask.
     raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(found.values())}{hint}")
 
 
-_LENGTHS = "global (queries, keys)"
+_LENGTHS, LENGTH = "global (queries, keys)", "global length"
+"""Names of facts: of attention, and of layers."""
 _OF_THIS_RANK = "keys of this rank"
 
 

@@ -14,7 +14,7 @@ from cp_dtensor._torch.autograd import RankFunction
 from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.rows import moved_rows, rows_moved_back
-from cp_dtensor.engine.agreement import Facts, compare, length_of
+from cp_dtensor.engine.agreement import LENGTH, Facts, compare, length_of
 from cp_dtensor.engine.call import Sharding, refuse_other_lengths
 from cp_dtensor.engine.handles import Keys
 from cp_dtensor.plan.rows import Edges, Relayout, RowMap, RowRoute, SequenceLayout, row_route
@@ -63,7 +63,7 @@ class SequenceCall(Sharding):
             return {
                 "function": self.owner, "operation": repr(self.operation), "layout": repr(self.layout),
                 "dtype": str(x.dtype), "shape": shape, "other tensors": others,
-                "seq_len": known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": edges,
+                LENGTH: known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": edges,
             }  # fmt: skip
 
         try:
