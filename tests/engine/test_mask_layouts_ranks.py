@@ -139,7 +139,10 @@ def test_shards_of_other_lengths_are_refused_on_every_rank(layout: Layout, q_len
             with pytest.raises(ValueError, match=of_others if rank else message):
                 ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout, **options)
 
-        both, others = (q_len, kv_len), rf"rank 1 says \({LENGTH}, {LENGTH}\), the others 'refused: {q_len} and {kv_len}"
+        both, others = (
+            (q_len, kv_len),
+            rf"rank 1 says \({LENGTH}, {LENGTH}\), the others 'refused: {q_len} and {kv_len}",
+        )
         refused(rf"got {wrong} local tokens on rank 0 of 2, expected 19: .* of 37 tokens", others, both)
         refused(rf"length does not fit: got {wrong} local tokens .* expected 19", others, both, seq_len=LENGTH)
         same = r"key length: got 11 tokens, but this \w+ divides .* 37 tokens only"
