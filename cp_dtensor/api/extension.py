@@ -51,7 +51,7 @@ from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.agreement import Facts, compare, global_length, length_of
+from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
 from cp_dtensor.engine.arguments import (
     check_devices,
     check_qkv,
@@ -92,7 +92,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "NamedMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare
-    "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts", "Signature",
+    "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts", "LENGTH", "Signature",
     "begin_pass",
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",

@@ -144,7 +144,7 @@ def _length_of(layout: Layout, declared: tuple[int, ...], rank: int, size: int, 
             f"got {local} {what} on rank {rank} of {size}, which are the share of no declared length "
             f"({', '.join(map(str, declared)) or 'none'}) in {layout}: pass seq_len= to the call or the context"
         )
-    if size > 1 and local in declared:
+    if size > 1 and what != "keys" and local in declared:  # of whole keys, results are right
         raise ValueError(
             f"got {local} {what} on each of {size} ranks, as long as a whole buffer of the context "
             f"(lengths {declared}), expected this rank's part: a tensor becomes its shard where it is one of buffers, "
@@ -271,13 +271,14 @@ def refuse_disagreement(by_rank: list[Facts]) -> None:
             "context makes the shards. Tensors that are shards already are no buffers: pass seq_len to the context "
             "instead, or call context_parallel_attention"
         )
-    if _LENGTHS in found:
+    if {_LENGTHS, LENGTH} & {*found}:
         hint += ". Where nothing declares the lengths, all ranks have equally many tokens: pass seq_len="
     # All of them: the first may follow from another, as heads that were expanded for a mask.
     raise ValueError(f"the ranks of the context-parallel axis disagree about {'; about '.join(found.values())}{hint}")
 
 
-_LENGTHS = "global (queries, keys)"
+_LENGTHS, LENGTH = "global (queries, keys)", "global length"
+"""Names of facts: of attention, and of layers."""
 _OF_THIS_RANK = "keys of this rank"
 
 

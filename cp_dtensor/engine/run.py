@@ -83,7 +83,7 @@ def run(
     with no_autocast(q), _torch.below_autograd(), done:
         out, lse, saved = done.plan.forward(q, k, v, done.values(t.modifiers(call)), needs_lse)
     if rows > 1:
-        out, lse = joined_rows(out, rows), joined_rows(lse, rows) if lse.numel() else lse
+        out, lse = joined_rows(out, rows), joined_rows(lse, rows) if needs_lse else lse
     return out, lse, saved, done
 
 

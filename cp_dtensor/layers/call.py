@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor.api.extension import (
+    LENGTH,
     Facts,
     Keys,
     RankFunction,
@@ -71,7 +72,7 @@ class SequenceCall(Sharding):
             return {
                 "function": self.owner, "operation": repr(self.operation), "layout": repr(self.layout),
                 "dtype": str(x.dtype), "shape": shape, "other tensors": others,
-                "seq_len": known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": edges,
+                LENGTH: known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": edges,
             }  # fmt: skip
 
         try:

@@ -257,7 +257,7 @@ def test_one_tensor_alone_has_a_gradient(name: str) -> None:
     def body(rank: int) -> None:
         mine = {each: sequence.shard(x.detach(), rank) for each, x in whole.items()}
         mine[name].requires_grad_()
-        out = layer("gated_delta_rule", mine, scale=0.5, mesh=dist.group.WORLD, layout=Contiguous())
+        out = layer("gated_delta_rule", mine, scale=0.5, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=2)
         equal(torch.autograd.grad(out.sum(), mine[name])[0], sequence.shard(expected, rank))
 
     run_ranks(4, body)
@@ -276,8 +276,8 @@ def test_a_checkpoint_that_ends_with_the_layer_repeats_its_exchanges_on_ranks_wi
         mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
 
         def call(*tensors: torch.Tensor) -> torch.Tensor:
-            options: dict[str, Any] = {"scale": 0.5, "mesh": dist.group.WORLD, "layout": Contiguous(), "method": method}
-            return layer("gated_delta_rule", dict(zip(mine, tensors, strict=True)), **options)
+            options: dict[str, Any] = {"mesh": dist.group.WORLD, "layout": Contiguous(), "method": method, "seq_len": 2}
+            return layer("gated_delta_rule", dict(zip(mine, tensors, strict=True)), scale=0.5, **options)
 
         out: Any = checkpoint(call, *mine.values(), use_reentrant=False)
         grads = torch.autograd.grad(out.sum(), list(mine.values()))

@@ -113,4 +113,4 @@ def test_different_calls_are_refused_on_every_rank() -> None:
         tensors = dict(GIVEN)
         gated_delta_rule(**tensors, mesh=dist.group.WORLD, layout=Striped() if rank else HeadTail())  # type: ignore[arg-type]
 
-    assert all("the call of rank" in str(error) for error in errors_by_rank(2, body))
+    assert all("layout: rank 1 says" in str(error) for error in errors_by_rank(2, body))
