@@ -23,7 +23,7 @@ from cp_dtensor.api.flex_block_mask import (
     check_mask_lengths,
     mask_lengths,
 )
-from cp_dtensor.api.flex_operators import TableCall, check_context_mask, traced_tables
+from cp_dtensor.api.flex_operators import TableCall, check_context_mask, traced_tables, with_lengths_of_mask
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.comm.select import transport_by_name
@@ -183,9 +183,8 @@ def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
     ranks, layout, mask, of_mask = call.ranks, call.layout, flex.block_mask, mask_lengths(flex.block_mask)
     if call.pair is not None:
         check_mask_lengths(call.pair, of_mask)
-    elif call.debug:
-        call = replace(call, pair=of_mask)  # so that ranks compare them
-    lengths = agreed_pair(replace(call, mask=None, scale=flex.scale), flex.tensors, False, flex.needs_grads)
+    compared = with_lengths_of_mask(replace(call, mask=None, scale=flex.scale), of_mask, flex.q, flex.k)
+    lengths = agreed_pair(compared, flex.tensors, False, flex.needs_grads)
     check_mask_lengths(lengths, of_mask)
     if ranks.size == 1:
         return flex.attend(flex.k, flex.v, flex.score_mod, mask)
@@ -221,7 +220,7 @@ def _traced_flex(flex: FlexCall, key: str, lengths: tuple[int, int] | None = Non
     q_len, kv_len = lengths or of_mask or (count * q_local, count * kv_local)
     q_len, kv_len = index(q_len), index(kv_len)
     keys, values, positions, left = torch.ops.cp_dtensor.flex_keys(
-        flex.q, flex.k, flex.v, key, q_len, kv_len, lengths is not None, softmax_scale(flex.q.size(3), flex.scale),
+        flex.q, flex.k, flex.v, key, q_len, kv_len, bool(lengths or of_mask), softmax_scale(flex.q.size(3), flex.scale),
         torch.is_grad_enabled(),
     )  # fmt: skip
     if mask is not None and q_local:

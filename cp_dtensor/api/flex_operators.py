@@ -30,6 +30,20 @@ def call_in(key: str, left: torch.Tensor) -> Call:
     return call.under(value_of(left).asked[1]) if left.numel() else call
 
 
+def with_lengths_of_mask(call: Call, lengths: tuple[int, int] | None, q: torch.Tensor, k: torch.Tensor) -> Call:
+    """The call with the lengths of a block mask, if nothing declares others and this rank has its share of them."""
+    if call.pair is not None or lengths is None:
+        return call
+
+    def have(length: int, tokens: int) -> bool:
+        layout, ranks = call.layout, call.ranks
+        return layout.only_length in (None, length) and layout.local_length(length, ranks.rank, ranks.size) == tokens
+
+    fits = have(lengths[0], q.size(2)) and have(lengths[1], k.size(2))
+    is_declared = any(have(length, q.size(2)) for length in call.lengths)
+    return replace(call, pair=lengths) if (fits and not is_declared) or call.debug else call  # debugging compares them
+
+
 def check_context_mask(mask: Mask | None) -> None:
     """Refuses contexts with a mask."""
     if mask is not None:
@@ -56,7 +70,7 @@ def _keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, q_len: int, kv_len: int, declared: bool,
     scale: float, needs_backward: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """`declared`: True if the caller passed the lengths."""
+    """`declared`: True if the caller or a block mask has the lengths."""
     call, asked, left = call_of(key), None, q.new_empty(0, dtype=torch.int64)
     if call.context:
         asked = call.context, live(call.context, q.size(2), k.size(2))
@@ -64,7 +78,7 @@ def _keys(
         check_context_mask(asked[1].mask)
         left = handle_of(_Left(asked, pending.begin(*asked) if needs_backward else None), for_copies=needs_backward)
     lengths = (q_len, kv_len)
-    compared = replace(call, mask=None, scale=scale, pair=lengths if declared or call.debug else None)
+    compared = with_lengths_of_mask(replace(call, mask=None, scale=scale), lengths if declared else None, q, k)
     found = agreed_pair(compared, CallTensors(q, k, v), False, None)
     check_mask_lengths(found, lengths)
     ranks, layout = call.ranks, call.layout

@@ -67,7 +67,8 @@ def agreed_pair(
         refused = f"refused: {local[0]} and {local[1]} local tokens"
         return {_LENGTHS: pair or refused, **_facts_of_call(call, t, needs_lse, needs_grads, pair)}
 
-    may_be_whole = call.in_context or not is_declared  # programs that measure may draw equal shards
+    # Programs that measure may draw equal shards. Compiled code may have shards of any origin.
+    may_be_whole = (call.in_context or not is_declared) and needs_grads is not None
     try:
         compare(call, signature, t.q, facts, (t.q, t.k, t.v) if may_be_whole and refusal is None else ())
     except ValueError:

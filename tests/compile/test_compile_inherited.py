@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -98,11 +99,10 @@ def calls(_rank: int) -> None:
             check(attend, Full(), HeadTail())
             check(attend, SECOND, Striped(1), context(mask=SECOND, layout=Striped(1)))
             check(masked, Full(), Striped(1), context(mask=SECOND, layout=Striped(1)))
-        # One key for Contiguous() and all layouts of one length.
-        check(attend, FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
-        with no_compilation():
-            for each in (FIRST, SECOND):
-                layout = Balanced(each, LENGTH)
+        fresh()  # one key for all layouts of one length
+        for each in (FIRST, SECOND):
+            layout = Balanced(each, LENGTH)
+            with nullcontext() if each is FIRST else no_compilation():
                 check(attend, each, layout, context(mask=each, layout=layout))
                 check(attend, Full(), layout, context(layout=layout))
 
@@ -111,6 +111,9 @@ def refusals(_rank: int) -> None:
     for form in (function, module):
         for options in ({"method": "ulysses"}, {"layout": Striped(1)}, {"layout": Contiguous()}):
             fresh()
+            if form is function and "method" in options:  # a function keeps its method, and takes over the rest
+                check(form(**options), FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
+                continue
             refused(form(**options), context(mask=FIRST, layout=Contiguous()))
         fresh()
         refused(form(mask=Full()), context(mask=FIRST, layout=Contiguous()))
