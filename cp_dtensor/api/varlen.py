@@ -228,6 +228,16 @@ _torch.define_operator(
     lambda *_: fake_handle(),
 )
 
+_OPS = torch.ops.cp_dtensor
+ATTENTION_OPS = (_OPS.attention.default, _OPS.attention.live, _OPS.documents.default, *_torch.FUSED_SDPA_OPS)
+"""Operators whose results a policy of selective activation checkpointing saves, so that attention is not recomputed.
+
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
+compiled code, attention of sharded sequences is one of the first two, and is saved whole: a recompute neither computes
+nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
+merges run again.
+"""
+
 
 def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
     """Refuses `varlen_attn_out` in contexts."""
