@@ -83,15 +83,15 @@ def context_parallel_attention(
             `torch.use_deterministic_algorithms(True)`. Plain masks then run on FlashAttention-4 where it is
             installed, else on our own kernels, which are slower than cuDNN's (docs/kernels.md).
         return_lse: True also returns the log-sum-exp.
-        seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
-            their local lengths in one small collective (on the host where the groups have a CPU backend).
+        seq_len: the global number of tokens, or a pair of those of queries and keys. If None, all ranks
+            have equally many tokens; other shards are refused.
         replay: True: forward and backward passes run eagerly twice, and are then replayed as CUDA graphs, which keep
             their memory; those with other shapes, strides, dtypes or options have graphs of their own. This is faster
             for shards of up to about 4,096 tokens, where the host's launches take longer than the GPU
             (docs/cuda_graphs.md). It is refused with attn_mask, dropout, packed documents and padding, and where ranks
             share no GPU memory; compiled code ignores it.
         debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
-            rank. False: in the first call of each kind, and in those that exchange lengths (docs/limits.md).
+            rank. False: in the first call of each kind (docs/limits.md).
 
     Returns:
         out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator

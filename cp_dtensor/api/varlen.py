@@ -60,7 +60,7 @@ def varlen_attention(
         within: a mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`. A key is
             seen if it, `is_causal` and `window_size` all allow it.
         seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (tokens after the last document are padding), or
-            a pair of those of queries and keys. If None, the ranks exchange their local lengths.
+            a pair of those of queries and keys. If None, all ranks have equally many.
         method, dropout_p, sinks, softcap, scale, layout, rotate_method, deterministic, return_lse, debug: as for
             `context_parallel_attention`. The layouts `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of
             documents.
@@ -70,13 +70,14 @@ def varlen_attention(
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
-            documents, and local lengths that the layout gives to no global length, on every rank alike.
+            documents, and shards of other lengths, on every rank at the first call of each kind.
         NotImplementedError: no enabled SDPA backend can compute it; a tensor `cu_seqlens` in compiled code.
 
     Documents of 2 and 3 tokens; rank 0 has three of the tokens and rank 1 two. Queries of zeros weigh all keys alike,
     so with the values 1, 3, 2 and 4, 6 the outputs are 1, 2, 2 and 3, 4:
 
-        out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=[0, 2, 5], is_causal=True, layout=Contiguous())
+        options = {"is_causal": True, "layout": Contiguous(), "seq_len": 5}
+        out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=[0, 2, 5], **options)
 
     Source: FlashAttention (arXiv 2205.14135), whose `flash_attn_varlen_func` has these documents.
     """
