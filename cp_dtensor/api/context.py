@@ -92,7 +92,7 @@ class context_parallel(ContextDecorator):
         replay: True: passes of SDPA that come again are replayed as CUDA graphs (see `context_parallel_attention`).
         debug: True: on every entry the ranks compare configuration and buffers, at every attention call what must
             agree, and at passes of attention and exits that all do the same; a disagreement names the rank. False: at
-            the first entry and the first attention call of each kind, and at calls that exchange lengths.
+            the first entry and the first attention call of each kind.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
@@ -101,10 +101,10 @@ class context_parallel(ContextDecorator):
             `torch.compile`d function, or while torch's own context parallelism is open; on exit, out of order, or a
             `PeerError`: ranks have made different calls.
 
-    Attention over lengths other than those of the buffers and `seq_len` is allowed; the ranks then exchange their
-    local lengths in one small collective per call. In the first such call of each kind they also compare q, k and v: if
-    these are equal on all ranks, they were never sharded, which is refused (without a mask: warned of). On GPUs, a
-    length that differs from one of those by about the number of ranks or less is refused unless `seq_len` has it.
+    Attention runs over the lengths of the buffers and of `seq_len`, and over any other of which all ranks have equally
+    many tokens. Two lengths of which some rank has equally many tokens are refused: pad one. In the first call of each
+    kind the ranks also compare q, k and v: if these are equal on all ranks, they were never sharded, which is refused
+    (without a mask: warned of).
 
     Two ranks, 8 tokens, `HeadTail()`: rank 0 has the tokens 0, 1, 6, 7 and rank 1 the tokens 2, 3, 4, 5.
 

@@ -92,7 +92,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "NamedMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare
-    "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts", "LENGTH", "Signature",
+    "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts",
+    "LENGTH", "Signature",
     "begin_pass",
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",

@@ -105,7 +105,7 @@ def context_parallel_attention(
             (docs/cuda_graphs.md). It is refused with attn_mask, dropout, packed documents and padding, and where ranks
             share no GPU memory; compiled code ignores it.
         debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
-            rank. False: in the first call of each kind, and in those that exchange lengths (docs/limits.md).
+            rank. False: in the first call of each kind (docs/limits.md).
 
     Returns:
         out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator

@@ -55,7 +55,7 @@ class ContextParallel(ParallelStyle):
         rotate_method: the KV transport of rings (see `set_rotate_method`); None takes the process default when
             parallelize_module is called.
         seq_len: the global length that attention runs over, or a tuple of several; trusted, as those of a context are.
-            The ranks exchange their local lengths at every call of another length, in one small collective.
+            Of another length, all ranks have equally many tokens.
         sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the
             name of the module's attribute that is read at each call: `sinks="sinks"` for
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled

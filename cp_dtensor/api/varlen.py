@@ -67,13 +67,14 @@ def varlen_attention(
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
-            documents, and local lengths that the layout gives to no global length, on every rank alike.
+            documents, and shards of other lengths, on every rank at the first call of each kind.
         NotImplementedError: no enabled SDPA backend can compute it; a tensor `cu_seqlens` in compiled code.
 
     Documents of 2 and 3 tokens; rank 0 has three of the tokens and rank 1 two. Queries of zeros weigh all keys alike,
     so with the values 1, 3, 2 and 4, 6 the outputs are 1, 2, 2 and 3, 4:
 
-        out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=[0, 2, 5], is_causal=True, layout=Contiguous())
+        options = {"is_causal": True, "layout": Contiguous(), "seq_len": 5}
+        out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=[0, 2, 5], **options)
 
     Source: FlashAttention (arXiv 2205.14135), whose `flash_attn_varlen_func` has these documents.
     """
@@ -223,6 +224,16 @@ _torch.define_operator(
     lambda queries, keys, within: handle_of(PackedDocuments(PackedEdges.of(queries, keys), _within.value_of(within))),
     lambda *_: fake_handle(),
 )
+
+_OPS = torch.ops.cp_dtensor
+ATTENTION_OPS = (_OPS.attention.default, _OPS.attention.live, _OPS.documents.default, *_torch.FUSED_SDPA_OPS)
+"""Operators whose results a policy of selective activation checkpointing saves, so that attention is not recomputed.
+
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
+compiled code, attention of sharded sequences is one of the first two, and is saved whole: a recompute neither computes
+nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
+merges run again.
+"""
 
 
 def refuse_varlen_attn_out(call: dict[str, Any]) -> None:

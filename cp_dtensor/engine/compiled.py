@@ -184,7 +184,8 @@ def _define() -> None:
     for name, fake in (("default", _fake_forward), ("live", _fake_live_forward)):
         suffix, in_graphs = "" if name == "default" else f".{name}", name == "default"
         _torch.define_operator(
-            f"attention{suffix}({tensors}, Tensor? mask, {constants}, bool needs_lse, bool needs_backward) -> ({results})",
+            f"attention{suffix}({tensors}, Tensor? mask, {constants}, bool needs_lse, bool needs_backward) -> "
+            f"({results})",
             _forward, fake, gradients=_gradients_by(name), save=_save_for_backward, in_graphs=in_graphs,
         )  # fmt: skip
         _torch.define_operator(
@@ -195,12 +196,3 @@ def _define() -> None:
 
 
 _define()
-
-ATTENTION_OPS = (torch.ops.cp_dtensor.attention.default, torch.ops.cp_dtensor.attention.live, *_torch.FUSED_SDPA_OPS)
-"""Operators whose results a policy of selective activation checkpointing saves, so that attention is not recomputed.
-
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
-compiled code, attention of sharded sequences is one of the first two, and is saved whole: a recompute neither computes
-nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
-merges run again.
-"""

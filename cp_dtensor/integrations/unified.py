@@ -95,7 +95,8 @@ class UnifiedAttnMode(_AttnMode):
             a Ulysses axis; the default group if None.
         layout: the tokens of each rank, `Contiguous()` if None.
         rotate_method: KV transport of the ring (see `set_rotate_method`); the process default if None.
-        seq_len: a global length or a tuple of several, as for `context_parallel`. Ranks exchange others at every call.
+        seq_len: a global length or a tuple of several, as for `context_parallel`. Of others, all ranks have equally
+            many tokens.
         debug: True to compare, at every attention call, the arguments that must agree between ranks.
 
     Raises:
@@ -175,6 +176,7 @@ class _AttnFunc:
         enable_gqa: bool = False,
         mesh: Mesh | None = None,
         layout: Layout | None = None,
+        seq_len: int | tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """`cp_dtensor.ulysses_attention` or `ring_attention` with the arguments of `F.scaled_dot_product_attention`.
 
@@ -184,6 +186,7 @@ class _AttnFunc:
             dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
             mesh: the context-parallel axis, the default group if None.
             layout: the tokens of each rank, `Contiguous()` if None.
+            seq_len: as for `context_parallel_attention`.
 
         Returns:
             (B, H, S, Dv).
@@ -194,6 +197,7 @@ class _AttnFunc:
         return self.attention(
             query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask,
             dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
+            seq_len=seq_len,
         )  # fmt: skip
 
 

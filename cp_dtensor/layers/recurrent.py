@@ -55,7 +55,7 @@ def gated_delta_rule(
         use_qk_l2norm_in_kernel: True divides q and k by sqrt(sum of squares + 1e-6) first.
         cu_seqlens: ascending positions in the whole sequence where documents begin and end, as integers or a tensor.
             None takes the documents in the mask of the context around the call; `[0]` is one document.
-        seq_len: tokens of the whole sequence. If None, and no context knows it, the ranks exchange their local lengths.
+        seq_len: tokens of the whole sequence. If None, and no context knows it, all ranks have equally many.
         method: "scan", "heads", where H is a multiple of the ranks along one mesh axis, or "relayout": rows travel to
             adjacent chunks, where runs are few, are scanned there, and travel back. "auto" takes the one that is
             predicted to be fastest (`explain_recurrence` prints predictions; on CPUs always "scan").
@@ -66,8 +66,8 @@ def gated_delta_rule(
         loss is the sum over ranks.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before any collective but the exchange of lengths; local
-            lengths that the layout gives to no global length, and calls that differ between ranks, on every rank alike.
+        TypeError, ValueError: arguments that do not fit, before any collective; shards of other
+            lengths, and calls that differ between ranks, on every rank at the first call of each kind.
         NotImplementedError: states with DTensors; contexts as for `halo`.
 
     One rank, two tokens, K = V = 1: the first token writes beta v = 1, the second erases half of it and adds 2:

@@ -37,14 +37,14 @@ def halo(
         cu_seqlens: ascending positions in the whole sequence where documents begin and end, equal on every rank, as
             integers or a tensor (reading one on a GPU waits for the GPU). None takes the documents in the mask of the
             context around the call, if that is over these ranks; `[0]` is one document.
-        seq_len: tokens of the whole sequence. If None, and no context knows it, the ranks exchange their local lengths.
+        seq_len: tokens of the whole sequence. If None, and no context knows it, all ranks have equally many.
 
     Returns:
         x's shape, with runs * left rows along `dim`, contiguous; a DTensor sharded along `dim` for DTensors.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before any collective but the exchange of lengths; local
-            lengths that the layout gives to no global length, and calls that differ between ranks, on every rank alike.
+        TypeError, ValueError: arguments that do not fit, before any collective; shards of other
+            lengths, and calls that differ between ranks, on every rank at the first call of each kind.
         NotImplementedError: in compiled code, without `seq_len`; a context whose mask has documents that `cu_seqlens`
             cannot have, as other ones in each batch row, or whose mask or layout compiled code cannot take over.
 

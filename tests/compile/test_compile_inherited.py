@@ -109,14 +109,13 @@ def calls(_rank: int) -> None:
 
 def refusals(_rank: int) -> None:
     for form in (function, module):
-        for options in ({"method": "ulysses"}, {"layout": Striped(1)}, {"layout": Contiguous()}):
+        for options in ({"layout": Striped(1)}, {"layout": Contiguous()}):
             fresh()
-            if form is function and "method" in options:  # a function keeps its method, and takes over the rest
-                check(form(**options), FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
-                continue
             refused(form(**options), context(mask=FIRST, layout=Contiguous()))
         fresh()
         refused(form(mask=Full()), context(mask=FIRST, layout=Contiguous()))
+        fresh()
+        check(form(method="ulysses"), FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
         fresh()
         attend = form(layout=Contiguous(), mask=Full(), method="ulysses")
         check(attend, Full(), Contiguous(), context(mask=FIRST, layout=Balanced(FIRST, LENGTH)))

@@ -21,7 +21,7 @@ from cp_dtensor.integrations.unified import RingAttnMode
 
 def refusals(rank: int) -> None:
     fresh()
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64) + rank
     masked = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
 
     def fails(match: str, call: Callable[[], object]) -> None:
@@ -50,7 +50,7 @@ def test_refusals(two_processes: Processes) -> None:
 
 def each_rank_alone(rank: int) -> None:
     fresh()
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64) + rank
     code = compiled(lambda q: flex_attention(q, q, q), backend="eager")
     with torch.no_grad(), RingAttnMode(dist.group.WORLD):
         code(q)
