@@ -4,12 +4,10 @@ import ast
 import doctest
 import importlib
 import inspect
-import io
 import os
 import re
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -328,32 +326,6 @@ def test_docstring_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"cp_dtensor.{module}".rstrip(".")))
     assert result.attempted > 0
     assert result.failed == 0, "see the output above"
-
-
-RIDDLES = re.compile(r"(What|Which|Whose|Who|Whom|Whether|How|Why|In which|The same|Returns)\b")
-PERSONIFIED = re.compile(r"\b(told|said|somebody|nobody|everybody|anybody|whoever|twin)\b", re.IGNORECASE)
-
-
-def prose(module: str) -> Iterator[tuple[int, bool, str]]:
-    """Line, whether it is a docstring, and text of every docstring, attribute docstring and comment."""
-    text = MODULES[module].read_text()
-    for node in ast.walk(ast.parse(text)):
-        for statement in node.body if isinstance(getattr(node, "body", None), list) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                yield statement.lineno, True, str(statement.value.value)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], False, token.string
-
-
-@each_module
-def test_prose_begins_with_a_subject(module: str) -> None:
-    found = [
-        (line, text.strip().partition("\n")[0])
-        for line, is_docstring, text in prose(module)
-        if (is_docstring and RIDDLES.match(text.strip())) or PERSONIFIED.search(text)
-    ]
-    report(module, found, "docstrings that open like questions or with Returns, prose about persons (docs/design.md):")
 
 
 # Room -> (most lines now, target). The room "" is the two files of the package itself. A commit that makes a room

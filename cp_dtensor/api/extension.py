@@ -41,9 +41,10 @@ from cp_dtensor.api.sharding import (
     refuse_first_dim,
 )
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
+from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
 from cp_dtensor.attention.backends.packages import quiet
-from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.attention.backends.select import only_backend, register_backend
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.comm.calls import Signature, begin_pass
@@ -87,6 +88,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
+    # registries
+    "AttentionBackend", "register_backend",
     # contexts of models, and masks that travel through them as tensors
     "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",

@@ -41,13 +41,12 @@ LAYERS_IMPORT = ("spec", "api.extension")
 
 # Modules that layers still import, which a `LayerCall` beside the call of attention, and the seam, are to replace.
 LAYERS_STILL_IMPORT = (
-    "api.active_context", "api.explain", "comm.calls", "engine.agreement", "engine.compiled_spec", "engine.config",
-    "engine.cost_model", "engine.lengths", "engine.planner", "engine.traffic", "plan.hardware", "plan.partition",
+    "api.explain", "engine.cost_model", "engine.planner", "engine.traffic", "plan.hardware", "plan.partition",
     "plan.tiling",
 )  # fmt: skip
 
 # Modules of other rooms than the seam that the integration of transformers still imports.
-TRANSFORMERS_STILL_IMPORT = ("api.active_context", "engine.config", "engine.lengths", "layers.arguments")
+TRANSFORMERS_STILL_IMPORT = ("layers.arguments",)
 
 # Modules (prefixes) that may import triton.
 TRITON = ("_torch", "attention.triton", "comm.triton_kernels")

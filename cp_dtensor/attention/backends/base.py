@@ -20,6 +20,8 @@ class AttentionBackend(ABC):
     strides are free. Implementations are stateless and do not inherit from each other.
     """
 
+    takes_intervals = False
+    """True if tiles may be masked by intervals; of backends that are registered, others get full and causal ones."""
     takes_modifiers = False
     """True if tiles may have modifiers; the ring then calls `with_modifiers` for each tile."""
 
