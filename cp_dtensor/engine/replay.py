@@ -181,8 +181,7 @@ def refuse_unreplayable(call: Call, t: CallTensors) -> None:
         "attn_mask": t.bias is not None,
         "dropout_p": call.dropout_p > 0,
         "latents": t.up is not None,
-        "packed documents and padding, which are new in every batch,": call.mask is not None
-        and _is_of_a_batch(call.mask),
+        "packed documents and padding, which are new in every batch,": is_of_a_batch,
     }
     if unwanted := [name for name, is_given in given.items() if is_given]:
         raise NotImplementedError(

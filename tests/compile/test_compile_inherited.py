@@ -99,6 +99,7 @@ def calls(_rank: int) -> None:
             check(attend, Full(), HeadTail())
             check(attend, SECOND, Striped(1), context(mask=SECOND, layout=Striped(1)))
             check(masked, Full(), Striped(1), context(mask=SECOND, layout=Striped(1)))
+        fresh()
         for each in (FIRST, SECOND):  # one key for all layouts of one length
             layout = Balanced(each, LENGTH)
             with nullcontext() if each is FIRST else no_compilation():
@@ -112,7 +113,9 @@ def refusals(_rank: int) -> None:
             fresh()
             refused(form(**options), context(mask=FIRST, layout=Contiguous()))
         fresh()
-        refused(form(mask=Full()), context(mask=FIRST, layout=Contiguous()))
+        refused(form(mask=Full()), context(mask=FIRST, layout=Balanced(FIRST, LENGTH)))
+        fresh()
+        check(form(mask=Full()), Full(), Contiguous(), context(mask=FIRST, layout=Contiguous()))
         fresh()
         check(form(method="ulysses"), FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
         fresh()

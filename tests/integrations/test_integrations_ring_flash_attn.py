@@ -258,7 +258,7 @@ def test_groups_and_kinds_that_do_not_fit() -> None:
 def test_lengths_that_no_layout_gives_are_refused_on_every_rank() -> None:
     def body(rank: int) -> None:
         q = torch.randn(1, 4 + 3 * rank, 2, 8)
-        with pytest.raises(ValueError, match="disagree about global .*pass seq_len="):
+        with pytest.raises(ValueError, match=r"disagree about global .*pass seq_len="):
             function("zigzag_ring")(q, q, q)
 
     run_ranks(WORLD, body)
