@@ -318,8 +318,9 @@ class _Pending:
         """
         with self._lock:
             found = [asked for each, asked in self._passes if each == key]
-        if len(found) > 1:
-            found = [asked for asked in found if _may_have(asked, q_local) and _may_have(asked, kv_local)]
+        if len({replace(asked, lengths=(), batch_size=None) for asked in found}) == 1:  # they differ in lengths only
+            declared = [asked for asked in found if _declares(asked, q_local) and _declares(asked, kv_local)]
+            found = declared or found[:1]
         if len(found) != 1:
             raise RuntimeError(
                 "attention is computed again in a backward, by code that was compiled inside of context_parallel; "
@@ -330,7 +331,7 @@ class _Pending:
         return found[0]
 
 
-def _may_have(call: Call, local: int) -> bool:
+def _declares(call: Call, local: int) -> bool:
     """Return whether a declared length of a context gives this rank as many tokens."""
     layout, ranks = call.layout, call.ranks
     return any(layout.local_length(length, ranks.rank, ranks.size) == local for length in call.lengths)

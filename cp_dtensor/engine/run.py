@@ -66,6 +66,8 @@ def run(
         call = replace(call, mask=both_masks(own, call.mask), pair=pair or call.pair)
         if rows > 1:
             t = t._replace(q=split_rows(t.q, rows), k=split_rows(t.k, rows), v=split_rows(t.v, rows))
+    if call.replay and not t.q.is_cuda:  # alike on every rank
+        refuse_unreplayable(call, t)
     done = planned(call, t, rows, needs_lse, needs_grads)
     if t.bias is not None:
         if call.placed is None:

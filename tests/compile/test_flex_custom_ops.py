@@ -12,9 +12,9 @@ from support.flex_checks import block_mask, context, documents, draw, window
 from support.problems import shard
 from support.processes import Processes
 from support.ranks import RanksFailed
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from cp_dtensor import Causal, HeadTail, Layout, PerDocument, _torch
+from cp_dtensor import Causal, HeadTail, Layout, PerDocument
 from cp_dtensor.engine.call import Call
 from cp_dtensor.integrations.unified import RingAttnMode
 
@@ -31,9 +31,6 @@ def refusals(rank: int) -> None:
     with context():
         fails(r"of 16 queries and 16 keys, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
         fails(r"of 16 queries and 16 keys, got one of \(17, 17\)", lambda: masked(q, block_mask(window, 17)))
-        one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-        full = BlockMask.from_kv_blocks(one - 1, zero, one, zero, BLOCK_SIZE=_torch.WHOLE_BLOCK)
-        fails("a block mask of one block that is full needs seq_len", lambda: masked(q, full))
     of_one_length = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
     layout = PerDocument([0, 16])
     with context(layout=layout):

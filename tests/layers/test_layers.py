@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 
 from cp_dtensor import Contiguous
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.layers.call import SequenceCall, names_of, sequence_calls
+from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.layer import AffineScan, CausalConv1d, LinearRecurrence, SequenceLayer, traced_layer
 
 Tensors = list[torch.Tensor | None]
@@ -42,8 +42,8 @@ def on_one_rank(layer: SequenceLayer, use: Callable[[str], Any]) -> Any:
     """Calls `use` with the key of a call of a layer."""
 
     def body(rank: int) -> Any:
-        groups = names_of(SequenceRanks(dist.group.WORLD))  # type: ignore[arg-type]
-        return use(sequence_calls.key_of(SequenceCall("a layer", groups, Contiguous(), layer)))
+        ranks = SequenceRanks(dist.group.WORLD)  # type: ignore[arg-type]
+        return use(SequenceCall(ranks, Contiguous(), owner="a layer", operation=layer).key)
 
     return run_ranks(1, body)[0]
 
