@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -43,12 +44,12 @@ class Modifiers:
             return NO_MODIFIERS
         return cls(bias, dropout_p, seed, first_batch, first_head, sinks, softcap, up)
 
-    @property
+    @cached_property
     def concern_tiles(self) -> bool:
         """True if the computation of tiles depends on the modifiers. Sinks concern only the merged rows."""
         return self.bias is not None or bool(self.dropout_p) or bool(self.softcap)
 
-    @property
+    @cached_property
     def split_lse(self) -> bool:
         """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
         return self.bias is not None and self.bias.is_floating_point()
