@@ -55,10 +55,11 @@ class context_parallel(ContextDecorator):
 
     The context holds in the thread that enters it and in the threads of its backward; not in forked processes, such as
     a DataLoader's workers. Backward may run inside or after the block, and so may the recomputation of
-    `torch.utils.checkpoint`, in either mode. What autograd saves of a buffer, also by hooks or as `ctx.name = buffer`
-    in an autograd function, stays the shard. Other Python code that runs after exit, such as a gradient hook that reads
-    a buffer from its closure, sees the whole tensor: let it keep `buffer.detach()`. Contexts nest: inside of the inner
-    one its arguments hold. As a decorator, the context is entered at every call of the function.
+    `torch.utils.checkpoint`, in either mode. What autograd saves of a buffer, also by hooks or by
+    `ctx.save_for_backward`, stays the shard. Other Python code that runs after exit, such as a gradient hook that reads
+    a buffer from its closure or an autograd function that reads its own `ctx.name = buffer`, sees the whole tensor: let
+    it keep `buffer.detach()`. Contexts nest: inside of the inner one its arguments hold. As a decorator, the context is
+    entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
@@ -257,7 +258,7 @@ def _patches() -> Iterator[AbstractContextManager[object]]:
     yield _torch.jagged_sdpa_checked(refuse_nested)
     yield _torch.torchs_modules_checked(_refuse_torchs_modules)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
-    yield _torch.saved_tensors_detached(is_shard_now)
+    yield _torch.hooks_detached(is_shard_now)
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, context_hooks.check_compiled)
     yield _torch.lower_right_bias_redirected(lower_right_sdpa)
     yield flex_redirection.held()

@@ -99,7 +99,8 @@ def attention_backward(
     if uses_triton(q, v):
         grad_out, q, k, v = (_in_whole_rows(x) for x in (grad_out, q, k, v))
         backward = launch_attention_backward
-    dq, dk, dv = (empty_in_order_of(x, x.size(3), grad_dtype) for x in (q, k, v))
+    dq, dk = empty_in_order_of(q, q.size(3), grad_dtype), empty_in_order_of(k, k.size(3), grad_dtype)
+    dv = empty_in_order_of(v, v.size(3), grad_dtype)
     backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout, softcap=softcap)
     return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
 
@@ -280,8 +281,9 @@ def seen_reference(mask: RowMask, rows: range, columns: range, device: torch.dev
     """
     column = torch.arange(columns.start, columns.stop, device=device)
     if mask.intervals is not None:
-        lo, hi = (x[..., rows.start : rows.stop, None] for x in mask.intervals)
-        seen = (lo <= column) & (column < hi)
+        lo, hi = mask.intervals
+        span = slice(rows.start, rows.stop)
+        seen = (lo[..., span, None] <= column) & (column < hi[..., span, None])
         return seen if seen.dim() == 2 else seen.unsqueeze(1)
     if mask.causal_offset is None:
         return None

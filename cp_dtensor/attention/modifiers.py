@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -38,12 +39,12 @@ class Modifiers:
         """Numbers that a CUDA graph has as constants."""
         return self.dropout_p, self.softcap, self.first_batch, self.first_head
 
-    @property
+    @cached_property
     def concern_tiles(self) -> bool:
         """True if the computation of tiles depends on the modifiers. Sinks concern only the merged rows."""
         return self.bias is not None or bool(self.dropout_p) or bool(self.softcap)
 
-    @property
+    @cached_property
     def split_lse(self) -> bool:
         """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
         return self.bias is not None and self.bias.is_floating_point()
