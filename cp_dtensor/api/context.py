@@ -294,6 +294,7 @@ def _variant_of_compiled_code() -> str:
     if context is None:
         return ""
     context.seen.add("attention")  # compiled code may have attention, which is not counted
+    context.store_keys()
     sinks, is_alone = context.sinks is not None, queries_alone(context) is not None
     return f"cp_dtensor: {context.key}{', sinks' * sinks}{', each rank alone' * is_alone}"
 

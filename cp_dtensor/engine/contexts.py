@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from cp_dtensor import _torch
+from cp_dtensor.attention.backends.select import allowed_backends
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
 from cp_dtensor.engine.call import Call, both_masks, checked_factors, checked_mask
 from cp_dtensor.spec.layouts import HeadTail, Layout, Segment
-from cp_dtensor.spec.masks import Full, Mask
+from cp_dtensor.spec.masks import Causal, Full, Mask
 
 _OPEN = "cp_dtensor_context"
 """Key of the thread state (innermost open context, the backward in which it was entered)."""
@@ -65,6 +66,7 @@ class OpenContext:
     seen: set[Any] = field(default_factory=set)
     """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", and kinds of SDPA tensors."""
     _calls: dict[Any, Call] = field(default_factory=dict)
+    _stored: set[Any] = field(default_factory=set)
 
     @cached_property
     def key(self) -> str:
@@ -108,6 +110,14 @@ class OpenContext:
             )  # fmt: skip
             found = self._calls[key] = self.asked_later(found) if asks else found
         return found
+
+    def store_keys(self) -> None:
+        """Store the keys of SDPA inside, since code from disk may run before this process has traced any."""
+        allowed = allowed_backends()
+        if allowed not in self._stored:
+            self._stored.add(allowed)
+            for mask in (None, Causal(), Causal("bottom_right")):
+                _ = replace(self.inside(mask, traced=True), backends=allowed).key
 
     def asked_later(self, call: Call) -> Call:
         """Return a call without what compiled code asks this context for when it runs."""
