@@ -106,11 +106,6 @@ def _skips_a_shift(rank: int, group: Any, method: str) -> None:
         shift(torch.zeros(1, 5, 2), 1, mesh=group, dim=1, seq_len=15)
 
 
-def _skips_an_exchange_of_lengths(rank: int, group: Any, method: str) -> None:
-    if rank != FAULTY:
-        _attend(rank, group, method, length=None)
-
-
 def _is_too_late(rank: int, group: Any, method: str) -> None:
     if rank == FAULTY:
         time.sleep(2 * SECONDS)
@@ -185,7 +180,7 @@ def _destroys_the_group_in_a_call_that_fails(rank: int, group: Any, method: str)
 
 NAMED: list[Case] = [
     *((_skips, method) for method in METHODS), (_skips_a_shift, "alltoall"),
-    (_skips_an_exchange_of_lengths, "allgather"), (_has_another_length, "alltoall"),
+    (_has_another_length, "alltoall"),
     (_Raises(3, torch.OutOfMemoryError), "alltoall"), (_destroys_the_group, "allgather"),
 ]  # fmt: skip
 """The others raise, and name the faulty rank."""

@@ -112,7 +112,14 @@ def _sinks(rank: int, names: Names, method: str) -> None:
     mesh = mesh_of(names)
     *leaves, grad_out = (shard(tensor, HeadTail(), place_on(mesh), 4) for tensor in whole)
     leaves = [tensor.requires_grad_() for tensor in (*leaves, sinks)]
-    options = {"mesh": mesh, "method": method, "mask": problem.mask, "enable_gqa": True, "return_lse": True, "seq_len": 29}
+    options = {
+        "mesh": mesh,
+        "method": method,
+        "mask": problem.mask,
+        "enable_gqa": True,
+        "return_lse": True,
+        "seq_len": 29,
+    }
     out, lse = context_parallel_attention(*leaves[:3], sinks=sinks, **options)
     out.backward(grad_out)
     for actual, each in zip((out, *(leaf.grad for leaf in leaves[:3]), lse), expected, strict=True):
