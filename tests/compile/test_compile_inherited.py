@@ -117,7 +117,11 @@ def refusals(_rank: int) -> None:
         fresh()
         check(form(mask=Full()), Full(), Contiguous(), context(mask=FIRST, layout=Contiguous()))
         fresh()
-        check(form(method="ulysses"), FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
+        by_heads, around = form(method="ulysses"), context(mask=FIRST, layout=Contiguous())
+        if form is function:
+            check(by_heads, FIRST, Contiguous(), around)
+        else:
+            refused(by_heads, around)
         fresh()
         attend = form(layout=Contiguous(), mask=Full(), method="ulysses")
         check(attend, Full(), Contiguous(), context(mask=FIRST, layout=Balanced(FIRST, LENGTH)))
