@@ -23,11 +23,10 @@ from cp_dtensor.api.flex_block_mask import (
     check_mask_lengths,
     mask_lengths,
 )
-from cp_dtensor.api.flex_operators import TableCall, check_context_mask, traced_tables, with_lengths_of_mask
+from cp_dtensor.api.flex_operators import TableCall, agreed_lengths, check_context_mask, traced_tables
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.agreement import agreed_pair
 from cp_dtensor.engine.arguments import check_batch_size, check_qkv, refuse_dtensors, refuse_sinks
 from cp_dtensor.engine.base import Tensors as CallTensors
 from cp_dtensor.engine.call import Call, call_of, checked_pair, softmax_scale
@@ -183,9 +182,7 @@ def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
     ranks, layout, mask, of_mask = call.ranks, call.layout, flex.block_mask, mask_lengths(flex.block_mask)
     if call.pair is not None:
         check_mask_lengths(call.pair, of_mask)
-    compared = with_lengths_of_mask(replace(call, mask=None, scale=flex.scale), of_mask, flex.q, flex.k)
-    lengths = agreed_pair(compared, flex.tensors, False, flex.needs_grads)
-    check_mask_lengths(lengths, of_mask)
+    lengths = agreed_lengths(replace(call, mask=None, scale=flex.scale), flex.tensors, of_mask, flex.needs_grads)
     if ranks.size == 1:
         return flex.attend(flex.k, flex.v, flex.score_mod, mask)
     rows = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, flex.q.size(0))

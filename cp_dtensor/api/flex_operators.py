@@ -30,18 +30,21 @@ def call_in(key: str, left: torch.Tensor) -> Call:
     return call.under(value_of(left).asked[1]) if left.numel() else call
 
 
-def with_lengths_of_mask(call: Call, lengths: tuple[int, int] | None, q: torch.Tensor, k: torch.Tensor) -> Call:
-    """The call with the lengths of a block mask, if nothing declares others and this rank has its share of them."""
-    if call.pair is not None or lengths is None:
-        return call
-
-    def have(length: int, tokens: int) -> bool:
-        layout, ranks = call.layout, call.ranks
-        return layout.only_length in (None, length) and layout.local_length(length, ranks.rank, ranks.size) == tokens
-
-    fits = have(lengths[0], q.size(2)) and have(lengths[1], k.size(2))
-    is_declared = any(have(length, q.size(2)) for length in call.lengths)
-    return replace(call, pair=lengths) if (fits and not is_declared) or call.debug else call  # debugging compares them
+def agreed_lengths(
+    call: Call, t: CallTensors, of_mask: tuple[int, int] | None, needs_grads: tuple[bool, ...] | None
+) -> tuple[int, int]:  # fmt: skip
+    """The global (queries, keys), which a block mask has if nothing else declares any; arguments as `agreed_pair`."""
+    is_declared = call.pair is not None or (call.lengths and not call.debug)  # debugging, ranks compare masks
+    try:
+        lengths = agreed_pair(
+            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads
+        )
+    except ValueError as error:
+        if is_declared or not of_mask:
+            raise
+        raise ValueError(f"expected a block mask of the whole sequence, got one of {of_mask}: {error}") from error
+    check_mask_lengths(lengths, of_mask)
+    return lengths
 
 
 def check_context_mask(mask: Mask | None) -> None:
@@ -77,10 +80,14 @@ def _keys(
         call = call.under(asked[1])
         check_context_mask(asked[1].mask)
         left = handle_of(_Left(asked, pending.begin(*asked) if needs_backward else None), for_copies=needs_backward)
-    lengths = (q_len, kv_len)
-    compared = with_lengths_of_mask(replace(call, mask=None, scale=scale), lengths if declared else None, q, k)
-    found = agreed_pair(compared, CallTensors(q, k, v), False, None)
-    check_mask_lengths(found, lengths)
+    agreed = agreed_lengths(
+        replace(call, mask=None, scale=scale), CallTensors(q, k, v), (q_len, kv_len) if declared else None, None
+    )
+    if agreed != (q_len, kv_len):
+        raise ValueError(
+            f"compiled FlexAttention without a block mask takes equally many tokens on all ranks, {q_len} queries and "
+            f"{kv_len} keys in all; got a sequence of {agreed}: pass seq_len, or a block mask of the whole sequence"
+        )
     ranks, layout = call.ranks, call.layout
     if layout_is_asked(key) and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(

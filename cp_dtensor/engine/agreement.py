@@ -69,8 +69,9 @@ def agreed_pair(
 
     # Programs that measure may draw equal shards. Compiled code may have shards of any origin.
     may_be_whole = (call.in_context or not is_declared) and needs_grads is not None
+    shards = (t.q, t.k, t.v) if may_be_whole and refusal is None else ()
     try:
-        compare(call, signature, t.q, facts, (t.q, t.k, t.v) if may_be_whole and refusal is None else ())
+        compare(call, signature, t.q, facts, shards, is_refused=refusal is not None)
     except ValueError:
         if refusal is None:
             raise
@@ -172,7 +173,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 def compare(
     sharding: Sharding, signature: Hashable, x: Tensor | None, facts: Callable[[], Facts],
-    shards: tuple[Tensor, ...] = (),
+    shards: tuple[Tensor, ...] = (), *, is_refused: bool = False,
 ) -> None:  # fmt: skip
     """Refuse, on every rank alike, facts that differ between ranks: the first of each signature, or all with `debug`.
 
@@ -183,6 +184,7 @@ def compare(
         x: a tensor of the call, or on the device of a context's buffers.
         facts: makes the facts; may read tensors.
         shards: tensors that are equal on all ranks only if they were not sharded; the last one's rows are looked at.
+        is_refused: True if this rank refuses the call in any case; the next one is the first of its signature then.
 
     Raises:
         ValueError: facts that differ, or shards that are equal.
@@ -210,7 +212,7 @@ def compare(
         if all(vary) and len({*found}) == 1:
             _refuse_equal_shards(sharding, shards)
 
-    if sharding.debug:
+    if sharding.debug or is_refused:
         compared()
     else:
         _compared.get(ranks.outer, key, compared)

@@ -76,7 +76,7 @@ class SequenceCall(Sharding):
             }  # fmt: skip
 
         try:
-            compare(self, signature, x, facts)
+            compare(self, signature, x, facts, is_refused=refusal is not None)
         except ValueError:
             if refusal is None:
                 raise
