@@ -186,13 +186,9 @@ class TilePlan:
         )
 
     @cached_property
-    def transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
         """The transfers of forward and of backward, in the order of their steps."""
-        of_forward, of_backward = (
-            tuple(step.transfer for step in steps if step.transfer is not None)
-            for steps in (self.forward, self.backward)
-        )
-        return of_forward, of_backward
+        return tuple(tuple(step.transfer for step in steps if step.transfer) for steps in (self.forward, self.backward))
 
     @cached_property
     def routes(self) -> dict[int | None, Route]:
