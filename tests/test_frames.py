@@ -46,8 +46,8 @@ CAPS = {
     "ulysses": Cap(132, 112),  # 150, 150
     "transformers": Cap(227, 113),  # 300, 125
     "enter and leave": Cap(106),  # 80: patches, which the first context of a process installs, are not counted
-    "before the ring": Cap(52),  # 30: frames of a forward in a context until a function of engine/ring.py begins
-    "changes of room": Cap(66),  # 40: calls of a forward in a context from one room of the package into another
+    "before the ring": Cap(46),  # 30: frames of a forward in a context until a function of engine/ring.py begins
+    "changes of room": Cap(48),  # 40: calls of a forward in a context from one room of the package into another
 }
 OTHER_TORCH = 1.0 if torch.__version__.startswith("2.13.") else 1.05
 """Factor of caps: versions of torch call a few functions of the package more, or fewer."""
