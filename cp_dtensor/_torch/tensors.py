@@ -35,9 +35,10 @@ def cut_all(
 ) -> Sequence[torch.Tensor]:
     """`cut` of several tensors of equal (B, H, S); the tensors themselves if that is all of them."""
     shape = tensors[0].shape
-    if batch in (None, (0, shape[0])) and heads in (None, (0, shape[1])) and rows in (None, (0, shape[2])):
-        return tensors
-    return tuple([cut(x, batch, heads, rows) for x in tensors])
+    for dim, span in enumerate((batch, heads, rows)):
+        if span is not None and span != (0, shape[dim]):
+            tensors = [x.narrow(dim, span[0], span[1] - span[0]) for x in tensors]
+    return tensors
 
 
 def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -19,11 +19,12 @@ from cp_dtensor._torch.tensors import NO_LABEL, is_profiled
 from cp_dtensor.comm.faults import raise_for_peers
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
-from cp_dtensor.plan.plan import RoutePiece, Stages, TilePlan, Transfer, gathered_plan, ring_plan
+from cp_dtensor.plan.plan import Stages, TilePlan, Transfer, gathered_plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.layouts import Span
 
-Moves = Sequence[tuple[torch.Tensor, int, Sequence[RoutePiece]]]
-"""Contiguous memory, and the pieces of it for, or from, each rank, in units of so many of its rows."""
+Moves = Sequence[tuple[torch.Tensor, int, Sequence[tuple[int, int, Span]]]]
+"""Contiguous memory, and the pieces of it for, or from, each rank (`RoutePiece`), in units of so many of its rows."""
 _Places = list[tuple[int, int, torch.Tensor, int]]
 """Rank, slot, rows and their number, in the order of ranks, then of slots. A slot is one collective."""
 _BY_RANK, _ROWS, _COUNT = itemgetter(0, 1), itemgetter(2), itemgetter(3)
@@ -149,10 +150,12 @@ class _GradExchanges(GradTransfers):
         route, width = self._plan.routes[self._waiting.popleft().hop], buffer.size(1)
         with label("send dK/dV") if is_profiled() else NO_LABEL:
             contributions, incoming = [], []
-            for (start, stop), ranks, pieces in route.grads:
-                stack = buffer.new_empty(ranks, stop - start, width)
+            for pieces in route.grads:
+                start, stop = pieces[0].rows
+                stack = buffer.new_empty(len(pieces), stop - start, width)
                 contributions.append(Contribution((start, stop), stack))
-                incoming.append((stack.view(-1, width), 1, pieces))
+                for (slot, rank, _), gradients in zip(pieces, stack.unbind(), strict=True):
+                    incoming.append((gradients, 1, ((slot, rank, (0, stop - start)),)))
             exchange = Exchange(incoming, [(buffer, 1, route.recv)], route.slots, self._group)
             self._in_flight.append((exchange, contributions))
 

@@ -61,11 +61,8 @@ class HeadRows:
 
     def route(self, rank: int, first_slot: int) -> HeadRoute:
         """The route of a rank, whose first collective is `first_slot`."""
-        if (rank, first_slot) not in self._routes:
-            self._routes[rank, first_slot] = self._route(rank, first_slot)
-        return self._routes[rank, first_slot]
-
-    def _route(self, rank: int, first_slot: int) -> HeadRoute:
+        if (rank, first_slot) in self._routes:
+            return self._routes[rank, first_slot]
         rows, local, gathered = self.rows, list[RoutePiece](), list[RoutePiece]()
         length, mine, before = sum(rows.lengths[rank]), self.head_counts[rank], 0
         for peer, count in enumerate(self.head_counts):
@@ -78,7 +75,8 @@ class HeadRows:
                 gathered.append(RoutePiece(first_slot + part, peer, (start * mine, stop * mine)))
             before += count
         local, gathered = ([each for each in pieces if each.rows[0] < each.rows[1]] for pieces in (local, gathered))
-        return HeadRoute(tuple(local), tuple(gathered), length, first_slot + rows.most_parts)
+        found = HeadRoute(tuple(local), tuple(gathered), length, first_slot + rows.most_parts)
+        return self._routes.setdefault((rank, first_slot), found)
 
 
 Kinds = Sequence[HeadRows]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 from cp_dtensor.plan.tiles import Tile, without_long_triangles
@@ -88,16 +87,6 @@ class RoutePiece(NamedTuple):
     rows: Span
 
 
-class GradStack(NamedTuple):
-    """Gradients of some rows of this rank's shard, (ranks that return them, rows, row width)."""
-
-    rows: Span
-    """Rows of the shard."""
-    ranks: int
-    pieces: tuple[RoutePiece, ...]
-    """In rows of the stack: those of the first rank, then those of the next one."""
-
-
 class Route(NamedTuple):
     """The rows of a transfer by all-to-all collectives, whatever its heads."""
 
@@ -109,8 +98,8 @@ class Route(NamedTuple):
     """In rows of the transfer's buffer."""
     send: tuple[RoutePiece, ...]
     """In rows of this rank's shard."""
-    grads: tuple[GradStack, ...]
-    """One for each slot and rows of `send`."""
+    grads: tuple[tuple[RoutePiece, ...], ...]
+    """`send` grouped by slot and rows: each of these ranks returns gradients of the same rows."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +175,9 @@ class TilePlan:
         )
 
     @cached_property
-    def transfers(self) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
         """The transfers of forward and of backward, in the order of their steps."""
-        of_forward, of_backward = (
-            tuple(step.transfer for step in steps if step.transfer is not None)
-            for steps in (self.forward, self.backward)
-        )
-        return of_forward, of_backward
+        return tuple(tuple(step.transfer for step in steps if step.transfer) for steps in (self.forward, self.backward))
 
     @cached_property
     def routes(self) -> dict[int | None, Route]:
@@ -203,21 +188,16 @@ class TilePlan:
     def _route(self, transfer: Transfer) -> Route:
         rows, rank, is_hop = self.rows, self.rank, transfer.hop is not None
         rows_of = rows.local_span if is_hop else rows.span
-        recv, send, grads = list[RoutePiece](), list[RoutePiece](), dict[tuple[int, Span], list[int]]()
+        recv, send, grads = list[RoutePiece](), list[RoutePiece](), dict[tuple[int, Span], list[RoutePiece]]()
         for source in transfer.sources(rank, self.world_size):
             recv += _pieces(source, {part: rows_of(source, part) for part in self.recv_parts[source]}, is_hop)
         for reader in transfer.readers(rank, self.world_size):
             send += _pieces(reader, {part: rows.local_span(rank, part) for part in self.send_parts[reader]}, is_hop)
-        for slot, reader, span in send:
-            grads.setdefault((slot, span), []).append(reader)
-        stacks = []
-        for (slot, (start, stop)), readers in grads.items():
-            edges = range(0, (stop - start) * (len(readers) + 1), stop - start)
-            pieces = (RoutePiece(slot, *piece) for piece in zip(readers, pairwise(edges), strict=True))
-            stacks.append(GradStack((start, stop), len(readers), tuple(pieces)))
+        for piece in send:
+            grads.setdefault((piece.slot, piece.rows), []).append(piece)
         parts = rows.most_parts
         slots = (parts + 1) // 2 if is_hop else parts  # joined pieces begin at every other part at most
-        return Route(self.buffer_rows(transfer), slots, tuple(recv), tuple(send), tuple(stacks))
+        return Route(self.buffer_rows(transfer), slots, tuple(recv), tuple(send), tuple(map(tuple, grads.values())))
 
     @property
     def _peers(self) -> list[int]:
