@@ -42,7 +42,10 @@ def agreed_lengths(
     except ValueError as error:
         if is_declared or not of_mask:
             raise
-        raise ValueError(f"expected a block mask of the whole sequence, got one of {of_mask}: {error}") from error
+        raise ValueError(
+            f"expected a block mask of the whole sequence, got one of {of_mask}, of which {t.q.size(2)} queries and "
+            f"{t.k.size(2)} keys are not this rank's share in {call.layout}"
+        ) from error
     check_mask_lengths(lengths, of_mask)
     return lengths
 
