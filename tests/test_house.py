@@ -332,19 +332,19 @@ def test_docstring_examples(module: str) -> None:
 # smaller lowers its cap; lines that move to another room move in both caps.
 LINES = {
     "_torch": (2026, 1820),
-    "spec": (1963, 1850),
-    "plan": (1856, 1690),
-    "attention": (4402, 4290),
-    "comm": (2834, 2600),
-    "engine": (4030, 3120),
-    "api": (4552, 3480),
-    "layers": (3073, 2500),
-    "integrations": (5821, 2920),
-    "tools": (5407, 2400),
-    "": (125, 121),
+    "spec": (1956, 1850),
+    "plan": (1863, 1690),
+    "attention": (4414, 4290),
+    "comm": (2948, 2600),
+    "engine": (4170, 3120),
+    "api": (4340, 3480),
+    "layers": (3060, 2500),
+    "integrations": (5837, 2920),
+    "tools": (5403, 2400),
+    "": (124, 121),
 }
-PACKAGE_LINES = (36100, 27000)
-TEST_LINES = (52000, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (36141, 27000)
+TEST_LINES = (50852, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (26, 8), "sinks": (26, 12), "deterministic": (26, 12)}
 
