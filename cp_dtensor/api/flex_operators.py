@@ -40,7 +40,9 @@ def agreed_lengths(
             call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads
         )
     except ValueError as error:
-        if is_declared or not of_mask:
+        ranks, local = call.ranks, (t.q.size(2), t.k.size(2))
+        share = [call.layout.local_length(length, ranks.rank, ranks.size) for length in of_mask or ()]
+        if is_declared or not of_mask or share == [*local]:
             raise
         raise ValueError(
             f"expected a block mask of the whole sequence, got one of {of_mask}, of which {t.q.size(2)} queries and "

@@ -29,11 +29,9 @@ def refusals(rank: int) -> None:
             call()
 
     with context():
-        fails(r"block mask of the whole sequence, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
-        fails(
-            "expected 9 of 17 tokens" if rank == 0 else "disagree about global",
-            lambda: masked(q, block_mask(window, 17)),
-        )
+        fails(r"block mask .*, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
+        message = r"block mask .*, got one of \(17, 17\)" if rank == 0 else "disagree about global"
+        fails(message, lambda: masked(q, block_mask(window, 17)))
     of_one_length = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
     layout = PerDocument([0, 16])
     with context(layout=layout), torch.no_grad():
