@@ -16,7 +16,7 @@ from cp_dtensor.api.varlen import varlen_attention
 from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.select import set_rotate_method
 from cp_dtensor.engine.operators import ATTENTION_OPS
-from cp_dtensor.plan.hardware import GPUS, LINKS, Hardware
+from cp_dtensor.plan.cost import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped

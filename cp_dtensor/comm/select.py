@@ -1,81 +1,26 @@
-"""Choice of the KV transport: by name, or by a cost model of the measured bandwidth (`rotate_method="auto"`)."""
+"""Choice of the KV transport: by name, or by predicted time over measured links (`rotate_method="auto"`)."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import all_gather_single, prepared
-from cp_dtensor._torch.cache import GroupCache, refuse_capture
 from cp_dtensor.comm.collective import AllGather, AllToAll
+from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.plan.cost import nearly_fastest, predicted_seconds
-from cp_dtensor.plan.hardware import Hardware
+from cp_dtensor.plan.cost import Cluster, Work, nearly_fastest, ring_work, seconds
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.logs import log_once
-
-_GATHERED_BYTES = 256 << 20
-"""0.4 ms and more over NVLink 4, longer than the host takes to submit an all-gather."""
-_PART = 4096
-"""Bytes of which the parts of the ranks are multiples: NCCL is slow with others."""
-_REPEATS = 4
-
-_BY_CAPABILITY = {8: Hardware.of("A100"), 9: Hardware.of("H200"), 10: Hardware.of("B200")}
-"""Hardware by the major CUDA compute capability; links are measured."""
-
-_measured = GroupCache[Hardware]()
-
-
-def hardware_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Hardware:
-    """The speed of the group's devices and links, equal on all ranks; each value is the smallest of any rank.
-
-    The first call for a group is a collective, which measures the links: milliseconds over NVLink, up to a second over
-    Ethernet.
-
-    Raises:
-        RuntimeError: the first call is in the capture of a CUDA graph.
-    """
-
-    def measure() -> Hardware:
-        refuse_capture('"auto" has to measure the links of this group', "name a transport, or run one call")
-        return prepared(lambda: measure_bandwidth(group, device))
-
-    hardware = _measured.get(group, None, measure)
-    return hardware.of_itemsize(itemsize)
-
-
-def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Hardware:
-    """The hardware of a group for 16-bit dtypes, with the bandwidth of an all-gather that it measures.
-
-    All-gathers are submitted one after the other. The time of one is that from the end of the one before it to its own
-    end, so that the host's time to submit it does not count. The first one, which makes connections, is left out.
-    """
-    count = _GATHERED_BYTES // group.size() // _PART * _PART
-    rows = torch.zeros(count, dtype=torch.uint8, device=device)
-    gathered = torch.empty(group.size() * count, dtype=torch.uint8, device=device)
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(1 + _REPEATS)]
-    for end in ends:
-        all_gather_single(gathered, rows, group=group)
-        end.record()
-    ends[-1].synchronize()
-    best = min(one.elapsed_time(next_one) for one, next_one in pairwise(ends)) / 1e3
-    properties = torch.cuda.get_device_properties(device)
-    speed = (group.size() - 1) * count / best if group.size() > 1 else float("inf")
-    mine = [speed, properties.major, properties.multi_processor_count]
-    weakest = torch.tensor(mine, dtype=torch.float64, device=device)
-    dist.all_reduce(weakest, dist.ReduceOp.MIN, group=group)
-    speed, capability, multiprocessors = weakest.tolist()
-    hardware = _BY_CAPABILITY[min(max(int(capability), min(_BY_CAPABILITY)), max(_BY_CAPABILITY))]
-    return replace(hardware, multiprocessors=int(multiprocessors), link_speed=speed)
 
 
 @dataclass(frozen=True)
@@ -95,43 +40,49 @@ class Auto(TransportMethod):
         if obstacle is None:
             log_once("comm", logging.INFO, f"K/V by symm_mem over {group.size()} ranks, which share memory")
             return SymmetricMemory()
-        hardware = hardware_of(group, device, spec.itemsize)
-        chosen = choose(spec, group.size(), hardware, shares_memory=False)
+        cluster = cluster_of(SequenceRanks(group), device, spec.itemsize)
+        chosen = choose(spec, cluster)
         log_once(
             "comm", logging.INFO,
-            f"K/V by {chosen.name} over {group.size()} ranks at {hardware.link_speed / 1e9:.3g} GB/s: predicted "
+            f"K/V by {chosen.name} over {group.size()} ranks at {cluster.tiers[0].speed / 1e9:.3g} GB/s: predicted "
             f"fastest without shared memory ({obstacle})",
         )  # fmt: skip
         return chosen
 
 
 @lru_cached
-def choose(spec: CallSpec, world_size: int, hardware: Hardware, shares_memory: bool) -> KVTransport:
-    """Symmetric memory if the ranks share it, else the transport with (nearly) the least predicted time.
+def choose(spec: CallSpec, cluster: Cluster) -> KVTransport:
+    """Return symmetric memory if the ranks of the only tier share it, else the transport that is predicted fastest.
 
     The time is that of forward and backward on the slowest rank.
     """
-    if shares_memory:  # never slower than all-gather by prediction, and a prediction takes as long as planning the call
+    if cluster.tiers[
+        0
+    ].shares_memory:  # by prediction never slower, and a prediction takes as long as planning the call
         return SymmetricMemory()
     transports: list[KVTransport] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
-    seconds = [slowest_seconds(transport, spec, world_size, hardware, backward=True) for transport in transports]
-    return nearly_fastest(transports, seconds)
+    times = []
+    for transport in transports:
+        plans = plans_of_some_ranks(transport, spec, cluster.tiers[0].ranks)
+        times.append(sum(slowest([ring_passes(transport, plan, spec) for plan in plans], cluster)))
+    return nearly_fastest(transports, times)
 
 
-def slowest_seconds(
-    transport: KVTransport, spec: CallSpec, world_size: int, hardware: Hardware, *, backward: bool
-) -> float:
-    """The predicted time of forward, or of forward and `backward`, on the slowest rank."""
-    passes = (False, True) if backward else (False,)
-    return max(
-        sum(predicted_seconds(plan, spec, hardware, each, transport.slows_compute) for each in passes)
-        for plan in plans_of_some_ranks(transport, spec, world_size)
-    )
+def ring_passes(transport: KVTransport, plan: TilePlan, spec: CallSpec, tier: int = 0) -> tuple[Work, Work]:
+    """Return the work of forward and of backward of a ring over a tier."""
+    launches = int(transport.slows_compute)
+    return ring_work(plan, spec, False, tier, launches), ring_work(plan, spec, True, tier, launches)
+
+
+def slowest(works: Iterable[tuple[Work, Work]], cluster: Cluster) -> tuple[float, float]:
+    """Return the time of forward and of backward on the rank, of some, that needs the most for both."""
+    times = [(seconds(forward, cluster), seconds(backward, cluster)) for forward, backward in works]
+    return max(times, key=sum)
 
 
 @lru_cached
 def plans_of_some_ranks(transport: KVTransport, spec: CallSpec, world_size: int) -> tuple[TilePlan, ...]:
-    """The plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
+    """Return the plans of the ranks that may be the slowest; the choice of ranks is equal on all ranks."""
     # The first and the last rank receive the most and the least. Under masks by shape the others need the same time.
     busiest = None if spec.masking is Masking.BY_SHAPE else spec.busiest_rank
     between = world_size // 2 if busiest is None else busiest

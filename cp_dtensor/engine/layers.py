@@ -18,10 +18,10 @@ from cp_dtensor.attention.convolution import causal_convolution
 from cp_dtensor.attention.fla_recurrence import FlaRecurrence, fla_serves
 from cp_dtensor.attention.recurrent import ChunkedRecurrence
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.cost_model import fastest
-from cp_dtensor.engine.planner import axes_of
+from cp_dtensor.comm.links import cluster_of
+from cp_dtensor.engine.choose import fastest
 from cp_dtensor.engine.recurrence import METHODS, Rows, axis_of_heads
-from cp_dtensor.engine.recurrence_cost import RecurrenceSpec, recurrence_estimates, slower_axis
+from cp_dtensor.engine.recurrence_cost import RecurrenceSpec, recurrence_estimates
 from cp_dtensor.engine.scan import scanned
 from cp_dtensor.engine.sequence import SequenceCall, document_edges, rows_of, sequence_calls
 from cp_dtensor.plan.rows import Edges, Extended, SequenceLayout
@@ -133,8 +133,8 @@ class LinearRecurrence(SequenceLayer):
         if not self._is_predicted(v, ranks):
             return "scan"
         spec = recurrence_spec(rows, sequence)
-        axes = [axis for axis in axes_of(ranks, v.device, v.dtype.itemsize) if axis is not None]
-        found = recurrence_estimates(spec, slower_axis(axes), one_axis=axis_of_heads(ranks) is not None)
+        cluster = cluster_of(ranks, v.device, v.dtype.itemsize)
+        found = recurrence_estimates(spec, cluster, one_axis=axis_of_heads(ranks) is not None)
         times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
         log_once("engine", logging.INFO, f'{self.owner}: "auto" takes {fastest(found)}, the first within 5%: {times}')
         return fastest(found)

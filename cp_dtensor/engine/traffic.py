@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import wide_dtype
-from cp_dtensor.engine.cost_model import EXPANDED, Estimate, expanded
+from cp_dtensor.engine.choose import EXPANDED, Estimate, expanded
 from cp_dtensor.engine.recurrence import Rows
 from cp_dtensor.plan.partition import (
     CallSpec,
@@ -40,7 +40,7 @@ class CountedEstimate(Estimate):
 
 
 def counted(
-    found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None
+    found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None = None
 ) -> dict[str, CountedEstimate]:
     """Add the bytes of a call to the estimates of its methods.
 
@@ -123,19 +123,19 @@ def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> i
 
 
 def counted_recurrence(
-    found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int | None
+    found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int
 ) -> dict[str, CountedEstimate]:
     """Add the bytes of a recurrent layer to the estimates of its methods.
 
     Args:
         groups: for each group of batch rows that are divided alike, its arguments, of any number of tokens, and its
             sequence.
-        inner_size: ranks of the inner axis, None if there is one axis.
+        inner_size: ranks of the inner axis, 1 if there is one axis.
     """
     groups = list(groups)
     by_method = {}
     for name, each in found.items():
-        of_groups = [recurrence_bytes(rows, sequence, name, inner_size or 1) for rows, sequence in groups]
+        of_groups = [recurrence_bytes(rows, sequence, name, inner_size) for rows, sequence in groups]
         by_rank = list(zip(*of_groups, strict=True))
         outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
         by_method[name] = _with_bytes(each, outer, inner)

@@ -33,7 +33,7 @@ FORBIDDEN_TORCH = {
 # Modules (prefixes) that tools may import besides themselves and the public names of the package: plans and masks as
 # data, the choice of kernels, the measurement of links, and for benchmarks of internals the kernels of one device and
 # the size of symmetric memory.
-TOOLS_IMPORT = ("plan", "spec", "attention.backends", "attention.masked", "comm.select", "comm.symm_mem_workspace")
+TOOLS_IMPORT = ("plan", "spec", "attention.backends", "attention.masked", "comm.links", "comm.symm_mem_workspace")
 
 # Modules (prefixes) that may import triton.
 TRITON = ("_torch", "attention.triton", "comm.triton_kernels")

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
-from cp_dtensor.plan.hardware import GPUS
+from cp_dtensor.plan.cost import GPUS
 from cp_dtensor.tools.bench.cases import Case, Heads
 from cp_dtensor.tools.bench.command import end, mask_argument, refuse_masks_beyond
 from cp_dtensor.tools.bench.llama import PRESETS, Size

@@ -1,0 +1,225 @@
+"""Choice of a method: the work of each, by plans, and its time and memory. The same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
+from cp_dtensor.comm.select import choose, plans_of_some_ranks, ring_passes, slowest
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.transport import KVTransport, TransportMethod
+from cp_dtensor.engine.latent import EXPANDED_BYTES
+from cp_dtensor.plan.cost import (
+    Cluster,
+    Step,
+    Tier,
+    Work,
+    buffer_bytes,
+    expansion,
+    gpu_seconds,
+    nearly_fastest,
+    over,
+    rows_read,
+    transfer_bytes,
+)
+from cp_dtensor.plan.partition import (
+    CallSpec,
+    HeadPartition,
+    MergedPartition,
+    OuterPartition,
+    head_stages,
+    hides_exchanges,
+    inner_partitions,
+    partition_call,
+    with_heads,
+)
+from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.tiling import rows_in_order
+
+EXPANDED = "expanded "
+"""Prefix of a method that sends K/V, where ranks have latents."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of one call on the slowest rank."""
+
+    transport: str
+    """KV transport of its rings, "-" if it has none."""
+    forward: float
+    backward: float
+    """Seconds."""
+    memory: float
+    """Bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def estimates(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> dict[str, Estimate]:
+    """Return an estimate for each method that the tiers allow; the first is preferred if times are equal.
+
+    For latents also of each method (with the prefix `EXPANDED`) if ranks expand their own latents and send K/V: that is
+    n times fewer rows to expand on n ranks, and none again in backward.
+    """
+    if len(cluster.tiers) == 1:
+        found = {
+            "ring": ring_estimate(spec, cluster, transport_method),
+            "ulysses": ulysses_estimate(spec, cluster, transport_method),
+        }
+    else:
+        found = {
+            "hybrid": ulysses_estimate(spec, cluster, transport_method),
+            "ring": nested_ring_estimate(spec, cluster, transport_method),
+        }
+    if spec.latent_dims is not None:
+        own_rows = rows_in_order(spec.partition.groups()[0].kv_by_rank).longest
+        expanding = gpu_seconds(expansion(own_rows, spec, 1), cluster.gpu)
+        for name, each in estimates(expanded(spec), cluster, transport_method).items():
+            forward, backward = each.forward + expanding, each.backward + 2 * expanding
+            found[EXPANDED + name] = replace(each, forward=forward, backward=backward)
+    return found
+
+
+def expanded(spec: CallSpec) -> CallSpec:
+    """Return the shape of attention to K/V, as tiles compute it, of that of attention to K/V or latents."""
+    return spec if spec.latent_dims is None else replace(spec, kv_heads=spec.q_heads, latent_dims=None)
+
+
+def fastest(found: dict[str, Estimate]) -> str:
+    """Return the first method whose predicted time is (nearly) the least."""
+    return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
+
+
+def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
+    """Return the estimate of a ring over the only tier."""
+    transport = _transport(transport_method, spec, cluster)
+    plans = plans_of_some_ranks(transport, spec, cluster.tiers[0].ranks)
+    times = slowest([ring_passes(transport, plan, spec) for plan in plans], _with_kernels(cluster, 0, transport))
+    return Estimate(transport.name, *times, max(_ring_memory(plan, spec, transport) for plan in plans))
+
+
+def ulysses_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
+    """Return the estimate by heads over the inner tier, as a ring over the outer one if there is one."""
+    inner, is_hybrid = cluster.tiers[0], len(cluster.tiers) > 1
+    publishes = inner.shares_memory and not is_hybrid
+    heads = partition_call(spec, inner.ranks, head_stages(spec, inner.ranks, publishes=publishes))
+    merged = replace(spec, partition=MergedPartition(spec.partition, inner.ranks))
+    stage = with_heads(merged, heads, heads.kv_groups(0, 0))  # of the first rank, which has the most heads
+    around = cluster.of_tier(1) if is_hybrid else Cluster(cluster.gpu, (Tier(1, float("inf"), 0.0, True),))
+    transport = _transport(transport_method, stage, around)
+    plans = plans_of_some_ranks(transport, stage, around.tiers[0].ranks)
+    sizes = _exchanged(spec, heads)
+    hides = hides_exchanges(spec, inner.shares_memory)
+    works = []
+    for plan in plans:
+        forward, backward = (
+            _by_heads(ring, towards, away, heads.stages, inner, hides)
+            for ring, (towards, away) in zip(ring_passes(transport, plan, stage, tier=1), sizes, strict=True)
+        )
+        works.append((forward, backward))
+    times = slowest(works, _with_kernels(cluster, 1, transport) if is_hybrid else cluster)
+    # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
+    memory = sum(sizes[0]) * (2 if inner.shares_memory else 1)
+    memory += max(_ring_memory(plan, stage, transport) for plan in plans)
+    return Estimate(transport.name if is_hybrid else "-", *times, memory)
+
+
+def _by_heads(ring: Work, towards: float, away: float, stages: int, tier: Tier, hides: bool) -> Work:
+    """Return the work of a pass whose rows are exchanged for heads, stage by stage.
+
+    Args:
+        ring: a stage after its exchange.
+        towards, away: bytes of this rank's tensors, exchanged for heads and back for rows.
+        hides: see `hides_exchanges`; if False, all stages wait for one exchange.
+    """
+    copies, part = (2 if tier.shares_memory else 4), (tier.ranks - 1) / tier.ranks
+    exchanges = stages if hides else 1
+    arriving = Step(moved=copies * towards / exchanges, received=over(0, part * towards / exchanges))
+    leaving = Step(moved=copies * away / exchanges, sent=over(0, part * away / exchanges))
+    launching = Step(launches=1)
+    work: list[Step] = []
+    for index in range(stages):
+        steps = [ring[0] + launching, *ring[1:]]
+        if hides or index == 0:
+            steps[0] += arriving
+        if hides or index == stages - 1:
+            steps[-1] += leaving
+        work += [*steps, launching]
+    return tuple(work)
+
+
+def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
+    """Return the estimate of a ring over the outer tier of rings over the inner one."""
+    within, (inner, outer) = cluster.of_tier(0), cluster.tiers
+    tiling = replace(spec, partition=OuterPartition(spec.partition, inner.ranks, 0)).tiling
+    works, memory = [], 0.0
+    for outer_rank in sorted({0, outer.ranks - 1}):
+        plan = ring_plan(tiling, outer_rank, spec.kv_heads)
+        passes: tuple[list[Step], list[Step]] = ([], [])
+        held = 0.0
+        for step, partition in zip(plan.forward, inner_partitions(spec.partition, plan, inner.ranks), strict=True):
+            part = replace(spec, partition=partition)
+            transport = _transport(transport_method, part, within)
+            plans = plans_of_some_ranks(transport, part, inner.ranks)
+            held = max(held, *(_ring_memory(each, part, transport) for each in plans))
+            rings = max(
+                (ring_passes(transport, each, part) for each in plans), key=lambda both: sum(slowest([both], within))
+            )
+            arriving = () if step.transfer is None else over(1, transfer_bytes(step.transfer, plan, spec))
+            for work, ring in zip(passes, rings, strict=True):
+                work += [ring[0] + Step(received=arriving), *ring[1:]]
+            passes[1][-1] += Step(sent=arriving)  # gradients
+        works.append((tuple(passes[0]), tuple(passes[1])))
+        memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
+    return Estimate(transport.name, *slowest(works, _with_kernels(cluster, 0, transport)), memory)
+
+
+def _transport(transport_method: TransportMethod, spec: CallSpec, cluster: Cluster) -> KVTransport:
+    """Return the KV transport that the method takes over the only tier, without a collective."""
+    (tier,) = cluster.tiers
+    needs_memory = isinstance(transport_method, SymmetricMemory)
+    if tier.ranks == 1 or (needs_memory and not tier.shares_memory):
+        return AllGather()
+    return transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster)
+
+
+def _with_kernels(cluster: Cluster, index: int, transport: KVTransport) -> Cluster:
+    """Return the cluster whose tier of a ring is used by its transport: by kernels, or through shared memory."""
+    tiers = list(cluster.tiers)
+    tiers[index] = replace(tiers[index], shares_memory=not transport.slows_compute)
+    return replace(cluster, tiers=tuple(tiers))
+
+
+def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:
+    """Return the bytes of a ring's buffers.
+
+    These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
+    this rank's own K/V (all heads in a symmetric buffer, or the packed heads).
+    """
+    group = 0.0
+    if spec.latent_dims is not None:  # K/V of a group of heads, their gradients, and these side by side
+        row = spec.batch_size * spec.q_heads * (spec.head_dim + spec.v_head_dim) * spec.itemsize
+        group = 3.0 * min(EXPANDED_BYTES, row * max(map(rows_read, plan.backward)))
+    transfers = [step.transfer for step in plan.backward if step.transfer is not None]
+    if not transfers:
+        return group
+    all_heads = isinstance(transport, SymmetricMemory)
+    packed = spec.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
+    own = plan.rows.longest * spec.head_bytes * packed
+    held = min(1 + transport.transfers_ahead, len(transfers)) + 3
+    return group + float(own + held * max(buffer_bytes(transfer, plan, spec) for transfer in transfers))
+
+
+def _exchanged(spec: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return bytes of a rank's tensors in forward and in backward, each for the exchange to heads and back to rows."""
+    group = spec.partition.groups()[0]
+    queries, keys = (
+        rows_in_order(by_rank).longest * spec.batch_size * spec.itemsize
+        for by_rank in (group.q_by_rank, group.kv_by_rank)
+    )
+    q, out = (float(queries * spec.q_heads * dim) for dim in (spec.head_dim, spec.v_head_dim))
+    kv = float(keys * heads.kv_group_count * sum(spec.kv_dims))
+    return (q + kv, out), (out, q + kv)
