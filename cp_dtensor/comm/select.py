@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,7 @@ def ring_passes(transport: KVTransport, plan: TilePlan, spec: CallSpec, tier: in
     return ring_work(plan, spec, False, tier, launches), ring_work(plan, spec, True, tier, launches)
 
 
-def slowest(works: Iterable[tuple[Work, Work]], cluster: Cluster) -> tuple[float, float]:
+def slowest(works: Iterable[Sequence[Work]], cluster: Cluster) -> tuple[float, float]:
     """Return the time of forward and of backward on the rank, of some, that needs the most for both."""
     times = [(seconds(forward, cluster), seconds(backward, cluster)) for forward, backward in works]
     return max(times, key=sum)

@@ -14,12 +14,11 @@ from cp_dtensor.plan.cost import (
     Step,
     Tier,
     Work,
-    buffer_bytes,
     expansion,
-    gpu_seconds,
     nearly_fastest,
     over,
     rows_read,
+    seconds,
     transfer_bytes,
 )
 from cp_dtensor.plan.partition import (
@@ -76,7 +75,7 @@ def estimates(spec: CallSpec, cluster: Cluster, transport_method: TransportMetho
         }
     if spec.latent_dims is not None:
         own_rows = rows_in_order(spec.partition.groups()[0].kv_by_rank).longest
-        expanding = gpu_seconds(expansion(own_rows, spec, 1), cluster.gpu)
+        expanding = seconds((expansion(own_rows, spec, 1),), cluster)
         for name, each in estimates(expanded(spec), cluster, transport_method).items():
             forward, backward = each.forward + expanding, each.backward + 2 * expanding
             found[EXPANDED + name] = replace(each, forward=forward, backward=backward)
@@ -97,7 +96,7 @@ def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportM
     """Return the estimate of a ring over the only tier."""
     transport = _transport(transport_method, spec, cluster)
     plans = plans_of_some_ranks(transport, spec, cluster.tiers[0].ranks)
-    times = slowest([ring_passes(transport, plan, spec) for plan in plans], _with_kernels(cluster, 0, transport))
+    times = slowest([ring_passes(transport, plan, spec) for plan in plans], cluster)
     return Estimate(transport.name, *times, max(_ring_memory(plan, spec, transport) for plan in plans))
 
 
@@ -108,19 +107,19 @@ def ulysses_estimate(spec: CallSpec, cluster: Cluster, transport_method: Transpo
     heads = partition_call(spec, inner.ranks, head_stages(spec, inner.ranks, publishes=publishes))
     merged = replace(spec, partition=MergedPartition(spec.partition, inner.ranks))
     stage = with_heads(merged, heads, heads.kv_groups(0, 0))  # of the first rank, which has the most heads
-    around = cluster.of_tier(1) if is_hybrid else Cluster(cluster.gpu, (Tier(1, float("inf"), 0.0, True),))
+    around = Cluster(cluster.gpu, cluster.tiers[1:] or (replace(inner, ranks=1),))
     transport = _transport(transport_method, stage, around)
     plans = plans_of_some_ranks(transport, stage, around.tiers[0].ranks)
     sizes = _exchanged(spec, heads)
     hides = hides_exchanges(spec, inner.shares_memory)
-    works = []
-    for plan in plans:
-        forward, backward = (
+    works = [
+        tuple(
             _by_heads(ring, towards, away, heads.stages, inner, hides)
             for ring, (towards, away) in zip(ring_passes(transport, plan, stage, tier=1), sizes, strict=True)
         )
-        works.append((forward, backward))
-    times = slowest(works, _with_kernels(cluster, 1, transport) if is_hybrid else cluster)
+        for plan in plans
+    ]
+    times = slowest(works, cluster)
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory = sum(sizes[0]) * (2 if inner.shares_memory else 1)
     memory += max(_ring_memory(plan, stage, transport) for plan in plans)
@@ -153,7 +152,7 @@ def _by_heads(ring: Work, towards: float, away: float, stages: int, tier: Tier, 
 
 def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
     """Return the estimate of a ring over the outer tier of rings over the inner one."""
-    within, (inner, outer) = cluster.of_tier(0), cluster.tiers
+    within, (inner, outer) = replace(cluster, tiers=cluster.tiers[:1]), cluster.tiers
     tiling = replace(spec, partition=OuterPartition(spec.partition, inner.ranks, 0)).tiling
     works, memory = [], 0.0
     for outer_rank in sorted({0, outer.ranks - 1}):
@@ -174,7 +173,7 @@ def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: Tra
             passes[1][-1] += Step(sent=arriving)  # gradients
         works.append((tuple(passes[0]), tuple(passes[1])))
         memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
-    return Estimate(transport.name, *slowest(works, _with_kernels(cluster, 0, transport)), memory)
+    return Estimate(transport.name, *slowest(works, cluster), memory)
 
 
 def _transport(transport_method: TransportMethod, spec: CallSpec, cluster: Cluster) -> KVTransport:
@@ -184,13 +183,6 @@ def _transport(transport_method: TransportMethod, spec: CallSpec, cluster: Clust
     if tier.ranks == 1 or (needs_memory and not tier.shares_memory):
         return AllGather()
     return transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster)
-
-
-def _with_kernels(cluster: Cluster, index: int, transport: KVTransport) -> Cluster:
-    """Return the cluster whose tier of a ring is used by its transport: by kernels, or through shared memory."""
-    tiers = list(cluster.tiers)
-    tiers[index] = replace(tiers[index], shares_memory=not transport.slows_compute)
-    return replace(cluster, tiers=tuple(tiers))
 
 
 def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:
@@ -210,7 +202,8 @@ def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> floa
     packed = spec.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
     own = plan.rows.longest * spec.head_bytes * packed
     held = min(1 + transport.transfers_ahead, len(transfers)) + 3
-    return group + float(own + held * max(buffer_bytes(transfer, plan, spec) for transfer in transfers))
+    buffer = max(plan.buffer_rows(transfer) * (transfer.heads[1] - transfer.heads[0]) for transfer in transfers)
+    return group + float(own + held * buffer * spec.head_bytes)
 
 
 def _exchanged(spec: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -196,10 +196,6 @@ class Cluster:
     tiers: tuple[Tier, ...]
     """The innermost first."""
 
-    def of_tier(self, index: int) -> Cluster:
-        """Return the ranks of one tier alone."""
-        return replace(self, tiers=(self.tiers[index],))
-
 
 @dataclass(frozen=True)
 class Step:
@@ -240,41 +236,30 @@ def seconds(work: Work, cluster: Cluster) -> float:
     of the step before. (With two transfers in flight predictions differ by 3% at most, where links are slow.)
     """
     gpu, tiers = cluster.gpu, cluster.tiers
+    begun, left = [0.0] * len(tiers), [0.0] * len(tiers)
+    host = busy = 0.0
 
     def transfer(tier: int, size: float) -> float:
         return tiers[tier].latency + size / tiers[tier].speed
 
-    waits = [[tier for tier, size in enumerate(step.received) if size] for step in work]
-    coming = [
-        [transfer(tier, step.received[tier]) for step, awaited in zip(work, waits, strict=True) if tier in awaited]
-        for tier in range(len(tiers))
-    ]
-    arrived = [coming[tier].pop(0) if tier in waits[0] else 0.0 for tier in range(len(tiers))]
-    left = [0.0] * len(tiers)
-    host = busy = 0.0
     for index, step in enumerate(work):
-        launching = gpu.launch * step.launches
-        start = max(host + launching / 2, busy, *(arrived[tier] for tier in waits[index]))
-        for tier in waits[index] if index else range(len(tiers)):
-            if coming[tier]:
-                arrived[tier] = start + coming[tier].pop(0)
-        computed = gpu_seconds(step, gpu)
-        # Collectives are kernels, too.
-        meanwhile = max(arrived[tier] - start if not each.shares_memory else 0.0 for tier, each in enumerate(tiers))
-        computed += TRANSFER_TAX * min(computed, max(meanwhile, 0.0))
-        busy = start + computed
-        host += launching
+        arrived, awaited = 0.0, [tier for tier, size in enumerate(step.received) if size]
+        for tier in awaited:
+            lasts = transfer(tier, step.received[tier])
+            arrived = max(arrived, begun[tier] + lasts)
+            if not tiers[tier].shares_memory:  # collectives are kernels, which take multiprocessors
+                busy += TRANSFER_TAX * min(lasts, busy - begun[tier])
+        start = max(host + gpu.launch * step.launches / 2, busy, arrived)
+        for tier in awaited if index else range(len(tiers)):
+            begun[tier] = start
+        host += gpu.launch * step.launches
+        # At the end of a kernel whose thread blocks differ in length, multiprocessors wait for half of one.
+        flops = step.flops + 0.5 * gpu.multiprocessors * step.block_flops
+        busy = start + flops / gpu.flops + step.moved / gpu.memory_speed
         for tier, size in enumerate(step.sent):
             if size:
                 left[tier] = max(left[tier], busy) + transfer(tier, size)
     return max(host, busy, *left)
-
-
-def gpu_seconds(step: Step, gpu: Hardware) -> float:
-    """Return the time of what a step computes and moves."""
-    # At the end of a kernel whose thread blocks differ in length, multiprocessors wait for half of one.
-    flops = step.flops + 0.5 * gpu.multiprocessors * step.block_flops
-    return flops / gpu.flops + step.moved / gpu.memory_speed
 
 
 Choice = TypeVar("Choice")
@@ -306,11 +291,8 @@ def ring_work(plan: TilePlan, spec: CallSpec, backward: bool, tier: int = 0, tra
             rows = sum(_length(tile.q) * _length(tile.batch) for tile in step.tiles)
             merged = rows * heads * spec.v_head_dim * (spec.itemsize + (2 * spec.itemsize if step.is_last else 8))
             carried = over(tier, transfer_bytes(step.transfer, plan, spec))
-            gradients = carried if backward else ()
-            found += Step(
-                moved=merged + 4 * sum(gradients), received=carried, sent=gradients,
-                launches=factor * transfer_launches if carried else 0.0,
-            )  # fmt: skip
+            found += Step(moved=merged, received=carried, launches=factor * transfer_launches if carried else 0.0)
+            found += Step(moved=4 * sum(carried), sent=carried) if backward else Step()  # gradients
         work.append(found + expansion(rows_read(step), spec, 3 if backward else 1))
     return tuple(work)
 
@@ -357,20 +339,12 @@ def _pairs(tiles: Sequence[Tile], backward: bool) -> tuple[float, float]:
 
 def transfer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
     """Return the bytes of K/V that a rank receives or sends, whichever are more."""
+    lengths = plan.rows.lengths
     sources = transfer.sources(plan.rank, plan.world_size)
     readers = transfer.readers(plan.rank, plan.world_size)
-    incoming = sum(plan.rows.lengths[source][part] for source in sources for part in plan.recv_parts[source])
-    outgoing = sum(plan.rows.lengths[plan.rank][part] for reader in readers for part in plan.send_parts[reader])
-    return max(incoming, outgoing) * _row_bytes(transfer, spec)
-
-
-def buffer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:
-    """Return the bytes of the buffer that a transfer of K/V fills."""
-    return plan.buffer_rows(transfer) * _row_bytes(transfer, spec)
-
-
-def _row_bytes(transfer: Transfer, spec: CallSpec) -> int:
-    return _length(transfer.heads) * spec.head_bytes
+    incoming = sum(lengths[source][part] for source in sources for part in plan.recv_parts[source])
+    outgoing = sum(lengths[plan.rank][part] for reader in readers for part in plan.send_parts[reader])
+    return max(incoming, outgoing) * _length(transfer.heads) * spec.head_bytes
 
 
 def _length(span: Span) -> int:

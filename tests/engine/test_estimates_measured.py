@@ -54,7 +54,7 @@ def cases(tables: list[str], shortest: int, longest: int = 1 << 20) -> list[Case
 @pytest.mark.parametrize("case", cases(FEW_RANKS, 32768), ids=str)
 def test_long_calls_take_what_was_measured(case: Case) -> None:
     for key, ratio in ratios(case, Hardware.launch).items():
-        assert 0.78 < ratio < 1.17, (key, ratio)
+        assert 0.74 < ratio < 1.17, (key, ratio)
 
 
 @pytest.mark.parametrize("case", cases(["2xH200-graphs", "8xH200-graphs"], 8192, 131072), ids=str)
