@@ -174,7 +174,7 @@ def explain(
         value_dim=None if latent_dims is None else v_head_dim,
     )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
-    cluster, names, assumption = _cluster(mesh, ranks, hardware, dtype.itemsize)
+    cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
     found = estimates(spec, cluster, config.transport)
     *inner, outer = (tier.ranks for tier in cluster.tiers)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
@@ -247,7 +247,7 @@ def explain_recurrence(
         for group, (start, stop) in enumerate(config.layout.batch_groups(batch_size))
     ]
     spec = recurrence_spec(rows(batch_size), groups[0][1])
-    cluster, names, assumption = _cluster(mesh, ranks, hardware, dtype.itemsize)
+    cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
     found = recurrence_estimates(spec, cluster, one_axis=ranks.inner is None)
     of_keys = "" if key_heads == heads else f":{key_heads}"
     explanation = Explanation(
@@ -274,7 +274,7 @@ def _check_numbers(dtype: torch.dtype, **numbers: int) -> None:
         raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
 
 
-def _cluster(
+def cluster_of_mesh(
     mesh: Mesh, ranks: SequenceRanks, hardware: Assumed | Mapping[str, Assumed] | None, itemsize: int
 ) -> tuple[Cluster, tuple[str, ...], str]:
     """Return the ranks' GPUs and links, the names of their axes, and a line about them.

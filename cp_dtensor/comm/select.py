@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.plan.cost import Cluster, Work, nearly_fastest, ring_work, seconds
+from cp_dtensor.plan.cost import Cluster, Passes, nearly_fastest, ring_work, slowest
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
@@ -56,28 +55,19 @@ def choose(spec: CallSpec, cluster: Cluster) -> KVTransport:
 
     The time is that of forward and backward on the slowest rank.
     """
-    if cluster.tiers[
-        0
-    ].shares_memory:  # by prediction never slower, and a prediction takes as long as planning the call
+    (tier,) = cluster.tiers
+    if tier.shares_memory:  # never slower by prediction, which takes as long as planning the call
         return SymmetricMemory()
     transports: list[KVTransport] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
-    times = []
-    for transport in transports:
-        plans = plans_of_some_ranks(transport, spec, cluster.tiers[0].ranks)
-        times.append(sum(slowest([ring_passes(transport, plan, spec) for plan in plans], cluster)))
-    return nearly_fastest(transports, times)
+    return nearly_fastest(
+        transports, [sum(slowest(ring_works(each, spec, tier.ranks), cluster)) for each in transports]
+    )
 
 
-def ring_passes(transport: KVTransport, plan: TilePlan, spec: CallSpec, tier: int = 0) -> tuple[Work, Work]:
-    """Return the work of forward and of backward of a ring over a tier."""
-    launches = int(transport.slows_compute)
-    return ring_work(plan, spec, False, tier, launches), ring_work(plan, spec, True, tier, launches)
-
-
-def slowest(works: Iterable[Sequence[Work]], cluster: Cluster) -> tuple[float, float]:
-    """Return the time of forward and of backward on the rank, of some, that needs the most for both."""
-    times = [(seconds(forward, cluster), seconds(backward, cluster)) for forward, backward in works]
-    return max(times, key=sum)
+def ring_works(transport: KVTransport, spec: CallSpec, ranks: int, tier: int = 0) -> list[Passes]:
+    """Return the work of a ring over a tier on each of the ranks that may be the slowest."""
+    plans = plans_of_some_ranks(transport, spec, ranks)
+    return [ring_work(plan, spec, tier, int(transport.slows_compute)) for plan in plans]
 
 
 @lru_cached

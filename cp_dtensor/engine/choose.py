@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
-from cp_dtensor.comm.select import choose, plans_of_some_ranks, ring_passes, slowest
+from cp_dtensor.comm.select import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.latent import EXPANDED_BYTES
 from cp_dtensor.plan.cost import (
     Cluster,
+    Passes,
     Step,
     Tier,
     Work,
@@ -19,11 +20,11 @@ from cp_dtensor.plan.cost import (
     over,
     rows_read,
     seconds,
+    slowest,
     transfer_bytes,
 )
 from cp_dtensor.plan.partition import (
     CallSpec,
-    HeadPartition,
     MergedPartition,
     OuterPartition,
     head_stages,
@@ -94,36 +95,37 @@ def fastest(found: dict[str, Estimate]) -> str:
 
 def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
     """Return the estimate of a ring over the only tier."""
-    transport = _transport(transport_method, spec, cluster)
-    plans = plans_of_some_ranks(transport, spec, cluster.tiers[0].ranks)
-    times = slowest([ring_passes(transport, plan, spec) for plan in plans], cluster)
-    return Estimate(transport.name, *times, max(_ring_memory(plan, spec, transport) for plan in plans))
+    name, works, memory = _ring(spec, cluster, transport_method)
+    return Estimate(name, *slowest(works, cluster), memory)
 
 
 def ulysses_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
     """Return the estimate by heads over the inner tier, as a ring over the outer one if there is one."""
-    inner, is_hybrid = cluster.tiers[0], len(cluster.tiers) > 1
-    publishes = inner.shares_memory and not is_hybrid
-    heads = partition_call(spec, inner.ranks, head_stages(spec, inner.ranks, publishes=publishes))
+    inner, *outer = cluster.tiers
+    stages = head_stages(spec, inner.ranks, publishes=inner.shares_memory and not outer)
+    heads = partition_call(spec, inner.ranks, stages)
     merged = replace(spec, partition=MergedPartition(spec.partition, inner.ranks))
     stage = with_heads(merged, heads, heads.kv_groups(0, 0))  # of the first rank, which has the most heads
-    around = Cluster(cluster.gpu, cluster.tiers[1:] or (replace(inner, ranks=1),))
-    transport = _transport(transport_method, stage, around)
-    plans = plans_of_some_ranks(transport, stage, around.tiers[0].ranks)
-    sizes = _exchanged(spec, heads)
+    around = replace(cluster, tiers=tuple(outer or (replace(inner, ranks=1),)))
+    name, rings, memory = _ring(stage, around, transport_method, tier=1)
+    group = spec.partition.groups()[0]
+    queries, keys = (
+        rows_in_order(by_rank).longest * spec.batch_size * spec.itemsize
+        for by_rank in (group.q_by_rank, group.kv_by_rank)
+    )
+    q, out = (float(queries * spec.q_heads * dim) for dim in (spec.head_dim, spec.v_head_dim))
+    kv = float(keys * heads.kv_group_count * sum(spec.kv_dims))
     hides = hides_exchanges(spec, inner.shares_memory)
     works = [
-        tuple(
-            _by_heads(ring, towards, away, heads.stages, inner, hides)
-            for ring, (towards, away) in zip(ring_passes(transport, plan, stage, tier=1), sizes, strict=True)
+        (
+            _by_heads(forward, q + kv, out, heads.stages, inner, hides),
+            _by_heads(backward, out, q + kv, heads.stages, inner, hides),
         )
-        for plan in plans
+        for forward, backward in rings
     ]
-    times = slowest(works, cluster)
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
-    memory = sum(sizes[0]) * (2 if inner.shares_memory else 1)
-    memory += max(_ring_memory(plan, stage, transport) for plan in plans)
-    return Estimate(transport.name if is_hybrid else "-", *times, memory)
+    memory += (q + kv + out) * (2 if inner.shares_memory else 1)
+    return Estimate(name if outer else "-", *slowest(works, cluster), memory)
 
 
 def _by_heads(ring: Work, towards: float, away: float, stages: int, tier: Tier, hides: bool) -> Work:
@@ -157,32 +159,33 @@ def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: Tra
     works, memory = [], 0.0
     for outer_rank in sorted({0, outer.ranks - 1}):
         plan = ring_plan(tiling, outer_rank, spec.kv_heads)
-        passes: tuple[list[Step], list[Step]] = ([], [])
-        held = 0.0
+        forward: list[Step] = []
+        backward: list[Step] = []
         for step, partition in zip(plan.forward, inner_partitions(spec.partition, plan, inner.ranks), strict=True):
-            part = replace(spec, partition=partition)
-            transport = _transport(transport_method, part, within)
-            plans = plans_of_some_ranks(transport, part, inner.ranks)
-            held = max(held, *(_ring_memory(each, part, transport) for each in plans))
-            rings = max(
-                (ring_passes(transport, each, part) for each in plans), key=lambda both: sum(slowest([both], within))
-            )
+            name, rings, held = _ring(replace(spec, partition=partition), within, transport_method)
+            memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
+            ring, back = max(rings, key=lambda passes: sum(slowest([passes], within)))
             arriving = () if step.transfer is None else over(1, transfer_bytes(step.transfer, plan, spec))
-            for work, ring in zip(passes, rings, strict=True):
-                work += [ring[0] + Step(received=arriving), *ring[1:]]
-            passes[1][-1] += Step(sent=arriving)  # gradients
-        works.append((tuple(passes[0]), tuple(passes[1])))
-        memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
-    return Estimate(transport.name, *slowest(works, cluster), memory)
+            forward += [ring[0] + Step(received=arriving), *ring[1:]]
+            backward += [back[0] + Step(received=arriving), *back[1:]]
+            backward[-1] += Step(sent=arriving)  # gradients
+        works.append((tuple(forward), tuple(backward)))
+    return Estimate(name, *slowest(works, cluster), memory)
 
 
-def _transport(transport_method: TransportMethod, spec: CallSpec, cluster: Cluster) -> KVTransport:
-    """Return the KV transport that the method takes over the only tier, without a collective."""
-    (tier,) = cluster.tiers
+def _ring(
+    spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, tier: int = 0
+) -> tuple[str, list[Passes], float]:
+    """Return the transport, the work on some ranks, and the memory of a ring over the only tier."""
+    (links,) = cluster.tiers
     needs_memory = isinstance(transport_method, SymmetricMemory)
-    if tier.ranks == 1 or (needs_memory and not tier.shares_memory):
-        return AllGather()
-    return transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster)
+    if links.ranks == 1 or (needs_memory and not links.shares_memory):
+        transport: KVTransport = AllGather()
+    else:
+        transport = transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster)
+    plans = plans_of_some_ranks(transport, spec, links.ranks)
+    memory = max(_ring_memory(plan, spec, transport) for plan in plans)
+    return transport.name, ring_works(transport, spec, links.ranks, tier), memory
 
 
 def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:
@@ -204,15 +207,3 @@ def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> floa
     held = min(1 + transport.transfers_ahead, len(transfers)) + 3
     buffer = max(plan.buffer_rows(transfer) * (transfer.heads[1] - transfer.heads[0]) for transfer in transfers)
     return group + float(own + held * buffer * spec.head_bytes)
-
-
-def _exchanged(spec: CallSpec, heads: HeadPartition) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return bytes of a rank's tensors in forward and in backward, each for the exchange to heads and back to rows."""
-    group = spec.partition.groups()[0]
-    queries, keys = (
-        rows_in_order(by_rank).longest * spec.batch_size * spec.itemsize
-        for by_rank in (group.q_by_rank, group.kv_by_rank)
-    )
-    q, out = (float(queries * spec.q_heads * dim) for dim in (spec.head_dim, spec.v_head_dim))
-    kv = float(keys * heads.kv_group_count * sum(spec.kv_dims))
-    return (q + kv, out), (out, q + kv)

@@ -6,7 +6,7 @@ turns work into time. It follows the steps on three clocks: the host launches, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
@@ -226,6 +226,8 @@ class Step:
 
 
 Work = tuple[Step, ...]
+Passes = tuple[Work, Work]
+"""Forward and backward."""
 
 
 def seconds(work: Work, cluster: Cluster) -> float:
@@ -262,6 +264,12 @@ def seconds(work: Work, cluster: Cluster) -> float:
     return max(host, busy, *left)
 
 
+def slowest(works: Iterable[Passes], cluster: Cluster) -> tuple[float, float]:
+    """Return the time of forward and of backward on the rank, of some, that needs the most for both."""
+    times = [(seconds(forward, cluster), seconds(backward, cluster)) for forward, backward in works]
+    return max(times, key=sum)
+
+
 Choice = TypeVar("Choice")
 
 
@@ -273,28 +281,36 @@ def nearly_fastest(choices: Sequence[Choice], times: Sequence[float]) -> Choice:
 # Rings
 
 
-def ring_work(plan: TilePlan, spec: CallSpec, backward: bool, tier: int = 0, transfer_launches: int = 0) -> Work:
-    """Return the work of forward, or of `backward`, of a ring over one tier on the plan's rank.
+def ring_work(plan: TilePlan, spec: CallSpec, tier: int = 0, transfer_launches: int = 0) -> Passes:
+    """Return the work of a ring over one tier on the plan's rank.
 
     Args:
         transfer_launches: launches of each transfer by kernels; 0 for copy engines.
     """
+    forward, backward = (
+        tuple(_ring_step(step, plan, spec, bool(is_backward), tier, transfer_launches) for step in steps)
+        for is_backward, steps in enumerate((plan.forward, plan.backward))
+    )
+    return forward, backward
+
+
+def _ring_step(
+    step: TileStep, plan: TilePlan, spec: CallSpec, backward: bool, tier: int, transfer_launches: int
+) -> Step:
     factor = BACKWARD if backward else 1.0
-    work = []
-    for step in plan.backward if backward else plan.forward:
-        heads = (step.heads[1] - step.heads[0]) * spec.q_heads // max(spec.kv_heads, 1)  # DTensor shards may have none
-        pairs, blocks = _pairs(step.tiles, backward)
-        per_pair = 2.0 * factor * heads * (spec.head_dim + spec.v_head_dim)
-        found = Step(per_pair * pairs, per_pair * blocks / max(heads, 1), launches=factor * (1 + len(step.tiles)))
-        if step.transfer is not None:
-            # Merging reads the partial result of the step, and reads and writes the sum, in float32 or narrower.
-            rows = sum(_length(tile.q) * _length(tile.batch) for tile in step.tiles)
-            merged = rows * heads * spec.v_head_dim * (spec.itemsize + (2 * spec.itemsize if step.is_last else 8))
-            carried = over(tier, transfer_bytes(step.transfer, plan, spec))
-            found += Step(moved=merged, received=carried, launches=factor * transfer_launches if carried else 0.0)
-            found += Step(moved=4 * sum(carried), sent=carried) if backward else Step()  # gradients
-        work.append(found + expansion(rows_read(step), spec, 3 if backward else 1))
-    return tuple(work)
+    heads = _length(step.heads) * spec.q_heads // max(spec.kv_heads, 1)  # DTensor shards may have none
+    per_pair = 2.0 * factor * (spec.head_dim + spec.v_head_dim)
+    pairs, in_blocks = _pairs(step.tiles, backward)
+    found = Step(heads * per_pair * pairs, per_pair * in_blocks, launches=factor * (1 + len(step.tiles)))
+    found += expansion(rows_read(step), spec, 3 if backward else 1)
+    if step.transfer is None:
+        return found
+    # Merging reads the partial result of the step, and reads and writes the sum, in float32 or narrower.
+    rows = sum(_length(tile.q) * _length(tile.batch) for tile in step.tiles)
+    merged = rows * heads * spec.v_head_dim * (spec.itemsize + (2 * spec.itemsize if step.is_last else 8))
+    carried = over(tier, transfer_bytes(step.transfer, plan, spec))
+    found += Step(moved=merged, received=carried, launches=factor * transfer_launches if carried else 0.0)
+    return found + Step(moved=4 * sum(carried), sent=carried) if backward else found  # gradients return
 
 
 def over(tier: int, size: float) -> tuple[float, ...]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cp_dtensor.comm import select
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.comm.select import choose, plans_of_some_ranks, ring_passes, slowest
+from cp_dtensor.comm.select import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.plan.cost import (
@@ -27,6 +27,7 @@ from cp_dtensor.plan.cost import (
     nearly_fastest,
     ring_work,
     seconds,
+    slowest,
 )
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
@@ -49,8 +50,7 @@ def cluster(ranks: int, gpu: Hardware = GPU, *, shares_memory: bool = False) -> 
 
 
 def times(transport: KVTransport, spec: CallSpec, ranks: int, gpu: Hardware = GPU) -> tuple[float, float]:
-    plans = plans_of_some_ranks(transport, spec, ranks)
-    works = [ring_passes(transport, plan, spec) for plan in plans]
+    works = ring_works(transport, spec, ranks)
     return slowest(works, cluster(ranks, gpu, shares_memory=not transport.slows_compute))
 
 
@@ -167,8 +167,8 @@ def test_ranks_without_heads_and_ranks_alone() -> None:
     """No heads, as uneven DTensor shards may leave them, and nothing to send."""
     empty = shape(8192, 4, q_heads=0, kv_heads=0)
     assert choose(empty, cluster(4)).name == "allgather"
-    alone = ring_work(AllGather().plan(shape(8192, 1), 0), shape(8192, 1), False)
-    assert all(not step.received for step in alone)
+    forward, backward = ring_work(AllGather().plan(shape(8192, 1), 0), shape(8192, 1))
+    assert not any(step.received or step.sent for step in (*forward, *backward))
     assert sum(times(AllGather(), shape(8192, 1), 1)) > 0
 
 
