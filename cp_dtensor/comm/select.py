@@ -59,9 +59,8 @@ def choose(spec: CallSpec, cluster: Cluster) -> KVTransport:
     if tier.shares_memory:  # never slower by prediction, which takes as long as planning the call
         return SymmetricMemory()
     transports: list[KVTransport] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
-    return nearly_fastest(
-        transports, [sum(slowest(ring_works(each, spec, tier.ranks), cluster)) for each in transports]
-    )
+    works = [ring_works(each, spec, tier.ranks) for each in transports]
+    return nearly_fastest(transports, [sum(slowest(each, cluster)) for each in works])
 
 
 def ring_works(transport: KVTransport, spec: CallSpec, ranks: int, tier: int = 0) -> list[Passes]:

@@ -30,17 +30,14 @@ SINGLE_PRECISION = 0.05
 """Speed of attention in float32 or float64 over that in bfloat16 (assumed)."""
 BACKWARD = 3.0
 """FLOPs and launches of backward over those of forward (rings in docs/benchmarks/8xH200-graphs; CPU time there)."""
-TRIANGLE = (0.51, 0.475)
-"""FLOPs that a triangle takes the time of in forward and in backward, over those of its rectangle ("ideal" in
-docs/benchmarks/8xH200-graphs: 600 TFLOP/s in forward, 2.78 times as long in backward)."""
+TRIANGLE = 0.52
+"""FLOPs that a triangle takes the time of, over those of its rectangle ("ideal" in docs/benchmarks/8xH200-graphs)."""
 INTERVALS = 1.3
 """Time of interval-masked tiles over tiles by shape with as many pairs (docs/benchmarks/2xH200-masks)."""
 TRANSFER_TAX = 0.15
 """Fraction by which attention slows down while kernels of transfers take multiprocessors (measured on H200s)."""
 TOLERANCE = 1.05
 """Predictions within this ratio count as equal: runs of one benchmark differ by as much."""
-_BLOCK = 128
-"""Queries (keys in backward) of a thread block of attention kernels."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +196,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Step:
-    """What the GPU computes once all that it waits for has arrived, and what leaves then."""
+    """Part of a call: bytes that the GPU waits for, what it computes then, and bytes that leave after that."""
 
     flops: float = 0.0
-    block_flops: float = 0.0
-    """FLOPs of one thread block of each kernel whose blocks differ in length, added up."""
     moved: float = 0.0
     """Bytes that kernels other than attention read and write."""
     received: tuple[float, ...] = ()
@@ -220,8 +215,8 @@ class Step:
             return tuple(map(sum, zip_longest(mine, others, fillvalue=0.0)))
 
         return Step(
-            self.flops + other.flops, self.block_flops + other.block_flops, self.moved + other.moved,
-            added(self.received, other.received), added(self.sent, other.sent), self.launches + other.launches,
+            self.flops + other.flops, self.moved + other.moved, added(self.received, other.received),
+            added(self.sent, other.sent), self.launches + other.launches,
         )  # fmt: skip
 
 
@@ -255,9 +250,7 @@ def seconds(work: Work, cluster: Cluster) -> float:
         for tier in awaited if index else range(len(tiers)):
             begun[tier] = start
         host += gpu.launch * step.launches
-        # At the end of a kernel whose thread blocks differ in length, multiprocessors wait for half of one.
-        flops = step.flops + 0.5 * gpu.multiprocessors * step.block_flops
-        busy = start + flops / gpu.flops + step.moved / gpu.memory_speed
+        busy = start + step.flops / gpu.flops + step.moved / gpu.memory_speed
         for tier, size in enumerate(step.sent):
             if size:
                 left[tier] = max(left[tier], busy) + transfer(tier, size)
@@ -299,9 +292,8 @@ def _ring_step(
 ) -> Step:
     factor = BACKWARD if backward else 1.0
     heads = _length(step.heads) * spec.q_heads // max(spec.kv_heads, 1)  # DTensor shards may have none
-    per_pair = 2.0 * factor * (spec.head_dim + spec.v_head_dim)
-    pairs, in_blocks = _pairs(step.tiles, backward)
-    found = Step(heads * per_pair * pairs, per_pair * in_blocks, launches=factor * (1 + len(step.tiles)))
+    flops = 2.0 * heads * (spec.head_dim + spec.v_head_dim) * sum(map(_pairs, step.tiles))
+    found = Step(factor * flops, launches=factor * (1 + len(step.tiles)))
     found += expansion(rows_read(step), spec, 3 if backward else 1)
     if step.transfer is None:
         return found
@@ -338,19 +330,12 @@ def rows_read(step: TileStep) -> int:
     return sum(map(_length, joined_spans(tile.kv for tile in step.tiles)))
 
 
-def _pairs(tiles: Sequence[Tile], backward: bool) -> tuple[float, float]:
-    """Return the pairs that tiles take the time of, for one head, and those of one thread block of each tile."""
-    pairs = in_blocks = 0.0
-    for tile in tiles:
-        rows, columns, batch = _length(tile.q), _length(tile.kv), _length(tile.batch)
-        if isinstance(tile.mask, ShapedMask):
-            found = batch * rows * columns * (1.0 if tile.mask.is_full else TRIANGLE[backward])
-        else:
-            found = batch * INTERVALS * tile.mask.pairs
-        pairs += found
-        if not tile.mask.is_full:
-            in_blocks += found / max(batch * -(-(columns if backward else rows) // _BLOCK), 1)
-    return pairs, in_blocks
+def _pairs(tile: Tile) -> float:
+    """Return the pairs of queries and keys that a tile takes the time of, of one head."""
+    batch = _length(tile.batch)
+    if isinstance(tile.mask, ShapedMask):
+        return batch * _length(tile.q) * _length(tile.kv) * (1.0 if tile.mask.is_full else TRIANGLE)
+    return batch * INTERVALS * tile.mask.pairs
 
 
 def transfer_bytes(transfer: Transfer, plan: TilePlan, spec: CallSpec) -> int:

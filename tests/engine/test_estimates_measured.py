@@ -77,4 +77,4 @@ def test_short_calls_are_launched_in_about_the_time_that_was_measured() -> None:
 def test_times_under_masks_are_near_what_was_measured(case: Case) -> None:
     """In forward on 8 ranks, the slowest of the hosts decides."""
     for (method, name), ratio in ratios(case, Hardware.launch).items():
-        assert (0.7 if name == "fwd" else 0.88) < ratio < 1.13, (method, name, ratio)
+        assert (0.68 if name == "fwd" else 0.86) < ratio < 1.13, (method, name, ratio)
