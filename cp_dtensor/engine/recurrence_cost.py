@@ -52,10 +52,6 @@ class RecurrenceSpec(CachedHash):
         return 4 * self.batch_size * self.heads * self.key_dim * (width + self.value_dim)
 
 
-Passes = tuple[Step, Step]
-"""The work of forward and of backward."""
-
-
 def recurrence_estimates(spec: RecurrenceSpec, cluster: Cluster, *, one_axis: bool = True) -> dict[str, Estimate]:
     """Return an estimate for each method that the layer and the ranks allow; the first is preferred if times are equal.
 
@@ -63,27 +59,30 @@ def recurrence_estimates(spec: RecurrenceSpec, cluster: Cluster, *, one_axis: bo
         cluster: the ranks; exchanges over all tiers wait for the slowest links.
         one_axis: False for ranks along two mesh axes, which exchange no heads.
     """
-    sequence = spec.sequence
-    slowest = replace(min(cluster.tiers, key=lambda tier: tier.speed), ranks=sequence.world_size)
-    flat = replace(cluster, tiers=(slowest,))
-    found = {"scan": _estimate(*_scan(spec, sequence, cluster.gpu), flat)}
-    if one_axis and spec.heads % sequence.world_size == 0:
-        heads = spec.heads // sequence.world_size
-        run = kernels(spec, sequence.seq_len, _longest(spec, sequence.seq_len), heads, spec.value_dim, cluster.gpu)
-        found["heads"] = _exchanged(spec, run, 0.0, flat)
-    if max(_runs(sequence, rank)[0] for rank in range(sequence.world_size)) > 1:
-        there = SequenceLayout(Contiguous(), sequence.seq_len, sequence.world_size, 0, sequence.edges)
-        found["relayout"] = _exchanged(spec, *_scan(spec, there, cluster.gpu), flat)
-    return found
+    sequence, gpu = spec.sequence, cluster.gpu
+    size, seq_len = sequence.world_size, sequence.seq_len
+    # Arguments go there and outputs back, and the gradients of both.
+    rows = float(max(shard_lengths(sequence.layout, seq_len, size)) * spec.batch_size)
+    there, back = rows * spec.token_bytes * (size - 1) / size, rows * spec.out_bytes * (size - 1) / size
+    travel = Step(moved=4 * rows * (spec.token_bytes + spec.out_bytes), received=(there,), sent=(back,))
+    held = 2 * rows * (spec.token_bytes + spec.out_bytes)
+    works = {"scan": _scan(spec, sequence, gpu)}
+    if one_axis and spec.heads % size == 0:
+        run = kernels(spec, seq_len, _longest(spec, seq_len), spec.heads // size, spec.value_dim, gpu)
+        works["heads"] = run[0] + travel, run[1] + travel, held
+    if max(_runs(sequence, rank)[0] for rank in range(size)) > 1:
+        contiguous = SequenceLayout(Contiguous(), seq_len, size, 0, sequence.edges)
+        forward, backward, memory = _scan(spec, contiguous, gpu)
+        works["relayout"] = forward + travel, backward + travel, memory + held
+    flat = replace(cluster, tiers=(min(cluster.tiers, key=lambda tier: tier.speed),))
+    return {
+        name: Estimate("-", seconds((forward,), flat), seconds((backward,), flat), memory)
+        for name, (forward, backward, memory) in works.items()
+    }
 
 
-def _estimate(passes: Passes, memory: float, cluster: Cluster) -> Estimate:
-    forward, backward = passes
-    return Estimate("-", seconds((forward,), cluster), seconds((backward,), cluster), memory)
-
-
-def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, gpu: Hardware) -> tuple[Passes, float]:
-    """Return the work and the memory of scans.
+def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, gpu: Hardware) -> tuple[Step, Step, float]:
+    """Return the work of forward and of backward, and the memory, of scans.
 
     A run gives maps and queries of states, maps are exchanged, and products with states follow. Backward has another
     run.
@@ -103,26 +102,18 @@ def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, gpu: Hardware) -> tupl
     composed = Step(moved=3 * gathered, launches=maps * size * _COMPOSING_LAUNCHES)
     exchange = Step(sent=(gathered * (size - 1) / size,))
     products = 2 * rows * (spec.key_dim + 4 * spec.value_dim + widening), 2 * rows * (spec.key_dim + spec.value_dim)
-    passes = (
-        wide + Step(moved=products[0]) + exchange + composed,
-        again + backward + Step(moved=products[1]) + exchange + composed + composed,
-    )
     # Values of the transition, and outputs; without the delta rule queries in float32, and outputs.
     widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * spec.value_dim)
-    return passes, 2 * gathered + widened
+    return (
+        wide + Step(moved=products[0]) + exchange + composed,
+        again + backward + Step(moved=products[1]) + exchange + composed + composed,
+        2 * gathered + widened,
+    )
 
 
-def _exchanged(spec: RecurrenceSpec, passes: Passes, memory: float, cluster: Cluster) -> Estimate:
-    """Return the estimate of a layer whose arguments and output travel."""
-    sequence = spec.sequence
-    tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size)) * spec.batch_size
-    there, back = (float(tokens * each) for each in (spec.token_bytes, spec.out_bytes))
-    part = (sequence.world_size - 1) / sequence.world_size
-    travel = Step(moved=4 * (there + back), received=(part * there,), sent=(part * back,))
-    return _estimate((passes[0] + travel, passes[1] + travel), memory + 2 * (there + back), cluster)
-
-
-def kernels(spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, gpu: Hardware) -> Passes:
+def kernels(
+    spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, gpu: Hardware
+) -> tuple[Step, Step]:
     """Return the work of a run, forward and backward: launches, bytes, and chunks that follow each other."""
     moved = 4.0 * spec.batch_size * tokens * heads * (spec.key_dim + columns)
     blocks = spec.batch_size * heads * -(-columns // _BLOCK)
