@@ -341,10 +341,10 @@ def test_prose_begins_with_a_subject(module: str) -> None:
 LINES = {
     "_torch": (2026, 1820),
     "spec": (1963, 1850),
-    "plan": (2221, 1690),
+    "plan": (2297, 1690),
     "attention": (4923, 4290),
-    "comm": (2960, 2600),
-    "engine": (5120, 3120),
+    "comm": (2986, 2600),
+    "engine": (5020, 3120),
     "api": (6911, 3480),
     "layers": (0, 2500),
     "integrations": (4266, 2920),

@@ -14,7 +14,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.active_context import with_inherited
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.links import cluster_of
-from cp_dtensor.engine.choose import estimates, fastest
+from cp_dtensor.engine.choose import Estimate, estimates, fastest
 from cp_dtensor.engine.config import (
     AttentionConfig,
     Mesh,
@@ -30,7 +30,7 @@ from cp_dtensor.engine.planner import call_spec
 from cp_dtensor.engine.recurrence import Rows
 from cp_dtensor.engine.recurrence_cost import recurrence_estimates
 from cp_dtensor.engine.sequence import document_edges
-from cp_dtensor.engine.traffic import CountedEstimate, counted, counted_recurrence
+from cp_dtensor.engine.traffic import counted, counted_recurrence
 from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardware, Tier, named
 from cp_dtensor.plan.rows import SequenceLayout
 from cp_dtensor.spec.layouts import Layout
@@ -62,7 +62,7 @@ class Explanation:
     """GPU and link of each axis, and the source of their speeds."""
     axes: tuple[str, ...]
     """Names of the axes, the outer one first."""
-    methods: dict[str, CountedEstimate]
+    methods: dict[str, Estimate]
     """Predictions by the value of `method=`. With latents also "expanded ring" and so on, which only "auto" takes: each
     rank expands its own latents, and K/V are sent."""
     chosen: str
@@ -91,7 +91,7 @@ class Explanation:
         ]
         return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), self.rule))
 
-    def _received(self, estimate: CountedEstimate) -> list[str]:
+    def _received(self, estimate: Estimate) -> list[str]:
         """Table cells: MiB that a rank receives over each axis."""
         received = (estimate.outer_bytes, estimate.inner_bytes)
         return [f"{count / 2**20:.0f} MiB" for count in (received if len(self.axes) == 2 else (sum(received),))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -29,27 +29,19 @@ from cp_dtensor.plan.scan import scan_plan
 from cp_dtensor.spec.layouts import Contiguous, Span
 
 
-@dataclass(frozen=True)
-class CountedEstimate(Estimate):
-    """An estimate with the bytes that a rank receives over each axis, in forward and backward together."""
-
-    outer_bytes: int
-    """Of the rank that receives most over the outer axis."""
-    inner_bytes: int
-    """Of the rank that receives most over the inner axis; that of Ulysses, if there is one axis."""
-
-
 def counted(
     found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None = None
-) -> dict[str, CountedEstimate]:
+) -> dict[str, Estimate]:
     """Add the bytes of a call to the estimates of its methods.
 
     Args:
         inner_size: ranks of the inner axis, None if there is one axis.
     """
-    return {
-        name: _with_bytes(each, *attention_bytes(spec, name, outer_size, inner_size)) for name, each in found.items()
-    }
+    by_method = {}
+    for name, each in found.items():
+        outer, inner = attention_bytes(spec, name, outer_size, inner_size)
+        by_method[name] = replace(each, outer_bytes=outer, inner_bytes=inner)
+    return by_method
 
 
 def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None) -> Span:
@@ -67,10 +59,6 @@ def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: in
         return max(_ring_rows(merged)) * most_heads * spec.head_bytes, _exchanged_bytes(spec, heads, outer_size)
     over_outer, over_inner = _nested_rows(spec, outer_size, inner_size)
     return over_outer * spec.kv_heads * spec.head_bytes, over_inner * spec.kv_heads * spec.head_bytes
-
-
-def _with_bytes(found: Estimate, outer_bytes: int, inner_bytes: int) -> CountedEstimate:
-    return CountedEstimate(found.transport, found.forward, found.backward, found.memory, outer_bytes, inner_bytes)
 
 
 def _ring_rows(spec: CallSpec) -> list[int]:
@@ -124,7 +112,7 @@ def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> i
 
 def counted_recurrence(
     found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int
-) -> dict[str, CountedEstimate]:
+) -> dict[str, Estimate]:
     """Add the bytes of a recurrent layer to the estimates of its methods.
 
     Args:
@@ -138,7 +126,7 @@ def counted_recurrence(
         of_groups = [recurrence_bytes(rows, sequence, name, inner_size) for rows, sequence in groups]
         by_rank = list(zip(*of_groups, strict=True))
         outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
-        by_method[name] = _with_bytes(each, outer, inner)
+        by_method[name] = replace(each, outer_bytes=outer, inner_bytes=inner)
     return by_method
 
 
