@@ -52,9 +52,9 @@ class Estimate:
     memory: float
     """Bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels."""
     outer_bytes: int = 0
-    """Of the rank that receives most over the outer axis, in both passes; 0 until `engine.traffic` has counted them."""
+    """Bytes that the busiest rank receives over the outer axis in both passes; 0 until `engine.traffic` counts them."""
     inner_bytes: int = 0
-    """The same over the inner axis; those of Ulysses, if there is one axis."""
+    """Bytes over the inner axis; those of Ulysses, if there is one axis."""
 
     @property
     def seconds(self) -> float:

@@ -294,7 +294,8 @@ def _ring_step(
     heads = _length(step.heads) * spec.q_heads // max(spec.kv_heads, 1)  # DTensor shards may have none
     flops = 2.0 * heads * (spec.head_dim + spec.v_head_dim) * sum(map(_pairs, step.tiles))
     found = Step(factor * flops, launches=factor * (1 + len(step.tiles)))
-    found += expansion(rows_read(step), spec, 3 if backward else 1)
+    if spec.latent_dims is not None:
+        found += expansion(rows_read(step), spec, 3 if backward else 1)
     if step.transfer is None:
         return found
     # Merging reads the partial result of the step, and reads and writes the sum, in float32 or narrower.
@@ -311,12 +312,11 @@ def over(tier: int, size: float) -> tuple[float, ...]:
 
 
 def expansion(rows: int, spec: CallSpec, products: int) -> Step:
-    """Return the products that expand rows of latents, or their gradients; no work if keys and values travel.
+    """Return the products that expand rows of latents, or their gradients.
 
     Each makes K/V of all heads, and copies these and the rotary keys next to one another.
     """
-    if spec.latent_dims is None:
-        return Step()
+    assert spec.latent_dims is not None
     latent, rotary = spec.latent_dims
     tokens = float(products * rows * spec.batch_size * spec.q_heads)
     return Step(
