@@ -4,18 +4,19 @@ import os
 
 from cp_dtensor.api.context import context_parallel
 from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
-from cp_dtensor.api.explain import explain, explain_recurrence
+from cp_dtensor.api.explain import explain
 from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
+from cp_dtensor.api.hooks import register_context_hook as _register_context_hook
 from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
-from cp_dtensor.api.recurrent import gated_delta_rule, kda, linear_attention, mamba2
-from cp_dtensor.api.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
-from cp_dtensor.api.varlen import varlen_attention
+from cp_dtensor.api.varlen import ATTENTION_OPS, varlen_attention
 from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.select import set_rotate_method
-from cp_dtensor.engine.operators import ATTENTION_OPS
+from cp_dtensor.layers.explain import explain_recurrence
+from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
+from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
 from cp_dtensor.plan.cost import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
@@ -74,6 +75,8 @@ __all__ = [
     "ulysses_attention",
     "varlen_attention",
 ]
+
+_register_context_hook("transformers", "cp_dtensor.integrations.transformers.hooks:hook")
 
 if os.environ.get("CP_DTENSOR_LOGS"):
     show_logs(os.environ["CP_DTENSOR_LOGS"])

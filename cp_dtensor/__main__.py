@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "doctor": ("cp_dtensor.tools.doctor.command", "checks of versions, GPUs, links and results, with remedies"),
+    "doctor": ("cp_dtensor.tools.doctor", "checks of versions, GPUs, links and results, with remedies"),
     "info": ("cp_dtensor.tools.info", "versions, devices, and what the library can use on this machine"),
-    "bench": ("cp_dtensor.tools.bench.command", "time of attention, beside one GPU and torch; start it with torchrun"),
+    "bench": ("cp_dtensor.tools.bench", "time of attention, beside one GPU and torch; start it with torchrun"),
     "train-bench": (
-        "cp_dtensor.tools.bench.train_command",
+        "cp_dtensor.tools.train_bench",
         "time of training steps, beside torch; start it with torchrun",
     ),
     "accuracy": ("cp_dtensor.tools.accuracy", "error of attention against float64; start it with torchrun"),

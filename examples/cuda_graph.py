@@ -39,7 +39,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm1(x)
         q, k, v = (w(h).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        # With seq_len, no call exchanges lengths: a graph cannot hold an exchange that the host waits for.
+        # seq_len declares the length, of which ranks may have unequally many tokens.
         out = context_parallel_attention(q, k, v, mesh=self.mesh, is_causal=True, enable_gqa=True, seq_len=SEQ_LEN)
         assert isinstance(out, torch.Tensor)  # with return_lse=True the result is a pair
         x = x + self.out(out.transpose(1, 2).flatten(2))

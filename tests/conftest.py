@@ -30,6 +30,8 @@ hypothesis.settings.load_profile("cp_dtensor")
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = "cases of each random test that compares attention with a reference; a failing one is printed as a call"
     parser.addoption("--cases", type=int, metavar="N", help=about)
+    about = "how long tests/matrix/test_soak.py draws cases; default: a few cases"
+    parser.addoption("--minutes", type=float, metavar="N", help=about)
     about = (
         "run tests of several GPUs also where there is one, which ranks share; those that need NCCL are skipped then"
     )

@@ -16,7 +16,7 @@ from support.pages import blocks
 from support.ranks import run_ranks
 
 import cp_dtensor
-from cp_dtensor.tools.bench.report import Results
+from cp_dtensor.tools.report import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -29,8 +29,8 @@ from cp_dtensor._torch.dtensor import (
 )
 from cp_dtensor._torch.patches import (
     attribute_replaced, checkpointed_functions_bound, entry_replaced, lower_right_bias_redirected,
-    module_buffers_broadcast_but, multihead_attention_ends_in_sdpa, present_hooks_detached,
-    saved_tensors_detached, wrapped,
+    hooks_detached, module_buffers_broadcast_but, multihead_attention_ends_in_sdpa, present_hooks_detached,
+    wrapped,
 )
 from cp_dtensor._torch.tensors import (
     below_autograd, content_hash, current_stream_handle, is_wrapper, label, no_modes, swap_identities,

@@ -89,13 +89,8 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
         yield
 
 
-_READ_BY_AUTOGRAD = {"to_save", "saved_for_forward", "non_differentiable", "dirty_tensors"}
-"""Attributes of an autograd function's ctx that torch sets, and whose tensors it reads after forward."""
-
-
-@contextmanager
-def saved_tensors_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator[None]:
-    """While open, hooks of saved tensors, and `ctx.name = tensor` in autograd functions, keep aliases of some tensors.
+def hooks_detached(is_replaced_later: Callable[[Any], bool]) -> AbstractContextManager[None]:
+    """While open, hooks of saved tensors that are pushed keep aliases of some tensors.
 
     Hooks get the Python object that is saved, and many keep it: a checkpoint's recompute, or `save_on_cpu` of tensors
     on the CPU. Hooks that are pushed before or in other threads are for `present_hooks_detached`.
@@ -107,25 +102,14 @@ def saved_tensors_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator
     def enter(_original: Callable[..., None], self: Any) -> None:
         _push_hooks(is_replaced_later, self.pack_hook, self.unpack_hook)
 
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        if type(value) in (tuple, list) and name not in _READ_BY_AUTOGRAD:
-            value = type(value)([_detached(is_replaced_later, each) for each in value])
-        elif isinstance(value, torch.Tensor):
-            value = _detached(is_replaced_later, value)
-        object.__setattr__(self, name, value)
-
-    with (
-        wrapped(torch.autograd.graph.saved_tensors_hooks, "__enter__", enter),
-        attribute_replaced(torch.autograd.function.FunctionCtx, "__setattr__", set_attribute),
-    ):
-        yield
+    return wrapped(torch.autograd.graph.saved_tensors_hooks, "__enter__", enter)
 
 
 @contextmanager
 def present_hooks_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator[None]:
     """While open, the hooks of saved tensors that this thread has on entry keep aliases of some tensors.
 
-    See `saved_tensors_detached`. Hooks that are pushed meanwhile may stay longer.
+    See `hooks_detached`. Hooks that are pushed meanwhile may stay longer.
     """
     hooks = torch._C._autograd
     present = hooks._top_saved_tensors_default_hooks(True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
@@ -28,6 +28,17 @@ def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span
     if rows is not None and rows != (0, shape[2]):
         tensor = tensor.narrow(2, rows[0], rows[1] - rows[0])
     return tensor
+
+
+def cut_all(
+    tensors: Sequence[torch.Tensor], batch: Span | None, heads: Span | None, rows: Span | None
+) -> Sequence[torch.Tensor]:
+    """`cut` of several tensors of equal (B, H, S); the tensors themselves if that is all of them."""
+    shape = tensors[0].shape
+    for dim, span in enumerate((batch, heads, rows)):
+        if span is not None and span != (0, shape[dim]):
+            tensors = [x.narrow(dim, span[0], span[1] - span[0]) for x in tensors]
+    return tensors
 
 
 def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -272,13 +283,18 @@ def content_hash(tensor: torch.Tensor) -> int:
 
 _WORDS_OF_HASH = 1 << 20
 """Words of a block: its integers of 64 bits take 16 MiB."""
-_NOTHING: AbstractContextManager[None] = nullcontext()
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""True while a profiler runs. Warm calls ask it in place of `label`, which would be a call of a Python function:
+
+    with label("a text") if is_profiled() else NO_LABEL:
+"""
+NO_LABEL: AbstractContextManager[None] = nullcontext()
 
 
 def label(text: str, *values: object) -> AbstractContextManager[object]:
-    """Labels a block in a running `torch.profiler` as `text.format(*values)`; without a profiler it costs nothing."""
-    if not torch.autograd._profiler_enabled():
-        return _NOTHING
+    """Labels a block in a running `torch.profiler` as `text.format(*values)`; without a profiler it does nothing."""
+    if not is_profiled():
+        return NO_LABEL
     return torch.profiler.record_function(f"cp_dtensor: {text.format(*values)}")
 
 

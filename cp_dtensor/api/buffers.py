@@ -14,8 +14,9 @@ from cp_dtensor._torch.tensors import indexable
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.spec.layouts import Layout, shard_lengths
+from cp_dtensor.engine.call import Call
+from cp_dtensor.spec.cache import lru_cached
+from cp_dtensor.spec.layouts import Layout, Segment, shard_lengths
 
 _SHARD = "cp_dtensor_shard"
 """Attribute of tensors that a context has left sharded: the ranks, and the local length."""
@@ -131,7 +132,7 @@ def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]
     """ids of the buffers to leave sharded; refuses a buffer listed twice, and one that is no buffer."""
     if isinstance(no_restore, torch.Tensor):
         raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
-    listed = [id(tensor) for tensor in buffers]
+    listed = [*map(id, buffers)]
     for index, identity in enumerate(listed):
         if identity in listed[:index]:
             raise ValueError(f"buffer {index} is the same tensor as buffer {listed.index(identity)}: list it once")
@@ -141,10 +142,10 @@ def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]
                 "expected no_restore_buffers to be among buffers (the same objects); got one of shape "
                 f"{tuple(tensor.shape)} that is not"
             )
-    return {id(tensor) for tensor in no_restore}
+    return {*map(id, no_restore)}
 
 
-def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]) -> None:
+def check_in_place(tensors: list[torch.Tensor], dims: list[int], of: SequenceRanks) -> None:
     """Refuses tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad and not tensor.is_leaf:
@@ -158,6 +159,9 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], ranks: set[int]
                 "plain torch.Tensor. Use context_parallel_shard, which makes a new one"
             )
     for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        if not (hasattr(tensor, _SHARD) or id(tensor) in _open_shards):
+            continue
+        ranks = set(of.global_ranks())
         left_sharded = getattr(tensor, _SHARD, None) == (ranks, tensor.size(dim))
         is_open = any(set(shard.buffer.ranks.global_ranks()) == ranks for shard in _open_shards.get(id(tensor), []))
         if len(ranks) > 1 and (left_sharded or is_open):
@@ -178,17 +182,15 @@ def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
     return facts
 
 
-def refuse_shards_of_other_dims(
-    shards: tuple[InPlaceShard, ...], config: AttentionConfig, q: torch.Tensor, k: torch.Tensor
-) -> None:
+def refuse_shards_of_other_dims(shards: tuple[InPlaceShard, ...], call: Call, q: torch.Tensor, k: torch.Tensor) -> None:
     """Refuses queries (..., S, D) of no declared length that have a buffer's share in another dim than S.
 
     Either the buffer has another sequence dim, or q is (batch, sequence, heads, head_dim). Where nothing but the share
     says so, it may be the number of heads, so that is warned of. Only shares that are equal on all ranks count, so that
     ranks refuse alike: others make calls whose sizes differ, which the ranks compare.
     """
-    ranks, q_len = config.ranks, q.size(-2)
-    lengths = {n for each in config.declared_lengths or () for n in shard_lengths(config.layout, each, ranks.size)}
+    ranks, q_len = call.ranks, q.size(-2)
+    lengths = {n for each in call.lengths for n in shard_lengths(call.layout, each, ranks.size)}
     if ranks.size == 1 or q.dim() < 3 or q_len in lengths:
         return
     for index, each in enumerate(shards):
@@ -238,6 +240,11 @@ def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout
         first += rows.size(0)
 
 
+@lru_cached
+def _segments(layout: Layout, seq_len: int, rank: int, world_size: int, group: int) -> tuple[Segment, ...]:
+    return layout.segments(seq_len, rank, world_size, group)
+
+
 def _rows_and_positions(
     tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -246,7 +253,7 @@ def _rows_and_positions(
     return [
         (
             tensor if len(groups) == 1 else tensor[start:stop],
-            positions_of(layout.segments(seq_len, rank, world_size, index), tensor.device),
+            positions_of(_segments(layout, seq_len, rank, world_size, index), tensor.device),
         )
         for index, (start, stop) in enumerate(groups)
     ]

@@ -12,28 +12,12 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import capturing
-from cp_dtensor.api.active_context import (
-    LOCAL_SDPA,
-    ActiveContext,
-    checked_context_sinks,
-    current_context,
-    innermost_context,
-    listed_if_unseen,
-    open_local_sdpa,
-    refuse_sinks,
-    refuse_torchs_modules,
-    warn_of_other_layout,
-    warn_of_other_threads,
-)
 from cp_dtensor.api.buffers import (
     Buffer,
     InPlaceShard,
@@ -41,37 +25,23 @@ from cp_dtensor.api.buffers import (
     facts_of_buffers,
     identities,
     is_shard_now,
-    refuse_shards_of_other_dims,
 )
-from cp_dtensor.api.deprecated import renamed_keywords
-from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.hints import add_hint
-from cp_dtensor.api.interception import (
-    SdpaArguments,
-    SharedInstallation,
-    intercepted,
-    refuse_torchs_context_parallel,
-)
+from cp_dtensor.api.hooks import context_hooks
+from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
+from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_hooks import check_compiled_call, transformers_hooks
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
-from cp_dtensor.engine.agreement import compare_contexts, described, end_context
-from cp_dtensor.engine.attend import attend, modifiers_of
-from cp_dtensor.engine.compiled_spec import CONTEXT_STATE
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    check_batch_size,
-    check_qkv,
-    checked_lengths_of,
-    checked_mask,
-)
-from cp_dtensor.engine.named_masks import is_name
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.comm.groups import Mesh
+from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
+from cp_dtensor.engine.arguments import checked_context_sinks
+from cp_dtensor.engine.call import Call, checked_lengths
+from cp_dtensor.engine.contexts import ALONE, OpenContext, current, innermost, listed, opened, queries_alone
+from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.logs import log_once
-from cp_dtensor.spec.masks import Causal, Mask
+from cp_dtensor.spec.masks import Mask
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,10 +55,11 @@ class context_parallel(ContextDecorator):
 
     The context holds in the thread that enters it and in the threads of its backward; not in forked processes, such as
     a DataLoader's workers. Backward may run inside or after the block, and so may the recomputation of
-    `torch.utils.checkpoint`, in either mode. What autograd saves of a buffer, also by hooks or as `ctx.name = buffer`
-    in an autograd function, stays the shard. Other Python code that runs after exit, such as a gradient hook that reads
-    a buffer from its closure, sees the whole tensor: let it keep `buffer.detach()`. Contexts nest: inside of the inner
-    one its arguments hold. As a decorator, the context is entered at every call of the function.
+    `torch.utils.checkpoint`, in either mode. What autograd saves of a buffer, also by hooks or by
+    `ctx.save_for_backward`, stays the shard. Other Python code that runs after exit, such as a gradient hook that reads
+    a buffer from its closure or an autograd function that reads its own `ctx.name = buffer`, sees the whole tensor: let
+    it keep `buffer.detach()`. Contexts nest: inside of the inner one its arguments hold. As a decorator, the context is
+    entered at every call of the function.
 
     Args:
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
@@ -122,7 +93,7 @@ class context_parallel(ContextDecorator):
         replay: True: passes of SDPA that come again are replayed as CUDA graphs (see `context_parallel_attention`).
         debug: True: on every entry the ranks compare configuration and buffers, at every attention call what must
             agree, and at passes of attention and exits that all do the same; a disagreement names the rank. False: at
-            the first entry and the first attention call of each kind, and at calls that exchange lengths.
+            the first entry and the first attention call of each kind.
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
@@ -131,10 +102,10 @@ class context_parallel(ContextDecorator):
             `torch.compile`d function, or while torch's own context parallelism is open; on exit, out of order, or a
             `PeerError`: ranks have made different calls.
 
-    Attention over lengths other than those of the buffers and `seq_len` is allowed; the ranks then exchange their
-    local lengths in one small collective per call. In the first such call of each kind they also compare q, k and v: if
-    these are equal on all ranks, they were never sharded, which is refused (without a mask: warned of). On GPUs, a
-    length that differs from one of those by about the number of ranks or less is refused unless `seq_len` has it.
+    Attention runs over the lengths of the buffers and of `seq_len`, and over any other of which all ranks have equally
+    many tokens. Two lengths of which some rank has equally many tokens are refused: pad one. In the first call of each
+    kind the ranks also compare q, k and v: if these are equal on all ranks, they were never sharded, which is refused
+    (without a mask: warned of).
 
     Two ranks, 8 tokens, `HeadTail()`: rank 0 has the tokens 0, 1, 6, 7 and rank 1 the tokens 2, 3, 4, 5.
 
@@ -148,7 +119,6 @@ class context_parallel(ContextDecorator):
     Source: torch.distributed.tensor.experimental.context_parallel, which has the same first four arguments.
     """
 
-    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self, mesh: Mesh, *, buffers: Sequence[torch.Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
@@ -157,22 +127,22 @@ class context_parallel(ContextDecorator):
         replay: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
-        config = AttentionConfig.of(
-            mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic, replay=replay
-        )
-        self._config = config if mask is None else replace(config, mask=checked_mask(mask, False))
-        layout = config.layout
+        call = Call.of(
+            mesh, method=method, mask=mask, layout=layout, rotate_method=rotate_method, deterministic=deterministic,
+            replay=replay, debug=debug,
+        )  # fmt: skip
+        self._call, layout = replace(call, in_context=True), call.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
         stay_sharded = identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
-        ranks = self._config.ranks
-        check_in_place(tensors, dims, set(ranks.global_ranks()))
+        ranks = call.ranks
+        check_in_place(tensors, dims, ranks)
         self._buffers = [
             Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
             for tensor, dim in zip(tensors, dims, strict=True)
         ]
-        self._seq_len = checked_lengths_of(layout, seq_len)
-        self._open: tuple[AbstractContextManager[None], ActiveContext] | None = None
+        self._seq_len = checked_lengths(layout, seq_len)
+        self._open: tuple[AbstractContextManager[None], OpenContext] | None = None
         self._entered_before = False
 
     def __call__(self, func: F) -> F:
@@ -199,13 +169,13 @@ class context_parallel(ContextDecorator):
             )
         refuse_torchs_context_parallel()
         if not self._buffers:
-            warn_of_other_layout(self._config, self._seq_len)
+            _warn_of_other_layout(self._call, self._seq_len)
         self._compare_ranks()
-        lengths = tuple(sorted({*self._seq_len, *(each.tensor.size(each.dim) for each in self._buffers)}))
-        differs_by_row = self._buffers and len(self._config.layout.batch_groups(2)) > 1
+        lengths = tuple(sorted({*self._seq_len, *[each.tensor.size(each.dim) for each in self._buffers]}))
+        differs_by_row = self._buffers and len(self._call.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
-        config = replace(self._config, declared_lengths=lengths or None, batch_size=batch_size, lengths_vary=True)
-        context = ActiveContext(config, tuple(map(InPlaceShard, self._buffers)), self._sinks)
+        call = replace(self._call, lengths=lengths, batch_size=batch_size)
+        context = OpenContext(call, tuple(map(InPlaceShard, self._buffers)), self._sinks)
         manager = entered(context)
         manager.__enter__()
         self._open = manager, context
@@ -213,23 +183,26 @@ class context_parallel(ContextDecorator):
 
     def _compare_ranks(self) -> None:
         """Refuses options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
-        tensors = [each.tensor for each in self._buffers]
-        if capturing() or any(map(_torch.is_traced, tensors)):
-            return
-        kind = self._sinks is None, len(self._seq_len), *((each.tensor.dtype, each.dim) for each in self._buffers)
+        kinds, on_gpu = list[object]([self._sinks is None, len(self._seq_len)]), None
+        for each in self._buffers:
+            if _torch.is_traced(each.tensor):
+                return
+            kinds += each.tensor.dtype, each.dim
+            if each.tensor.is_cuda:
+                on_gpu = each.tensor.device
 
         def facts() -> dict[str, object]:  # once for each kind of context
             shapes = ", ".join(f"{tuple(each.tensor.shape)} along dim {each.dim}" for each in self._buffers)
-            config = self._config
+            call = self._call
             log_once(
                 "api", logging.INFO,
-                f"context_parallel over {config.ranks.size} ranks, method {config.method!r}, {config.layout}, mask "
-                f"{config.mask}, buffers {shapes or 'none'}",
+                f"context_parallel over {call.ranks.size} ranks, method {call.method!r}, {call.layout}, mask "
+                f"{call.mask}, buffers {shapes or 'none'}",
             )  # fmt: skip
             sinks = described(self._sinks, values=True)
             return {"seq_len": self._seq_len, "sinks": sinks, **facts_of_buffers(self._buffers)}
 
-        compare_contexts(self._config, kind, next((each.device for each in tensors if each.is_cuda), None), facts)
+        compare_contexts(self._call, tuple(kinds), on_gpu, facts)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -239,7 +212,7 @@ class context_parallel(ContextDecorator):
                 return
             raise RuntimeError("this context_parallel is not entered")
         manager, context = self._open
-        if innermost_context() is not context:
+        if innermost() is not context:
             raise RuntimeError(
                 "context_parallel contexts must be left in the reverse order of entering them, in the same thread"
             )
@@ -248,7 +221,7 @@ class context_parallel(ContextDecorator):
             add_hint(error, context)
         manager.__exit__(kind, error, trace)
         if error is None:
-            end_context(context.config)
+            end_context(context.call)
         if error is None and "model" in context.seen and "attention" not in context.seen:
             warnings.warn(
                 "a model of transformers ran inside of context_parallel, and no attention call was seen there: each "
@@ -261,38 +234,38 @@ class context_parallel(ContextDecorator):
 
 
 @contextmanager
-def entered(context: ActiveContext) -> Iterator[None]:
+def entered(context: OpenContext) -> Iterator[None]:
     """Makes this the context of the current thread, and its buffers their shards, while open.
 
     Contexts nest. One may be entered again later, for a recompute.
     """
     with ExitStack() as stack:  # takes everything back if a part fails
         stack.enter_context(_installation.held())
-        stack.enter_context(listed_if_unseen(context))
+        stack.enter_context(listed(context))
         for buffer in context.buffers:
             stack.enter_context(buffer.in_place())
         stack.enter_context(_torch.present_hooks_detached(is_shard_now))
-        stack.enter_context(_torch.thread_state(CONTEXT_STATE, (context, _torch.current_backward())))
+        stack.enter_context(opened(context))
         for buffer in context.buffers:
             buffer.release_whole()  # last, since it cannot be undone
         yield
 
 
-def _patches() -> Iterator[AbstractContextManager[None]]:
+def _patches() -> Iterator[AbstractContextManager[object]]:
     """The patches, in the order of their installation."""
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
-    yield _torch.jagged_sdpa_checked(_refuse_nested)
-    yield _torch.torchs_modules_checked(refuse_torchs_modules)
+    yield _torch.jagged_sdpa_checked(refuse_nested)
+    yield _torch.torchs_modules_checked(_refuse_torchs_modules)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
-    yield _torch.saved_tensors_detached(is_shard_now)
-    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, check_compiled_call)
-    yield _torch.lower_right_bias_redirected(_lower_right_sdpa)
+    yield _torch.hooks_detached(is_shard_now)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, context_hooks.check_compiled)
+    yield _torch.lower_right_bias_redirected(lower_right_sdpa)
     yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
-    yield _torch.multihead_attention_ends_in_sdpa(_check_multihead_attention)
+    yield _torch.multihead_attention_ends_in_sdpa(check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
-    yield transformers_hooks.held()
+    yield context_hooks.acquire()
 
 
 _installation = SharedInstallation(_patches)
@@ -300,10 +273,10 @@ _installation = SharedInstallation(_patches)
 
 def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """A checkpointed function, run in the present context whenever it runs: also when recomputed after exit."""
-    context = current_context()
+    context = current()
     if context is None:
         return function
-    queries_are_shards = open_local_sdpa(context)
+    queries_are_shards = queries_alone(context)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -317,163 +290,40 @@ def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _variant_of_compiled_code() -> str:
     """Encodes the context of this thread for Dynamo, which reuses compiled code only where this string is equal."""
-    context = innermost_context()
+    context = innermost()
     if context is None:
         return ""
     context.seen.add("attention")  # compiled code may have attention, which is not counted
-    sinks, is_alone = context.sinks is not None, open_local_sdpa(context) is not None
+    context.store_keys()
+    sinks, is_alone = context.sinks is not None, queries_alone(context) is not None
     return f"cp_dtensor: {context.key}{', sinks' * sinks}{', each rank alone' * is_alone}"
 
 
-# SDPA in contexts
+def _refuse_torchs_modules() -> None:
+    """Refuses modules with torch's `_ContextParallel`, whose DTensors are contiguous, where shards are not."""
+    context = innermost()
+    if context is not None and context.call.ranks.size > 1 and context.call.layout != Contiguous():
+        raise RuntimeError(TORCHS_TOO)
 
 
-def sdpa_in_context(call: SdpaArguments) -> torch.Tensor | None:
-    """SDPA of this rank's shards, or of DTensors; torch's own in `local_sdpa`.
-
-    None outside of contexts and where torch has a rule for DTensors.
-    """
-    if call.q.is_meta:
-        return None
-    context = current_context()
-    if context is None:
-        if not isinstance(call.q, DTensor):  # those are served in all threads
-            warn_of_other_threads()
-        return None
-    context.seen.add("attention")
-    queries_are_shards = open_local_sdpa(context)
-    if queries_are_shards is not None:
-        if queries_are_shards and call.is_causal:
-            raise NotImplementedError(
-                "is_causal is not supported between sharded queries and keys that every rank has whole: got "
-                "is_causal=True, expected False (an attn_mask of the local queries is allowed)"
-            )
-        return call.attend_by_torch()
-    if call.under_vmap:
-        raise NotImplementedError(
-            "context_parallel takes no scaled_dot_product_attention under torch.vmap; it takes any number of "
-            "leading dims itself: call it on the whole batch"
-        )
-    if call.q.is_nested:
-        _refuse_nested()
-    if isinstance(call.q, DTensor) or isinstance(call.k, DTensor) or isinstance(call.v, DTensor):
-        # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
-        # DTensors over the ranks of the context have their own placements.
-        result = local_only_sdpa(call, context.config.ranks.global_ranks(), partial(sdpa_of_shards, context))
-        if result is not None:
-            return result
-        if context.sinks is not None:
-            raise NotImplementedError(
-                "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
-                "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
-            )
-        config = context.config
-        result = dtensor_sdpa(call, config.mask, config.deterministic, config.replay)
-        if result is None and config.mask is not None:
-            raise NotImplementedError(
-                f"the mask of this context ({config.mask}) applies to plain tensors and to DTensors that are "
-                "sharded along the sequence: got other DTensors over the ranks of the context"
-            )
-        return result
-    return sdpa_of_shards(context, call)
-
-
-def _refuse_nested() -> None:
-    """Refuses SDPA of nested tensors, unless there is no context."""
-    context = current_context()
-    if context is not None and open_local_sdpa(context) is None:
-        raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
-
-
-def sdpa_of_shards(
-    context: ActiveContext, call: SdpaArguments, mask: Mask | None = None, sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
-    """SDPA of plain tensors, shards of the sequence.
+def _warn_of_other_layout(call: Call, seq_len: tuple[int, ...]) -> None:
+    """Warns, once, of a context without buffers inside of one whose buffers are shards in another layout.
 
     Args:
-        mask: combined with those of the call and the context.
-        sinks: those of the call; None for those of the context.
-        softcap: as for `context_parallel_attention`.
+        call: of the context that is about to be entered.
+        seq_len: its global lengths. Others than those of the context around are of shards of its own.
     """
-    sinks = context.sinks if sinks is None else sinks
-    if call.q.dim() != 4 and len(context.config.layout.batch_groups(2)) > 1:
-        raise NotImplementedError(
-            f"{context.config.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
-            f"sequence, head_dim); got {tuple(call.q.shape)}"
-        )
-    if _torch.is_traced(call.q):
-        refuse_sinks(sinks is not None, "scaled_dot_product_attention in compiled code")
-    else:  # compiled code checks it when it runs
-        check_batch_size(call.q, context.config)
-        if call.q.shape not in context.seen:
-            refuse_shards_of_other_dims(context.buffers, context.config, call.q, call.k)
-            context.seen.add(call.q.shape)
-    q, k, v = _four_dims(call.q), _four_dims(call.k), _four_dims(call.v)
-    check_qkv(q, k, v, call.enable_gqa)
-    mask_name = call.attn_mask if is_name(call.attn_mask) else None
-    bias = None if mask_name is not None else _mask_for_four_dims(call)
-    out, _ = attend(
-        q, k, v, context.config, mask=checked_mask(mask, call.is_causal), scale=call.scale, mask_name=mask_name,
-        modifiers=modifiers_of(q, bias, call.dropout_p, sinks, first=call.first, softcap=softcap),
-    )  # fmt: skip
-    return out.view(*call.q.shape[:-1], call.v.size(-1)) if call.q.dim() != 4 else out
-
-
-def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """(..., S, D) as (B, H, S, D)."""
-    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor.flatten(0, -4)
-
-
-def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
-    """The mask (..., S, T) for queries of (B, H, S, D)."""
-    if call.attn_mask is None or call.q.dim() <= 4:
-        return call.attn_mask
-    if call.attn_mask.dim() > call.q.dim():
-        raise ValueError(
-            f"expected attn_mask to broadcast to {(*call.q.shape[:-1], 'keys')}, got {call.attn_mask.shape}"
-        )
-    mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
-    return mask.expand(*call.q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
-
-
-def _lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """SDPA with `causal_lower_right` of unequal lengths; torch calls kernels below SDPA for it.
-
-    In contexts the last query of the whole sequence is at its last key.
-    """
-
-    def attend(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        context = current_context()
-        if context is None or open_local_sdpa(context) is not None:
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
-            raise NotImplementedError(
-                "causal_lower_right of unequal lengths takes plain tensors inside of context_parallel, this rank's "
-                "shards; got DTensors"
-            )
-        call = SdpaArguments(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
-        return sdpa_of_shards(context, call, Causal("bottom_right"))
-
-    return attend
-
-
-def _check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:
-    """Refuses `nn.MultiheadAttention` that does not end in SDPA of the shards."""
-    if not (need_weights or extra_keys) or current_context() is None:
+    around = innermost()
+    if around is None or not around.buffers or call.ranks.size == 1 or around.call.layout == call.layout:
         return
-    if extra_keys:
-        raise NotImplementedError(
-            "nn.MultiheadAttention got add_bias_kv=True or add_zero_attn=True inside of context_parallel, where every "
-            "rank would append the extra key to its own shard; build it without"
+    outer = around.call
+    if outer.ranks.shares_sequence_with(call.ranks) and {*seq_len} <= {*(outer.lengths)}:
+        text = (
+            f"a context_parallel without buffers, in {call.layout} (layout=None is HeadTail()), was entered inside "
+            f"of one over the same ranks whose buffers are shards in {outer.layout}: attention of these shards inside "
+            f"takes their tokens for others. Pass layout={outer.layout}, or list the buffers of the inner context"
         )
-    raise NotImplementedError(
-        "nn.MultiheadAttention got need_weights=True (its default) inside of context_parallel, but no rank has the "
-        "attention weights of the whole sequence; pass need_weights=False"
-    )
+        warn_once(call.ranks, (type(outer.layout), type(call.layout)), text)
 
 
 # SDPA of local tensors inside an active context
@@ -491,9 +341,9 @@ def local_sdpa(*, queries_are_shards: bool) -> Iterator[None]:
             text prompt); `is_causal=True` is refused then, because the positions of the queries are not known. False
             if q is whole too.
     """
-    context = innermost_context()
+    context = innermost()
     if context is None:
         yield
         return
-    with _torch.thread_state(LOCAL_SDPA, (context, queries_are_shards)):
+    with _torch.thread_state(ALONE, (context, queries_are_shards)):
         yield

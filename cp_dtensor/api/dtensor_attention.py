@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import NamedTuple, cast
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -15,33 +16,24 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cp_dtensor import _torch
 from cp_dtensor.api.interception import TORCHS_TOO, SdpaArguments
-from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.faults import peer_errors
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.groups import Mesh, SequenceRanks, is_ulysses_axis
 from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_sinks, four_dims_of_mask
 from cp_dtensor.engine.attend import attend
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    check_bias,
-    check_qkv,
-    checked_dropout_p,
-    checked_mask,
-    checked_sinks,
-    checked_softcap,
-    four_dims_of_mask,
-    is_ulysses_axis,
-)
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import Call, checked_bool, checked_factors, checked_mask, checked_method
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import CachedHash, Contiguous, Layout, Segment, TorchChunk
-from cp_dtensor.spec.masks import Batched, Mask
+from cp_dtensor.spec.masks import Batched, Causal, Mask
 
 BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
+_CAUSAL = Causal()
 
 
 def dtensor_sdpa(
-    call: SdpaArguments, mask: Mask | None = None, deterministic: bool = False, replay: bool = False
+    arguments: SdpaArguments, mask: Mask | None = None, deterministic: bool = False, replay: bool = False
 ) -> torch.Tensor | None:
     """SDPA of DTensors (B, H, S, D) that are sharded along the sequence, or on a CPU have an attn_mask; else None.
 
@@ -54,111 +46,121 @@ def dtensor_sdpa(
         deterministic: True if results must be equal in every run.
         replay: True if passes that come again are replayed as CUDA graphs.
     """
-    q, k, v = call.q, call.k, call.v
+    q, k, v = arguments.q, arguments.k, arguments.v
     sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
     if not sharded or not q.dim() == k.dim() == v.dim() == 4:
         return None
     # On a CPU, DTensor has no rule for torch's fused op, and our handler of that op takes no attn_mask.
-    masked_on_cpu = call.attn_mask is not None and q.device.type == "cpu" and mask is None
+    masked_on_cpu = arguments.attn_mask is not None and q.device.type == "cpu" and mask is None
     if not is_seq_sharded(*sharded) and not masked_on_cpu:
         return None
     if _torch.torchs_context_parallel_is_open():  # since; asked here, which is one frame less a call
         raise RuntimeError(TORCHS_TOO)
-    if mask is not None and _torch.is_traced(call.q):
+    if mask is not None and _torch.is_traced(arguments.q):
         raise NotImplementedError(
             f"in compiled code, the mask of this context ({mask}) is for plain tensors: got DTensors over the ranks of "
             "the context; call attention of DTensors outside of compiled code"
         )
+    both = _CAUSAL if mask is None and arguments.is_causal else checked_mask(mask, arguments.is_causal)
     out, _ = dtensor_attention(
-        q, k, v, mask=checked_mask(mask, call.is_causal), attn_mask=call.attn_mask,
-        dropout_p=call.dropout_p, scale=call.scale, enable_gqa=call.enable_gqa, deterministic=deterministic,
+        q, k, v, mask=both, attn_mask=arguments.attn_mask,
+        dropout_p=arguments.dropout_p, scale=arguments.scale, enable_gqa=arguments.enable_gqa,
+        deterministic=deterministic,
         replay=replay,
     )  # fmt: skip
     return out
 
 
 def dtensor_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
-    enable_gqa: bool = False, method: str = "auto", rotate_method: str | None = None, deterministic: bool = False,
-    replay: bool = False, needs_lse: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None, attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = True, needs_lse: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
+    """Return `(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
     Args:
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way.
-        mask: by global position.
+        mask: by global position; None for none.
         attn_mask, sinks: DTensors on the same mesh, placed in any way; sinks (H,).
-        softcap: as for `context_parallel_attention`.
-        method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes.
-        rotate_method: None for the process default.
-        deterministic, replay: as for `context_parallel_attention`.
+        enable_gqa: as for `context_parallel_attention`.
         needs_lse: False if lse may be empty.
+        options: others of `context_parallel_attention`. The method "auto" is a ring, Ulysses or a hybrid, by the names
+            and placements of the mesh axes.
 
     Raises:
         ValueError, TypeError: tensors that do not fit, or a method that the placements do not permit.
     """
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
-    call = LocalCall.of(q, k, v, method, rotate_method, deterministic, replay)
-    modifiers = _local_modifiers(q, k.size(2), attn_mask, dropout_p, sinks, softcap, call.placed)
-    out, lse = attend(
-        call.q, call.k, call.v, call.config, mask=_of_local_rows(mask, q, call), scale=scale, modifiers=modifiers,
-        lengths=(q.size(2), k.size(2)), needs_lse=needs_lse,
-    )  # fmt: skip
-    return call.wrapped(out, q), call.wrapped(lse, q) if needs_lse else lse
+    local = placed_call(q, k, v, mask, **options)
+    seed = _seed_of_all(local.q, q.device_mesh) if local.call.dropout_p else None
+    bias = of_heads = None
+    if attn_mask is not None or sinks is not None:
+        bias, of_heads = _local_modifiers(q, k.size(2), attn_mask, sinks, local.placed)
+    t = Tensors(local.q, local.k, local.v, bias, of_heads, seed)
+    out, lse = attend(local.call, t, needs_lse=needs_lse)
+    return local.wrapped(out, q), local.wrapped(lse, q) if needs_lse else lse
 
 
-class LocalCall(NamedTuple):
+class PlacedCall(NamedTuple):
     """A rank's part of attention of DTensors."""
 
+    call: Call
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     placed: AttentionPlacements
-    config: AttentionConfig
-
-    @classmethod
-    def of(
-        cls, q: DTensor, k: DTensor, v: DTensor, method: str = "auto", rotate_method: str | None = None,
-        deterministic: bool = False, replay: bool = False,
-    ) -> LocalCall:  # fmt: skip
-        """Redistributes q, k and v of one mesh as far as necessary; refuses methods that placements do not permit."""
-        mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
-        by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
-        names = mesh.mesh_dim_names
-        placed = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), names)
-        if method == "auto":
-            method = "ring" if placed.ulysses_axis is None else "hybrid"
-        elif len(placed.axes) != {"ulysses": 1, "hybrid": 2}.get(method, len(placed.axes)):
-            axes = "one mesh axis" if method == "ulysses" else "two mesh axes"
-            raise ValueError(
-                f'method "{method}" expects DTensors whose keys and values are sharded along the sequence over {axes}; '
-                f"{_received(q, k, v)}"
-            )
-        local_q = to_local(q, placed.q)
-        local_k, local_v = (to_local(x, placed.kv, placed.grad_kv) for x in (k, v))
-        config = AttentionConfig(
-            # Without such an axis each rank is alone; its plans are cached for any of its groups.
-            SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method, transport_by_name(rotate_method),
-            deterministic, replay=replay,
-            placed=PlacedPartition(q.size(2), k.size(2), local_q.size(0), placed, shape, _coordinate(mesh)),
-        )  # fmt: skip
-        return cls(local_q, local_k, local_v, placed, config)
 
     def wrapped(self, local: torch.Tensor, q: DTensor) -> DTensor:
-        """`out` or `lse` of the local queries, as a DTensor."""
+        """Return `out` or `lse` of the local queries as a DTensor."""
         return from_local(local, q.device_mesh, self.placed.q, (*q.shape[:3], *local.shape[3:]))
 
 
-def _of_local_rows(mask: Mask, q: DTensor, call: LocalCall) -> Mask:
-    """The mask of this rank's batch rows."""
-    rows = call.q.size(0)
+def placed_call(
+    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, *, method: str = "auto", rotate_method: str | None = None,
+    deterministic: bool = False, replay: bool = False, **factors: float | None,
+) -> PlacedCall:  # fmt: skip
+    """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit.
+
+    Args:
+        q, k, v: as for `dtensor_attention`.
+        mask: by global position.
+        method, rotate_method, deterministic, replay: as for `context_parallel_attention`.
+        factors: scale, dropout_p and others of `Call.factors`.
+    """
+    checked_bool("deterministic", deterministic), checked_bool("replay", replay), checked_method(method)
+    mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
+    by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
+    names = mesh.mesh_dim_names
+    placed = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), names)
+    if method == "auto":
+        method = "ring" if placed.ulysses_axis is None else "hybrid"
+    elif len(placed.axes) != {"ulysses": 1, "hybrid": 2}.get(method, len(placed.axes)):
+        axes = "one mesh axis" if method == "ulysses" else "two mesh axes"
+        raise ValueError(
+            f'method "{method}" expects DTensors whose keys and values are sharded along the sequence over {axes}; '
+            f"{_received(q, k, v)}"
+        )
+    local_q = to_local(q, placed.q)
+    local_k, local_v = to_local(k, placed.kv, placed.grad_kv), to_local(v, placed.kv, placed.grad_kv)
+    pair = q.size(2), k.size(2)
+    call = Call(
+        # Without such an axis each rank is alone; its plans are cached for any of its groups.
+        SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method=method,
+        mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
+        transport=transport_by_name(rotate_method), pair=pair, deterministic=deterministic, replay=replay,
+        first=_first_of(q, placed) if factors.get("dropout_p") else (0, 0), **checked_factors(**factors),  # type: ignore[arg-type]
+        placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
+    )  # fmt: skip
+    return PlacedCall(call, local_q, local_k, local_v, placed)
+
+
+def _of_local_rows(mask: Mask, q: DTensor, rows: int, placed: AttentionPlacements) -> Mask:
+    """Return the mask of this rank's batch rows."""
     if mask.batch_size is None or rows == q.size(0):
         return mask
     if mask.batch_size != q.size(0):
         raise ValueError(f"expected a mask for {q.size(0)} batch rows, got one for {mask.batch_size}: {mask}")
-    first, _ = _first_of(q, call.placed)
+    first, _ = _first_of(q, placed)
     return Batched([mask.of_batch_row(first + row) for row in range(rows)]) if rows else mask.of_batch_row(0)
 
 
@@ -207,6 +209,8 @@ def to_local(
     tensor: DTensor, placements: Sequence[Placement], grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
     """The local part of a DTensor in these placements; its gradient is placed alike unless `grad_placements` differ."""
+    if tensor.placements == placements and grad_placements in (None, placements):
+        return tensor.to_local(grad_placements=placements)
     # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
     # placements of the input.
     # In inference mode torch 2.11 does not redistribute a tensor that requires grad. Dynamo cannot trace the question.
@@ -226,7 +230,7 @@ def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if len(sharded) < len(tensors):
         raise ValueError(f"expected q, k and v all to be DTensors, {_received(*tensors)}; wrap with DTensor.from_local")
-    if len({*[tensor.device_mesh for tensor in sharded]}) > 1:
+    if len({*map(attrgetter("device_mesh"), sharded)}) > 1:
         raise ValueError(f"expected q, k and v on one mesh, {_received(*tensors)}")
     return tuple(sharded)
 
@@ -295,22 +299,18 @@ def local_only_sdpa(
 
 
 def _local_modifiers(
-    q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None,
-    softcap: float, placed: AttentionPlacements,
-) -> Modifiers:  # fmt: skip
-    """The modifiers of a rank's queries. With dropout, a collective of the whole mesh."""
-    dropout_p, softcap = checked_dropout_p(dropout_p), checked_softcap(softcap)
-    bias = None if attn_mask is None else _local_bias(q, attn_mask, placed)
-    check_bias(q, bias, (q.size(2), kv_len))
-    of_heads = None
+    q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None, placed: AttentionPlacements
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the bias and the sinks of a rank's queries."""
+    bias = of_heads = None
+    if attn_mask is not None:
+        bias = _local_bias(q, attn_mask, placed)
+        check_bias(q, bias, (q.size(2), kv_len))
     if sinks is not None:
         sinks = _on_mesh_of(q, "sinks", sinks)
         checked_sinks(sinks, q)
         of_heads = local_beside(sinks, placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
-    if not dropout_p:
-        return Modifiers.of(bias, sinks=of_heads, softcap=softcap)
-    seed = _seed_of_all(q.to_local(), q.device_mesh)
-    return Modifiers(bias, dropout_p, seed, *_first_of(q, placed), of_heads, softcap)
+    return bias, of_heads
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import no_autocast
-from cp_dtensor.api.active_context import innermost_context
-from cp_dtensor.api.dtensor_attention import LocalCall, dtensor_sdpa, from_local, is_seq_sharded, on_one_mesh, to_local
+from cp_dtensor.api.dtensor_attention import (
+    dtensor_sdpa,
+    from_local,
+    is_seq_sharded,
+    on_one_mesh,
+    placed_call,
+    to_local,
+)
 from cp_dtensor.api.interception import (
     SharedInstallation,
     intercepted,
@@ -24,10 +31,12 @@ from cp_dtensor.api.interception import (
     refuse_torchs_context_parallel,
 )
 from cp_dtensor.attention.backends.select import only_backend
-from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.config import check_qkv, checked_mask, refuse_unsupported_sdpa, softmax_scale
-from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.engine.arguments import check_qkv, refuse_unsupported_sdpa
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import checked_mask, softmax_scale
+from cp_dtensor.engine.contexts import innermost
+from cp_dtensor.engine.run import run, run_backward_again
 
 aten = torch.ops.aten
 
@@ -54,7 +63,11 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         raise NotImplementedError(f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention")
     q, k, v = on_one_mesh(*inputs)
     check_qkv(q, k, v, enable_gqa=True)
-    scale, is_causal, lengths = softmax_scale(q, arguments["scale"]), arguments["is_causal"], (q.size(2), k.size(2))
+    scale, is_causal, lengths = (
+        softmax_scale(q.size(3), arguments["scale"]),
+        arguments["is_causal"],
+        (q.size(2), k.size(2)),
+    )
     if on_seq:
         refuse_unsupported_sdpa(attn_mask, arguments["dropout_p"])
         if arguments.get("return_debug_mask"):
@@ -64,29 +77,22 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if callable(outputs):
             _refuse_context_options(op)
     with torch.no_grad(), no_autocast(q):
-        local = LocalCall.of(q, k, v)
-        qkv, call = (local.q, local.k, local.v), None
-        if on_seq:
-            mask, allowed = checked_mask(None, is_causal), only_backend(backend)
-            call = bound_call(*qkv, local.config, lengths, mask, NO_MODIFIERS, scale, allowed)
+        local = placed_call(q, k, v, checked_mask(None, is_causal), scale=scale)
+        call = replace(local.call, backends=only_backend(backend))
+        qkv = local.q, local.k, local.v
         if callable(outputs):
-            if call is None:  # on a CPU, where torch has no rule for the op
+            if on_seq:
+                out, lse, _, _ = run(call, Tensors(*qkv), True)
+            else:  # on a CPU, where torch has no rule for the op
                 out, lse = op(*qkv, arguments["dropout_p"], is_causal, scale=scale)
-            else:
-                call.begin(local.q)
-                with call:
-                    out, lse, _ = call.plan.forward(*qkv, call.values(), True)
             return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
         of_queries = (next(iter(arguments.values())), arguments["out"], arguments["logsumexp"])
         grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
-        if call is None:
-            grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
-        else:
+        if on_seq:
             lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
-            call.begin(local.q, backward=True)
-            with call:
-                saved = call.plan.remake_saved(*qkv, out, lse, call.values())
-                grads = call.plan.backward(grad_out, saved, call.values(), None)
+            grads = run_backward_again(call, Tensors(*qkv), grad_out, out, lse)
+        else:
+            grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
     placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
     shapes = (tuple(x.shape) for x in (q, k, v))
     wrapped = (from_local(*each) for each in zip(grads, [q.device_mesh] * 3, placements, shapes, strict=True))
@@ -95,12 +101,12 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _refuse_context_options(op: Any) -> None:
     """Refuses options of the open context that a fused op would leave out."""
-    context = innermost_context()
+    context = innermost()
     if context is None:
         return
-    config = context.config
+    call = context.call
     for name, is_set in (
-        ("mask", config.mask is not None), ("sinks", context.sinks is not None), ("deterministic", config.deterministic)
+        ("mask", call.mask is not None), ("sinks", context.sinks is not None), ("deterministic", call.deterministic)
     ):  # fmt: skip
         if is_set:
             raise NotImplementedError(

@@ -4,53 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import with_inherited
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ranks
 from cp_dtensor.comm.links import cluster_of
+from cp_dtensor.engine.call import Call, checked_mask
 from cp_dtensor.engine.choose import Estimate, estimates, fastest
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    axis_names,
-    checked_length,
-    checked_mask,
-    checked_seq_len,
-    refuse_other_lengths,
-    sequence_ranks,
-)
-from cp_dtensor.engine.layers import recurrence_spec
+from cp_dtensor.engine.contexts import inherited
 from cp_dtensor.engine.planner import call_spec
-from cp_dtensor.engine.recurrence import Rows
-from cp_dtensor.engine.recurrence_cost import recurrence_estimates
-from cp_dtensor.engine.sequence import document_edges
-from cp_dtensor.engine.traffic import counted, counted_recurrence
+from cp_dtensor.engine.traffic import counted
 from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardware, Tier, named
-from cp_dtensor.plan.rows import SequenceLayout
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
-_FIRST = f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward'
+FIRST = f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward'
 _RULE = (
-    f"{_FIRST}\n"
+    f"{FIRST}\n"
     f"K/V by: symm_mem if ranks share memory, else the first of allgather and alltoall within {TOLERANCE - 1:.0%}"
 )
 Assumed = Hardware | str
-RECURRENCES: Mapping[str, tuple[bool, str, bool]] = MappingProxyType(
-    {
-        "gated_delta_rule": (True, "by head", False),
-        "kda": (True, "by channel", False),
-        "linear_attention": (False, "by head", False),
-        "mamba2": (False, "by head", True),  # its values are x dt
-    }
-)
-"""By name of a layer: whether maps are matrices, its decays, and whether its values are float32."""
 
 
 @dataclass(frozen=True)
@@ -151,18 +126,18 @@ def explain(
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     if latent_dims is not None:
         _check_latents(latent_dims, q_heads, kv_heads, head_dim)
-    _check_numbers(
+    check_numbers(
         dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, batch_size=batch_size, v_head_dim=v_head_dim
     )
     if q_heads % kv_heads:
         raise ValueError(f"expected q_heads to be a multiple of kv_heads, got {q_heads} and {kv_heads}")
-    config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=False)
-    config = with_inherited("explain", config, layout=layout is None, mask=mask is None)
-    mask = config.mask if mask is None else mask
-    ranks = config.ranks
-    lengths = checked_seq_len(seq_len)
-    partition = config.partition(lengths, batch_size)
-    shown = checked_mask(mask, mask is None if is_causal is None else is_causal)
+    call = Call.of(mesh, layout=layout, rotate_method=rotate_method, seq_len=seq_len)
+    call = inherited("explain", call, layout=layout is None, mask=mask is None)
+    mask = call.mask if mask is None else mask
+    ranks, lengths = call.ranks, call.pair
+    assert lengths is not None
+    partition = call.partition(lengths, batch_size)
+    shown = checked_mask(mask, mask is None if is_causal is None else is_causal) or Full()
     k_dim, v_dim = latent_dims or (head_dim, v_head_dim)
     of_keys = kv_heads if latent_dims is None else 1
     q_shape, k_shape, v_shape = (
@@ -175,13 +150,13 @@ def explain(
     )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    found = estimates(spec, cluster, config.transport)
+    found = estimates(spec, cluster, call.transport)
     *inner, outer = (tier.ranks for tier in cluster.tiers)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(map(str, (outer, *inner)))
     explanation = Explanation(
-        f"{lengths[0]:,} tokens on {_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
-        f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {_short(config.layout)}",
+        f"{lengths[0]:,} tokens on {counted_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
+        f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {shortened(call.layout)}",
         assumption, names, counted(found, spec, outer, *inner), fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
@@ -189,79 +164,7 @@ def explain(
     return explanation
 
 
-def explain_recurrence(
-    mesh: Mesh, *, seq_len: int, heads: int, key_heads: int | None = None, key_dim: int = 128, value_dim: int = 128,
-    layer: str = "gated_delta_rule", batch_size: int = 1, dtype: torch.dtype = torch.bfloat16,
-    layout: Layout | None = None, cu_seqlens: Any = None, hardware: Assumed | Mapping[str, Assumed] | None = None,
-    quiet: bool = False,
-) -> Explanation:  # fmt: skip
-    """Predicts time, bytes and memory of every method of a recurrent layer, and prints the table on rank 0.
-
-    Args:
-        mesh: the ranks that share the sequence, as for `gated_delta_rule`.
-        seq_len: the global number of tokens.
-        heads: H of v (of x for "mamba2").
-        key_heads: H' of q and k (of B and C); None: as many.
-        key_dim, value_dim: K and V (of "mamba2" N and P).
-        layer: "gated_delta_rule", "kda", "linear_attention" (with a decay of each head) or "mamba2".
-        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
-            these ranks, else `HeadTail()`.
-        cu_seqlens: positions where documents begin and end; None for one document.
-        batch_size, dtype, hardware, quiet: as for `explain`.
-
-    Returns:
-        the predictions; `str()` is the table. Methods that the heads or the ranks do not allow are left out, and
-        "relayout" where each rank has one run already.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit.
-
-    A gated delta net of 64 heads over two H100s:
-
-        explain_recurrence(mesh, seq_len=131072, heads=64, hardware="H100").chosen
-    """
-    if layer not in RECURRENCES:
-        raise ValueError(f"expected layer to be one of {', '.join(RECURRENCES)}, got {layer!r}")
-    key_heads = heads if key_heads is None else key_heads
-    _check_numbers(dtype, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, batch_size=batch_size)
-    if heads % key_heads:
-        raise ValueError(f"expected heads to be a multiple of key_heads, got {heads} and {key_heads}")
-    checked_length(seq_len)
-    config = AttentionConfig.of(mesh, "auto", layout, None, debug=False)
-    config = with_inherited("explain_recurrence", config, layout=layout is None, mask=False)
-    ranks, edges = config.ranks, document_edges("explain_recurrence", cu_seqlens)
-    refuse_other_lengths(config.layout, seq_len, "explain_recurrence")
-    is_delta, decays, wide_values = RECURRENCES[layer]
-
-    def rows(batch: int) -> Rows:
-        def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.empty(batch, 1, *shape, dtype=dtype, device="meta")
-
-        keys = of(dtype, key_heads, key_dim)
-        g = of(torch.float32, heads, *[key_dim] * (decays == "by channel"))
-        values = of(torch.float32 if wide_values else dtype, heads, value_dim)
-        return Rows(values, keys, keys, g, of(dtype, heads) if is_delta else None)
-
-    groups = [
-        (rows(stop - start), SequenceLayout(config.layout, seq_len, ranks.size, group, edges))
-        for group, (start, stop) in enumerate(config.layout.batch_groups(batch_size))
-    ]
-    spec = recurrence_spec(rows(batch_size), groups[0][1])
-    cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    found = recurrence_estimates(spec, cluster, one_axis=ranks.inner is None)
-    of_keys = "" if key_heads == heads else f":{key_heads}"
-    explanation = Explanation(
-        f"{layer} of {seq_len:,} tokens on {_ranks(str(ranks.size))}, {heads}{of_keys} heads of {key_dim}/{value_dim}, "
-        f"batch {batch_size}, {dtype}, {_short(config.layout)}",
-        assumption, names, counted_recurrence(found, groups, ranks.inner_size), fastest(found),
-        _FIRST,
-    )  # fmt: skip
-    if ranks.rank == 0 and not quiet:
-        print(explanation, flush=True)
-    return explanation
-
-
-def _check_numbers(dtype: torch.dtype, **numbers: int) -> None:
+def check_numbers(dtype: torch.dtype, **numbers: int) -> None:
     """Refuses numbers below 1, and dtypes that are not floating.
 
     Raises:
@@ -343,13 +246,15 @@ def _check_latents(latent_dims: tuple[int, int], q_heads: int, kv_heads: int, he
 def _described(mask: Mask, q_len: int, kv_len: int) -> str:
     if mask in (Full(), Causal()):
         return "full" if mask == Full() else "causal"
-    return f"{_short(mask)} ({mask.pairs(q_len, kv_len) / max(q_len * kv_len, 1):.1%} of all pairs)"
+    return f"{shortened(mask)} ({mask.pairs(q_len, kv_len) / max(q_len * kv_len, 1):.1%} of all pairs)"
 
 
-def _ranks(sizes: str) -> str:
+def counted_ranks(sizes: str) -> str:
+    """Return the numbers of ranks as words of a sentence."""
     return f"{sizes} rank{'s' * (sizes != '1')}"
 
 
-def _short(value: object) -> str:
+def shortened(value: object) -> str:
+    """Return a value as text, or the name of its class if that is long."""
     text = str(value)
     return text if len(text) <= 80 else f"{type(value).__name__}(...)"

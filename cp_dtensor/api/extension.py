@@ -1,69 +1,138 @@
-"""Building blocks for providers and drop-ins.
+"""Building blocks for layers, providers and drop-ins.
 
-Integrations, in this package or elsewhere, import the public names of `cp_dtensor` and of this module only.
+Layers and integrations, in this package or elsewhere, import the public names of `cp_dtensor` and of this module only.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from cp_dtensor._torch import current_backward, entry_replaced, never_compiled, version_of, when_loaded, wrapped
-from cp_dtensor._torch.tensors import no_autocast
-from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor._torch import (
+    attribute_replaced,
+    autograd_recorded,
+    below_autograd,
+    constant_in_trace,
+    current_backward,
+    define_operator,
+    entry_replaced,
+    never_compiled,
+    version_of,
+    when_loaded,
+    wrapped,
+)
+from cp_dtensor._torch.autograd import RankFunction, refuse_traced_transforms
+from cp_dtensor._torch.cache import capturing
+from cp_dtensor._torch.streams import Shared
+from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
-from cp_dtensor.api.deprecated import renamed_keywords
+from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
+from cp_dtensor.api.explain import (
+    FIRST,
+    Assumed,
+    Explanation,
+    check_numbers,
+    cluster_of_mesh,
+    counted_ranks,
+    shortened,
+)
+from cp_dtensor.api.functional import cast_by_autocast
+from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.provider import attention_of_shards
-from cp_dtensor.api.sharding import checked_buffers, checked_sequence
-from cp_dtensor.api.transformers_checks import PROVIDER, is_model, models_with_positions, problems_of
-from cp_dtensor.api.transformers_hooks import provider_mask, transformers_hooks
-from cp_dtensor.api.transformers_masks import ModelMask
-from cp_dtensor.api.transformers_private import PASSED_ON, table_of
+from cp_dtensor.api.sharding import (
+    checked_buffers,
+    checked_sequence,
+    checked_sequence_dim,
+    gathered_shards,
+    refuse_first_dim,
+)
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
-from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.first_use import first_use, wrong_result
+from cp_dtensor.attention.backends.packages import quiet
+from cp_dtensor.attention.backends.select import only_backend, register_backend
+from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.merge import merge
-from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.calls import Signature, begin_pass
+from cp_dtensor.comm.faults import all_to_all_single
+from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
+from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
+from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.autograd import Attention, BoundCall
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
+from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
+from cp_dtensor.engine.arguments import (
+    check_devices,
     check_qkv,
+    check_tensors,
     positive_scale,
     refuse_unsupported_sdpa,
-    sequence_ranks,
 )
-from cp_dtensor.engine.named_masks import is_name, named_mask
-from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import (
+    Call,
+    Sharding,
+    checked_layout,
+    checked_length,
+    refuse_other_lengths,
+    softmax_scale,
+)
+from cp_dtensor.engine.choose import Estimate, fastest
+from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
+from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
+from cp_dtensor.engine.run import CallMask, NamedMask, run_backward_again
+from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
+from cp_dtensor.plan.partition import partition_heads
+from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer
 
 __all__ = [  # noqa: RUF022, grouped by purpose
     # ranks, and layouts of your own
-    "Mesh", "sequence_ranks", "default_rotate_method", "Segment", "CachedHash", "take_shard",
+    "Mesh", "SequenceRanks", "sequence_ranks", "default_rotate_method", "Segment",
+    "CachedHash", "take_shard",
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
-    "is_integer", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa", "renamed_keywords",
+    "is_integer", "check_devices", "check_tensors", "checked_layout", "checked_length", "refuse_other_lengths",
+    "softmax_scale", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
-    # models of transformers
-    "PASSED_ON", "PROVIDER", "is_model", "models_with_positions", "problems_of", "provider_mask", "transformers_hooks",
-    "is_name", "named_mask", "ModelMask", "table_of", "ranks_of_context",
+    # registries
+    "AttentionBackend", "register_backend",
+    # contexts of models, and masks that travel through them as tensors
+    "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
+    "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
+    "Call", "CallMask", "NamedMask", "is_handle", "handle_of", "value_of",
+    # calls of layers: what ranks share, their lengths, and what ranks compare
+    "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts",
+    "LENGTH", "Signature",
+    "begin_pass",
+    # cost of the methods of a layer, and its table
+    "BACKWARD", "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
+    "FIRST", "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
+    # tensors, DTensors and casts of a layer
+    "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
+    "from_local", "local_beside", "refuse_other_place", "to_local",
+    # heads and rows of ranks, their exchange, tables that CUDA graphs read, and kernels of other packages
+    "partition_heads", "rows_in_order", "all_to_all_single", "CollectiveHeads", "HeadRows",
+    "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
-    "current_backward", "never_compiled", "version_of",
+    "RankFunction", "autograd_recorded", "below_autograd", "constant_in_trace", "current_backward", "define_operator",
+    "never_compiled", "refuse_traced_transforms", "version_of",
     # patches of other programs
-    "entry_replaced", "when_loaded", "wrapped",
+    "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",
 ]  # fmt: skip
 
 
 def ranks_of_context() -> SequenceRanks | None:
     """The ranks of the innermost open context of this thread; None outside of contexts."""
-    context = innermost_context()
-    return None if context is None else context.config.ranks
+    context = innermost()
+    return None if context is None else context.call.ranks
 
 
 def default_rotate_method() -> str:
@@ -90,9 +159,11 @@ def ring_attention_by_backend(
         TypeError, ValueError: arguments that do not fit.
         NotImplementedError: the backend cannot compute it.
     """
-    q, call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
-    out, lse, _ = Attention.apply(q, k, v, None, None, NO_MODIFIERS, call, True)
-    return out, lse
+    call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
+    try:
+        return attend(call, Tensors(q, k, v), needs_lse=True)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error
 
 
 def ring_attention_backward(
@@ -109,13 +180,13 @@ def ring_attention_backward(
     Returns:
         (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v. Raises as there.
     """
+    call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
     with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
         leaf = q.detach().requires_grad_()
-        scaled, call = _ring_call(backend, leaf, k, v, mesh, mask, layout, scale, seq_len)
-    call.begin(q, backward=True)
-    with torch.no_grad(), no_autocast(q), call:
-        saved = call.plan.remake_saved(scaled.detach(), k, v, out, lse, call.values())
-        grad_q, grad_k, grad_v = call.plan.backward(grad_out, saved, call.values(), None)
+        scaled, positive = positive_scale(leaf, scale)
+    with torch.no_grad():
+        t = Tensors(scaled.detach(), k, v)
+        grad_q, grad_k, grad_v = run_backward_again(replace(call, scale=positive), t, grad_out, out, lse)
     if scaled is not leaf:
         (grad_q,) = torch.autograd.grad(scaled, leaf, grad_q)
     return grad_q, grad_k, grad_v
@@ -124,13 +195,7 @@ def ring_attention_backward(
 def _ring_call(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
     scale: float | None, seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, BoundCall]:  # fmt: skip
-    """The queries, multiplied so that the scale is positive, and the planned call."""
+) -> Call:  # fmt: skip
     check_qkv(q, k, v, enable_gqa=True)
-    config = AttentionConfig.of(mesh, "ring", layout, None, debug=False)
-    q, scale = positive_scale(q, scale)
-    allowed = only_backend(backend)
-    try:
-        return q, bound_call(q, k, v, config, seq_len, mask, NO_MODIFIERS, scale, allowed)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error
+    call = Call.of(mesh, method="ring", layout=layout, mask=mask, scale=scale, seq_len=seq_len)
+    return replace(call, backends=only_backend(backend))

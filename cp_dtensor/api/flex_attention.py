@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple
@@ -13,15 +14,6 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import wide_dtype
-from cp_dtensor.api.active_context import (
-    CAPTURED_BEFORE,
-    current_context,
-    innermost_context,
-    open_local_sdpa,
-    refuse_sinks,
-    with_inherited,
-    with_inherited_in_trace,
-)
 from cp_dtensor.api.flex_block_mask import (
     FULL,
     PARTIAL,
@@ -31,24 +23,17 @@ from cp_dtensor.api.flex_block_mask import (
     check_mask_lengths,
     mask_lengths,
 )
-from cp_dtensor.api.flex_operators import TableCall, check_context_mask, layout_is_found, traced_tables
+from cp_dtensor.api.flex_operators import TableCall, agreed_lengths, check_context_mask, traced_tables
 from cp_dtensor.api.interception import SharedInstallation
-from cp_dtensor.attention.modifiers import NO_MODIFIERS
+from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of, made_of, parts_of
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    check_batch_size,
-    check_qkv,
-    checked_seq_len,
-    refuse_dtensors,
-    softmax_scale,
-)
+from cp_dtensor.engine.arguments import check_batch_size, check_qkv, refuse_dtensors, refuse_sinks
+from cp_dtensor.engine.base import Tensors as CallTensors
+from cp_dtensor.engine.call import Call, call_of, checked_pair, softmax_scale
+from cp_dtensor.engine.contexts import CAPTURED_BEFORE, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.gather_kv import GatherKV, KVGather
-from cp_dtensor.engine.lengths import global_lengths
+from cp_dtensor.engine.handles import made_of, parts_of
 from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Full
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -101,7 +86,6 @@ def context_parallel_flex_attention(
 
     Source: FlexAttention (arXiv 2412.05496); gathered K/V as in the Llama 3 report (arXiv 2407.21783), section 3.3.2.
     """
-    lengths = None if seq_len is None else checked_seq_len(seq_len)
     refuse_dtensors(q=q, k=k, v=v)
     traced = _torch.is_traced(q)
     attention = _compiled() if compiled and not traced else _torch.original_flex_attention
@@ -111,11 +95,11 @@ def context_parallel_flex_attention(
     )  # fmt: skip
     if traced:
         rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        result = _traced_flex(call, _spec_key(mesh, parts_of(layout), rotate_method, debug), lengths)
+        result = _traced_flex(call, _key(mesh, parts_of(layout), rotate_method, debug), checked_pair(seq_len))
     else:
-        config = AttentionConfig.of(mesh, "auto", layout, rotate_method, debug=debug)
-        config = with_inherited("context_parallel_flex_attention", config, layout=layout is None, mask=False)
-        result = _flex_of_shards(call, config, lengths)
+        sharding = Call.of(mesh, layout=layout, rotate_method=rotate_method, seq_len=seq_len, debug=debug)
+        owner = "context_parallel_flex_attention"
+        result = _flex_of_shards(call, inherited(owner, sharding, layout=layout is None, mask=False))
     return (result[0], result[1].lse) if return_lse else result
 
 
@@ -133,6 +117,16 @@ class FlexCall(NamedTuple):
     """FlexAttention of whole tensors."""
     options: dict[str, Any]
     """Other arguments of `attention`."""
+
+    @property
+    def tensors(self) -> CallTensors:
+        """q, k and v."""
+        return CallTensors(self.q, self.k, self.v)
+
+    @property
+    def needs_grads(self) -> tuple[bool, ...]:
+        """True for each of `tensors` whose gradient is needed."""
+        return tuple([x is not None and x.requires_grad and torch.is_grad_enabled() for x in self.tensors])
 
     def check(self) -> None:
         """Refuses arguments that do not fit, as far as one rank can find out by itself."""
@@ -181,87 +175,63 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "kernel_options": others or None}
 
 
-def _flex_of_shards(call: FlexCall, config: AttentionConfig, lengths: tuple[int, int] | None = None) -> Any:
-    """This rank's rows of `call.attention` of the whole sequence; `lengths` are global, if the caller passed them."""
-    call.check()
-    check_batch_size(call.q, config)
-    ranks, layout, mask, of_mask = config.ranks, config.layout, call.block_mask, mask_lengths(call.block_mask)
-    if lengths is not None:
-        check_mask_lengths(lengths, of_mask)
-    elif config.debug:
-        lengths = of_mask  # so that ranks compare them
-    lengths = global_lengths(
-        call.q, call.k, call.v, config, Full(), NO_MODIFIERS, softmax_scale(call.q, call.scale), lengths
-    )
-    check_mask_lengths(lengths, of_mask)
+def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
+    """This rank's rows of `flex.attention` of the whole sequence; `call` has its ranks, layout and lengths."""
+    flex.check()
+    check_batch_size(flex.q.shape, call)
+    ranks, layout, mask, of_mask = call.ranks, call.layout, flex.block_mask, mask_lengths(flex.block_mask)
+    if call.pair is not None:
+        check_mask_lengths(call.pair, of_mask)
+    lengths = agreed_lengths(replace(call, mask=None, scale=flex.scale), flex.tensors, of_mask, flex.needs_grads)
     if ranks.size == 1:
-        return call.attend(call.k, call.v, call.score_mod, mask)
-    rows = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, call.q.size(0))
+        return flex.attend(flex.k, flex.v, flex.score_mod, mask)
+    rows = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, flex.q.size(0))
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Gather first: the host makes tables and launches attention while K/V are in flight.
-    gather = KVGather(ranks, layout, lengths[1], lengths[1], config.transport, config.debug)
-    keys, values = GatherKV.apply(call.k, call.v, gather)
-    positions = rows.positions(call.q.device)
+    gather = KVGather(ranks, layout, lengths[1], lengths[1], call.transport, call.debug)
+    keys, values = GatherKV.apply(flex.k, flex.v, gather)
+    positions = rows.positions(flex.q.device)
     if mask is not None and rows.count:
         tables = Tables.of(mask)
         if of_mask is not None:
             tables = cached_tables(tables, mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None)
         mask = block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions)
-    return call.attend(keys, values, _local_score_mod(call.score_mod, positions, None), mask)
+    return flex.attend(keys, values, _local_score_mod(flex.score_mod, positions), mask)
 
 
-def _traced_flex(call: FlexCall, spec_key: str, lengths: tuple[int, int] | None = None) -> Any:
-    """`_flex_of_shards` in a program that is being captured; `spec_key` is the key of its configuration.
+def _traced_flex(flex: FlexCall, key: str, lengths: tuple[int, int] | None = None) -> Any:
+    """`_flex_of_shards` in a program that is being captured; `key` is that of its `Call`.
 
     Sizes are constants of the program, which is compiled for each. Where neither the caller nor a mask has the global
-    lengths, they are known at run time only: K/V have room for the longest sequence that fits the local lengths, and
-    keys after the last one are masked.
+    lengths, all ranks have equally many tokens.
     """
-    call.check()
-    mask, of_mask = call.block_mask, mask_lengths(call.block_mask)
+    flex.check()
+    mask, of_mask = flex.block_mask, mask_lengths(flex.block_mask)
     if lengths is not None:
         check_mask_lengths(lengths, of_mask)
-    if _is_alone(spec_key):
-        return call.attend(call.k, call.v, call.score_mod, mask)
-    declared = lengths is not None
-    lengths = lengths or of_mask or (-1, -1)
-    lengths = index(lengths[0]), index(lengths[1])
-    if lengths[1] < 0 and layout_is_found(spec_key):
-        raise NotImplementedError(
-            "in a compiled function, FlexAttention in a layout that is made for one length, such as PerDocument and "
-            "Balanced, needs a block mask of the whole sequence, which has that length: got none"
-        )
-    batch_size, q_local, _ = index(call.q.size(0)), index(call.q.size(2)), index(call.k.size(2))
-    keys, values, positions, total, found = torch.ops.cp_dtensor.flex_keys(
-        call.q, call.k, call.v, spec_key, *lengths, declared, softmax_scale(call.q, call.scale), torch.is_grad_enabled()
-    )
-    kv_total = total if lengths[1] < 0 else None
-    if mask is None and kv_total is not None:
-        mask = _mask_of_one_block(call.q)
+    count = _rank_count(key)
+    if count == 1:
+        return flex.attend(flex.k, flex.v, flex.score_mod, mask)
+    batch_size, q_local, kv_local = index(flex.q.size(0)), index(flex.q.size(2)), index(flex.k.size(2))
+    q_len, kv_len = lengths or of_mask or (count * q_local, count * kv_local)
+    q_len, kv_len = index(q_len), index(kv_len)
+    keys, values, positions, left = torch.ops.cp_dtensor.flex_keys(
+        flex.q, flex.k, flex.v, key, q_len, kv_len, bool(lengths or of_mask), softmax_scale(flex.q.size(3), flex.scale),
+        torch.is_grad_enabled(),
+    )  # fmt: skip
     if mask is not None and q_local:
         tables = Tables.of(mask)
         if of_mask is not None:
-            sizes = (*lengths, batch_size, q_local, index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1]))
-            tables = traced_tables(tables, found, TableCall(spec_key, *sizes, mask.q_indices is not None))
-        elif kv_total is not None and mask.full_kv_num_blocks is not None:
-            raise NotImplementedError(
-                "in a compiled function, a block mask of one block that is full needs seq_len, since keys after the "
-                "last cannot be masked: pass seq_len, or a mask that create_block_mask made"
-            )
-        mask = block_mask_of_rows(mask, tables, (q_local, keys.size(2)), positions, kv_total)
-    return call.attend(keys, values, _local_score_mod(call.score_mod, positions, kv_total), mask)
+            sizes = (q_len, kv_len, batch_size, q_local, index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1]))
+            tables = traced_tables(tables, left, TableCall(key, *sizes, mask.q_indices is not None))
+        mask = block_mask_of_rows(mask, tables, (q_local, kv_len), positions)
+    return flex.attend(keys, values, _local_score_mod(flex.score_mod, positions), mask)
 
 
 @_torch.constant_in_trace
-def _is_alone(spec_key: str) -> bool:
-    return compiled_spec_of(spec_key).config().ranks.size == 1
-
-
-def _mask_of_one_block(q: torch.Tensor) -> BlockMask:
-    """A mask of a single partial block, which fits every length."""
-    counts, indices = q.new_ones(1, 1, 1, dtype=torch.int32), q.new_zeros(1, 1, 1, 1, dtype=torch.int32)
-    return BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=_torch.WHOLE_BLOCK, seq_lengths=(1, 1))
+def _rank_count(key: str) -> int:
+    return call_of(key).ranks.size
 
 
 @lru_cache(maxsize=1)
@@ -270,44 +240,42 @@ def _compiled() -> Callable[..., Any]:
 
 
 @_torch.constant_in_trace
-def _spec_key(mesh: Mesh, layout: Any, rotate_method: str, debug: bool) -> str:
-    config = AttentionConfig.of(mesh, "auto", made_of(layout), rotate_method, debug=debug)
-    config = with_inherited_in_trace("context_parallel_flex_attention", config, layout=layout is None, mask=False)
-    return key_of(CompiledCallSpec.of(config))
+def _key(mesh: Mesh, layout: Any, rotate_method: str, debug: bool) -> str:
+    owner, call = (
+        "context_parallel_flex_attention",
+        Call.of(mesh, layout=made_of(layout), rotate_method=rotate_method, debug=debug),
+    )
+    return inherited(owner, call, layout=layout is None, mask=False, traced=True).key
 
 
 # Functions of global positions as functions of local rows
 
 
 def block_mask_of_rows(
-    whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor,
-    kv_total: torch.Tensor | None = None,
-) -> BlockMask:  # fmt: skip
+    whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor
+) -> BlockMask:
     """The block mask of local rows from their tables; `lengths` are those of local queries and gathered keys.
 
     Args:
         positions: global positions of the local rows, (rows,) or (batch, rows).
-        kv_total: (1,), the global number of keys, if more may have been gathered.
     """
     mod, kinds, (q_block, kv_block) = whole.mask_mod, tables.block_kinds, whole.BLOCK_SIZE
 
     def of_rows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         position = _position(positions, b, q)
-        visible = mod(b, h, position, _existing(kv, kv_total))
+        visible = mod(b, h, position, kv)
         if kinds is not None:
             mask_b, mask_h = b if kinds.size(0) > 1 else b * 0, h if kinds.size(1) > 1 else h * 0
             kind = kinds[mask_b, mask_h, position // q_block, kv // kv_block]
             visible = (kind == FULL) | ((kind == PARTIAL) & visible)
-        return visible if kv_total is None else visible & (kv < kv_total[0])
+        return visible
 
-    is_noop = mod is noop_mask and kinds is None and kv_total is None
+    is_noop = mod is noop_mask and kinds is None
     mask = BlockMask(lengths, *tables[:8], whole.BLOCK_SIZE, mod if is_noop else of_rows)  # type: ignore[arg-type]
     return _torch.with_write_order_like(mask, whole)
 
 
-def _local_score_mod(
-    mod: ScoreMod | None, positions: torch.Tensor, kv_total: torch.Tensor | None
-) -> ScoreMod | None:  # fmt: skip
+def _local_score_mod(mod: ScoreMod | None, positions: torch.Tensor) -> ScoreMod | None:
     """`mod` as a function of local rows; arguments as of `block_mask_of_rows`."""
     if mod is None:
         return None
@@ -315,18 +283,13 @@ def _local_score_mod(
     def of_rows(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
     ) -> torch.Tensor:
-        return mod(score, b, h, _position(positions, b, q), _existing(kv, kv_total))
+        return mod(score, b, h, _position(positions, b, q), kv)
 
     return of_rows
 
 
 def _position(positions: torch.Tensor, b: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return positions[b, q] if positions.dim() > 1 else positions[q]
-
-
-def _existing(kv: torch.Tensor, kv_total: torch.Tensor | None) -> torch.Tensor:
-    """The position of a key; 0 after the last one, since functions may index tensors by it."""
-    return kv if kv_total is None else torch.where(kv < kv_total[0], kv, 0)
 
 
 # flex_attention in contexts
@@ -338,12 +301,12 @@ def _flex_attention(
     return_aux: Any = None,
 ) -> Any:  # fmt: skip
     """FlexAttention of this rank's shards; torch's own outside of contexts."""
-    spec_key = _context_key()
+    key_of_context = _context_key()
     options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
     call = FlexCall(
         query, key, value, score_mod, block_mask, scale, enable_gqa, _torch.original_flex_attention, options
     )
-    if not spec_key or query.is_meta:
+    if not key_of_context or query.is_meta:
         return call.attend(key, value, score_mod, block_mask)
     if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
         raise NotImplementedError(
@@ -351,36 +314,36 @@ def _flex_attention(
             "DTensors"
         )
     if _torch.is_traced(query):
-        return _traced_flex(call, spec_key)
-    context = current_context()
+        return _traced_flex(call, key_of_context)
+    context = current()
     assert context is not None
     context.seen.add("attention")
-    return _flex_of_shards(call, context.config)
+    return _flex_of_shards(call, context.call)
 
 
 @_torch.constant_in_trace
 def _context_key() -> str:
-    """The key of the compiled call spec of the open context, "" outside of any; a constant of compiled code."""
+    """The key of a call in the open context, "" outside of any; a constant of compiled code."""
     of_module = _torch.traced_scope()
     if of_module is not None:
-        check_context_mask(compiled_spec_of(of_module).config().mask)
+        check_context_mask(call_of(of_module).mask)
         return of_module
-    context = current_context()
+    context = current()
     if context is None:
         return ""
-    check_context_mask(context.config.mask)
+    check_context_mask(context.call.mask)
     refuse_sinks(context.sinks is not None, "FlexAttention")
-    if open_local_sdpa(context) is not None:
+    if queries_alone(context) is not None:
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "
             "F.scaled_dot_product_attention"
         )
-    return context.key
+    return context.inside(None, traced=True).key
 
 
 def _check_captured() -> None:
     """Refuses FlexAttention of local shards in captured code that is run or traced further inside a context."""
-    context = innermost_context()
+    context = innermost()
     if context is None:
         return
     if not _torch.FLEX_ATTENTION_IS_KNOWN:

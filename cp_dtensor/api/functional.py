@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import config_around, with_inherited, with_inherited_in_trace
 from cp_dtensor.api.dtensor_attention import dtensor_attention, refuse_other_place, sequence_ranks_of
-from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.attend import attend, attend_traced, modifiers_of
-from cp_dtensor.engine.compiled_spec import CallKeys, Parts, keys_of, made_of, parts_of
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
-    check_qkv,
-    checked_bool,
-    checked_mask,
-    checked_method,
-    checked_seq_len,
-    refuse_dtensors,
-)
+from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, tensors_of
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import FACTORS, Call, Options, checked_mask, checked_pair, factors_of
+from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
+from cp_dtensor.engine.contexts import around, inherited
+from cp_dtensor.engine.handles import made_of, parts_of
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+_OPTIONS = inspect.signature(Call.of).parameters
+
+
+def takes_options(*left_out: str) -> Callable[[F], F]:
+    """Show the options of `Call.of`, but for some, in the signature of a function that takes them as `**options`."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        named = {name: each for name, each in own.parameters.items() if each.kind is not each.VAR_KEYWORD}
+        shown = [each for name, each in _OPTIONS.items() if name not in (*named, *left_out)]
+        added = [each.replace(kind=each.KEYWORD_ONLY) for each in shown]
+        vars(function)["__signature__"] = own.replace(parameters=[*named.values(), *added])
+        return function
+
+    return decorate
+
+
+@takes_options()
 def context_parallel_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, method: str = "auto",
-    is_causal: bool = False, mask: Mask | None = None, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
-    sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False,
-    layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
-    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, replay: bool = False, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Scaled dot product attention of a sequence that is sharded over the ranks of `mesh`.
 
@@ -78,15 +97,15 @@ def context_parallel_attention(
             `torch.use_deterministic_algorithms(True)`. Plain masks then run on FlashAttention-4 where it is
             installed, else on our own kernels, which are slower than cuDNN's (docs/kernels.md).
         return_lse: True also returns the log-sum-exp.
-        seq_len: the global number of tokens, or a pair of those of queries and keys. If None, the ranks exchange
-            their local lengths in one small collective (on the host where the groups have a CPU backend).
+        seq_len: the global number of tokens, or a pair of those of queries and keys. None: that of the layout or the
+            context, if it has one, else ranks have equally many tokens; others are refused.
         replay: True: forward and backward passes run eagerly twice, and are then replayed as CUDA graphs, which keep
             their memory; those with other shapes, strides, dtypes or options have graphs of their own. This is faster
             for shards of up to about 4,096 tokens, where the host's launches take longer than the GPU
             (docs/cuda_graphs.md). It is refused with attn_mask, dropout, packed documents and padding, and where ranks
             share no GPU memory; compiled code ignores it.
         debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
-            rank. False: in the first call of each kind, and in those that exchange lengths (docs/limits.md).
+            rank. False: in the first call of each kind (docs/limits.md).
 
     Returns:
         out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator
@@ -109,37 +128,22 @@ def context_parallel_attention(
 
     Source: Ring Attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509), USP (arXiv 2405.07719).
     """
-    lengths = None if seq_len is None else checked_seq_len(seq_len)
-    q, k, v = cast_by_autocast(q), cast_by_autocast(k), cast_by_autocast(v)
+    q, k, v = cast_by_autocast(q, k, v)
     check_qkv(q, k, v, enable_gqa)
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-        _refuse_of_shards_only(q, k, mesh, layout, lengths, debug)
-        checked_method(method)
-        if mask is None:
-            around = config_around("context_parallel_attention", sequence_ranks_of(q, k, v), mask=True)
-            mask = None if around is None else around.mask
-        out, lse = dtensor_attention(
-            q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, dropout_p=dropout_p, sinks=sinks,
-            softcap=softcap, scale=scale, enable_gqa=enable_gqa, method=method, rotate_method=rotate_method,
-            deterministic=checked_bool("deterministic", deterministic), replay=checked_bool("replay", replay),
-            needs_lse=return_lse,
-        )  # fmt: skip
+        out, lse = _attend_dtensors(q, k, v, attn_mask, sinks, return_lse, **options)
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
-        out, lse = attend_shards(
-            "context_parallel_attention", q, k, v, modifiers_of(q, attn_mask, dropout_p, sinks, softcap=softcap), scale,
-            lengths, return_lse, mesh, method, layout, rotate_method, debug, deterministic, mask, is_causal, replay,
-        )  # fmt: skip
+        t = tensors_of(q, k, v, attn_mask, sinks)
+        out, lse = attend_shards("context_parallel_attention", t, return_lse, options)
     return (out, lse) if return_lse else out
 
 
+@takes_options("method")
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
-    mask: Mask | None = None,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
-    softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
-    rotate_method: str | None = None, deterministic: bool = False, return_lse: bool = False,
-    seq_len: int | tuple[int, int] | None = None, replay: bool = False, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
@@ -148,20 +152,17 @@ def ring_attention(
 
     Source: Ring Attention (arXiv 2310.01889).
     """
+    options["method"] = "ring"
     return context_parallel_attention(
-        q, k, v, mesh=mesh, method="ring", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, rotate_method=rotate_method,
-        deterministic=deterministic, return_lse=return_lse, seq_len=seq_len, replay=replay, debug=debug,
-    )  # fmt: skip
+        q, k, v, attn_mask=attn_mask, sinks=sinks, enable_gqa=enable_gqa, return_lse=return_lse, **options
+    )
 
 
+@takes_options("method", "rotate_method")
 def ulysses_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh | None = None, is_causal: bool = False,
-    mask: Mask | None = None,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, sinks: torch.Tensor | None = None,
-    softcap: float = 0.0, scale: float | None = None, enable_gqa: bool = False, layout: Layout | None = None,
-    deterministic: bool = False, return_lse: bool = False, seq_len: int | tuple[int, int] | None = None,
-    replay: bool = False, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`context_parallel_attention` with method "ulysses": ranks exchange rows for heads, attend, and exchange back.
 
@@ -171,63 +172,77 @@ def ulysses_attention(
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
+    options["method"] = "ulysses"
     return context_parallel_attention(
-        q, k, v, mesh=mesh, method="ulysses", is_causal=is_causal, mask=mask, attn_mask=attn_mask, dropout_p=dropout_p,
-        sinks=sinks, softcap=softcap, scale=scale, enable_gqa=enable_gqa, layout=layout, deterministic=deterministic,
-        return_lse=return_lse, seq_len=seq_len, replay=replay, debug=debug,
-    )  # fmt: skip
-
-
-def _refuse_of_shards_only(
-    q: DTensor, k: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: tuple[int, int] | None, debug: bool
-) -> None:  # fmt: skip
-    """Refuses arguments that do not fit DTensors, which know their mesh, their layout and their lengths."""
-    if torch.compiler.is_dynamo_compiling():
-        raise NotImplementedError(
-            "in compiled code, context_parallel_attention takes no DTensors: call F.scaled_dot_product_attention "
-            "under enable_context_parallel_dispatcher()"
-        )
-    refuse_other_place("context_parallel_attention", q, mesh, layout, lengths, (q.size(2), k.size(2)))
-    if debug:
-        raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
+        q, k, v, attn_mask=attn_mask, sinks=sinks, enable_gqa=enable_gqa, return_lse=return_lse, **options
+    )
 
 
 def attend_shards(
-    owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, scale: float | None,
-    lengths: tuple[int, int] | None, needs_lse: bool, mesh: Mesh | None, method: str, layout: Layout | None,
-    rotate_method: str | None, debug: bool, deterministic: bool, mask: Mask | None, is_causal: bool,
-    replay: bool = False,
+    owner: str, t: Tensors, needs_lse: bool, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)` of local shards, by the arguments of a public function, `owner`."""
+    """Return `(out, lse)` of local shards, by the options of a public function, `owner`."""
+    inherits = {"layout": options.get("layout") is None, "mask": options.get("mask") is None}
     if torch.compiler.is_dynamo_compiling():
-        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        keys = _keys(
-            owner, mesh, method, parts_of(layout), rotate_method, debug, deterministic, parts_of(mask), bool(is_causal)
-        )
-        return attend_traced(q, k, v, keys, scale=scale, modifiers=modifiers, lengths=lengths, needs_lse=needs_lse)
-    config = AttentionConfig.of(
-        mesh, method, layout, rotate_method, debug=debug, deterministic=deterministic, replay=replay
-    )
-    config = with_inherited(owner, config, layout=layout is None, mask=mask is None)
-    return attend(
-        q, k, v, config, mask=checked_mask(mask, is_causal), scale=scale, modifiers=modifiers, lengths=lengths,
-        needs_lse=needs_lse,
-    )  # fmt: skip
+        numbers: dict[str, Any] = {name: value for name, value in options.items() if name in FACTORS}
+        pair = checked_pair(options.get("seq_len")) or (-1, -1)
+        constants = {
+            name: parts_of(value) for name, value in options.items() if name not in ("mesh", "seq_len", *FACTORS)
+        }
+        constants["rotate_method"] = transport_by_name(options.get("rotate_method")).name  # Dynamo guards the default
+        made = _constants(owner, options.get("mesh"), tuple(constants), tuple(constants.values()), *inherits.values())
+        return attend_traced(made, t, factors_of(t.q.size(3), **numbers), [*pair, 0, 0], needs_lse)
+    if unknown := options.keys() - _OPTIONS.keys():
+        raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
+    return attend(inherited(owner, Call.of(**options), **inherits), t, needs_lse=needs_lse)
 
 
 @_torch.constant_in_trace
-def _keys(
-    owner: str, mesh: Mesh | None, method: str, layout: Parts | None, rotate_method: str, debug: bool,
-    deterministic: bool, mask: Parts | None, is_causal: bool,
-) -> CallKeys:  # fmt: skip
-    """The keys of a call in compiled code."""
-    config = AttentionConfig.of(mesh, method, made_of(layout), rotate_method, debug=debug, deterministic=deterministic)
-    config = with_inherited_in_trace(owner, config, layout=layout is None, mask=mask is None)
-    return keys_of(config, checked_mask(made_of(mask), is_causal))
+def _constants(
+    owner: str, mesh: Mesh | None, names: tuple[str, ...], values: tuple[Any, ...], layout: bool, mask: bool
+) -> Constants:
+    """Return the constants of a call in compiled code."""
+    options: Any = dict(zip(names, map(made_of, values), strict=True))
+    call = Call.of(mesh, **options)
+    return constants_of(inherited(owner, call, layout=layout, mask=mask, traced=True))
 
 
-def cast_by_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Casts as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
+def _attend_dtensors(
+    q: DTensor, k: DTensor, v: DTensor, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None, needs_lse: bool, *,
+    mesh: Mesh | None = None, layout: Layout | None = None, seq_len: int | tuple[int, int] | None = None,
+    mask: Mask | None = None, is_causal: bool = False, debug: bool = False, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return `(out, lse)` of DTensors, which know their mesh, their layout and their lengths.
+
+    Raises:
+        NotImplementedError: in compiled code, and with `debug`, which compares shards.
+        ValueError: a mesh, a layout or lengths besides those of the DTensors.
+    """
+    owner = "context_parallel_attention"
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            f"in compiled code, {owner} takes no DTensors: call F.scaled_dot_product_attention under "
+            "enable_context_parallel_dispatcher()"
+        )
+    refuse_other_place(owner, q, mesh, layout, checked_pair(seq_len), (q.size(2), k.size(2)))
+    if debug:
+        raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
+    if mask is None:
+        context = around(owner, sequence_ranks_of(q, k, v), mask=True)
+        mask = None if context is None else context.call.mask
+    return dtensor_attention(
+        q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, sinks=sinks, needs_lse=needs_lse, **options
+    )
+
+
+def cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cast as autocast does for `F.scaled_dot_product_attention`; float64 tensors stay float64."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return tensors
+    return tuple([_cast(each) for each in tensors])
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.device.type not in ("cpu", "cuda"):
         return tensor
     if not torch.is_autocast_enabled(tensor.device.type) or tensor.dtype == torch.float64:

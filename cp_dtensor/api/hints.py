@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 
-from cp_dtensor.api.active_context import ActiveContext
+from cp_dtensor.engine.contexts import OpenContext
 
 _SHAPES = re.compile(r"must match|invalid for input of size|cannot be multiplied|[Ee]xpected|out of bounds|mismatch")
 
 
-def add_hint(error: BaseException, context: ActiveContext) -> None:
+def add_hint(error: BaseException, context: OpenContext) -> None:
     """Adds a hint to torch's error about shapes if it names lengths of the context's buffers.
 
     The hint is a note (Python 3.11), or in Python 3.10 the last line of the message.
@@ -33,7 +33,7 @@ def _is_ours(error: BaseException) -> bool:
     return bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).startswith("cp_dtensor.")
 
 
-def hint_on(message: str, context: ActiveContext) -> str | None:
+def hint_on(message: str, context: OpenContext) -> str | None:
     """The hint on a message with a shard's length and the whole length, or with the whole length of a reshape."""
     if not _SHAPES.search(message):
         return None

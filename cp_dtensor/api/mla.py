@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from cp_dtensor.api.functional import attend_shards, cast_by_autocast
-from cp_dtensor.engine.attend import modifiers_of
-from cp_dtensor.engine.config import Mesh, check_tensors, checked_seq_len, expect, refuse_dtensors
-from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Mask
+from cp_dtensor.api.functional import attend_shards, cast_by_autocast, takes_options
+from cp_dtensor.engine.arguments import check_tensors, expect, refuse_dtensors, tensors_of
+from cp_dtensor.engine.call import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
+@takes_options()
 def context_parallel_mla(
-    q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, *, up: torch.Tensor, mesh: Mesh,
-    method: str = "auto", is_causal: bool = False, mask: Mask | None = None, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
-    layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
-    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, *, up: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Multi-head latent attention (MLA) of a sequence that is sharded over the ranks of `mesh`.
 
@@ -44,9 +46,8 @@ def context_parallel_mla(
             expands latents before it sends K/V where that is predicted to be faster: on one rank, and on GPUs where
             expanding the rows of all ranks takes longer than the link saves (few heads or short sequences over fast
             links; see `explain`).
-        mesh, is_causal, mask, attn_mask, dropout_p, sinks, softcap: as for `context_parallel_attention`; also what a
-            context around the call gives.
-        layout, rotate_method, deterministic, return_lse, seq_len, debug: likewise.
+        attn_mask, sinks, return_lse, options: as for `context_parallel_attention`; also what a context around the call
+            gives.
         scale: factor of the logits; None is 1 / sqrt(Dn + Dr).
 
     Returns:
@@ -67,17 +68,12 @@ def context_parallel_mla(
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
     """
-    lengths = None if seq_len is None else checked_seq_len(seq_len)
     refuse_dtensors(q=q, latent=latent, k_rope=k_rope, up=up, attn_mask=attn_mask, sinks=sinks)
-    q, latent, k_rope, up = map(cast_by_autocast, (q, latent, k_rope, up))
+    q, latent, k_rope, up = cast_by_autocast(q, latent, k_rope, up)
     _check(q, latent, k_rope, up)
     of_heads = up.unflatten(0, (q.size(1), -1))
-    latent, k_rope = latent.unsqueeze(1), k_rope.unsqueeze(1)
-    modifiers = modifiers_of(q, attn_mask, dropout_p, sinks, up=of_heads, softcap=softcap)
-    out, lse = attend_shards(
-        "context_parallel_mla", q, latent, k_rope, modifiers, scale, lengths, return_lse, mesh, method, layout,
-        rotate_method, debug, deterministic, mask, is_causal,
-    )  # fmt: skip
+    t = tensors_of(q, latent.unsqueeze(1), k_rope.unsqueeze(1), attn_mask, sinks, of_heads)
+    out, lse = attend_shards("context_parallel_mla", t, return_lse, options)
     return (out, lse) if return_lse else out
 
 

@@ -14,32 +14,22 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import _torch
-from cp_dtensor.api.active_context import (
-    CAPTURED_BEFORE,
-    ActiveContext,
-    checked_context_sinks,
-    current_context,
-    innermost_context,
-    refuse_sinks,
-    with_inherited,
-    with_inherited_in_trace,
-)
 from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
-from cp_dtensor.api.transformers_hooks import replace_layers, transformers_hooks
-from cp_dtensor.api.transformers_layers import is_caught
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.api.hooks import context_hooks
+from cp_dtensor.comm.groups import Mesh, SequenceRanks
 from cp_dtensor.comm.select import transport_by_name
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, compiled_spec_of, key_of
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    Mesh,
+from cp_dtensor.engine.arguments import checked_context_sinks, refuse_sinks
+from cp_dtensor.engine.call import (
+    Call,
+    call_of,
     checked_bool,
     checked_layout,
-    checked_lengths_of,
+    checked_lengths,
     checked_mask,
     checked_method,
 )
+from cp_dtensor.engine.contexts import CAPTURED_BEFORE, OpenContext, current, inherited, innermost
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -65,7 +55,7 @@ class ContextParallel(ParallelStyle):
         rotate_method: the KV transport of rings (see `set_rotate_method`); None takes the process default when
             parallelize_module is called.
         seq_len: the global length that attention runs over, or a tuple of several; trusted, as those of a context are.
-            The ranks exchange their local lengths at every call of another length, in one small collective.
+            Of another length, all ranks have equally many tokens.
         sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the
             name of the module's attribute that is read at each call: `sinks="sinks"` for
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
@@ -92,14 +82,14 @@ class ContextParallel(ParallelStyle):
     ) -> None:  # fmt: skip
         super().__init__()
         # Arguments are checked here, although there is no mesh yet.
-        self._config_of = functools.partial(
-            AttentionConfig.of, method=checked_method(method), layout=layout, rotate_method=rotate_method, debug=debug,
-            deterministic=checked_bool("deterministic", deterministic), replay=checked_bool("replay", replay),
+        self._call_of = functools.partial(
+            Call.of, method=checked_method(method), mask=checked_mask(mask, False), layout=layout,
+            rotate_method=rotate_method, debug=debug, deterministic=checked_bool("deterministic", deterministic),
+            replay=checked_bool("replay", replay),
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}
-        self._mask = None if mask is None else checked_mask(mask, False)
         transport_by_name(rotate_method)
-        self._lengths = checked_lengths_of(checked_layout(layout), seq_len) or None
+        self._lengths = checked_lengths(checked_layout(layout), seq_len)
         self._sinks = sinks if sinks is None or isinstance(sinks, str) else checked_context_sinks(sinks)
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
@@ -107,13 +97,11 @@ class ContextParallel(ParallelStyle):
             raise ValueError(f"{type(module).__name__} is context parallel already")
         if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
             raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
-        config = replace(self._config_of(device_mesh), declared_lengths=self._lengths, mask=self._mask)
-        has_replaced_layers = any(map(is_caught, module.modules()))
+        call = replace(self._call_of(device_mesh), lengths=self._lengths)
+        has_replaced_layers = context_hooks.module(module)
         module.forward = _ContextForward(
-            module, vars(module).get("forward"), config, self._sinks, self._inherits, has_replaced_layers
+            module, vars(module).get("forward"), call, self._sinks, self._inherits, has_replaced_layers
         )
-        if has_replaced_layers:
-            replace_layers(module)
         return module
 
 
@@ -128,22 +116,21 @@ class _ContextForward:
     """
 
     def __init__(
-        self, module: nn.Module, replaced: Callable[..., Any] | None, config: AttentionConfig,
+        self, module: nn.Module, replaced: Callable[..., Any] | None, call: Call,
         sinks: torch.Tensor | str | None, inherits: dict[str, bool], has_replaced_layers: bool,
     ) -> None:  # fmt: skip
         self._module = module
         self._replaced = replaced
-        self._context = ActiveContext(config)
+        self._context = OpenContext(call, is_constant=True)
         self._sinks = sinks
         self._inherits = inherits
-        self._spec_key = self._context.key
+        self._key = self._context.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
         self._has_replaced_layers = has_replaced_layers
         if has_replaced_layers:
-            transformers_hooks.acquire()
-            weakref.finalize(self, transformers_hooks.release)
+            weakref.finalize(self, context_hooks.acquire().close)
         functools.update_wrapper(self, replaced or type(module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,25 +142,25 @@ class _ContextForward:
                     "compiled code would run on this rank's shard alone: compile it inside of context_parallel instead"
                 )
             inherits = self._inherits
-            spec_key = _key_in_trace(self._spec_key, inherits["layout"], inherits["mask"], self._sinks is not None)
-            if not spec_key:
+            key = _key_in_trace(self._key, inherits["layout"], inherits["mask"], self._sinks is not None)
+            if not key:
                 return forward(*args, **kwargs)
             # Code is compiled for the key; the context is entered when the captured forward is traced further.
-            _torch.begin_traced_scope(spec_key)  # FlexAttention is redirected while Dynamo traces forward
+            _torch.begin_traced_scope(key)  # FlexAttention is redirected while Dynamo traces forward
             try:
-                return _torch.traced_inside(functools.partial(_in_context_of, spec_key), forward, *args, **kwargs)
+                return _torch.traced_inside(functools.partial(_in_context_of, key), forward, *args, **kwargs)
             finally:
                 _torch.end_traced_scope()
         return _run_in_context(self._context_of_call(), False, forward, *args, **kwargs)
 
-    def _context_of_call(self) -> ActiveContext:
+    def _context_of_call(self) -> OpenContext:
         context = self._context
-        config = with_inherited("ContextParallel", context.config, **self._inherits)
-        if config is not context.config:  # compiled code inside looks up what is inherited
-            context = ActiveContext(replace(config, lengths_vary=True))
+        call = inherited("ContextParallel", context.call, **self._inherits)
+        if call != context.call:  # compiled code inside asks for what is inherited
+            context = OpenContext(replace(call, in_context=True))
         sinks = self._sinks
         if sinks is None:
-            sinks = _inherited_sinks(config.ranks)
+            sinks = _inherited_sinks(call.ranks)
         elif isinstance(sinks, str):
             sinks = checked_context_sinks(getattr(self._module, sinks))
         return context if sinks is None else replace(context, sinks=sinks)
@@ -188,41 +175,49 @@ class _ContextForward:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ContextForward:
-        # The configuration is shared: it holds process groups and no tensors.
+        # The call is shared: it holds process groups and no tensors.
         return _ContextForward(
-            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.config,
+            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.call,
             copy.deepcopy(self._sinks, memo), self._inherits, self._has_replaced_layers,
         )  # fmt: skip
 
 
 def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
     """The sinks of the context around a call, if that is over these ranks."""
-    outer = innermost_context()
-    if outer is None or outer.sinks is None or not outer.config.ranks.shares_sequence_with(ranks):
+    outer = innermost()
+    if outer is None or outer.sinks is None or not outer.call.ranks.shares_sequence_with(ranks):
         return None
-    current_context()  # refuses a backward that may not belong to the context
+    current()  # refuses a backward that may not belong to the context
     return outer.sinks
 
 
 @_torch.constant_in_trace
-def _key_in_trace(spec_key: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
-    """Token of a module's context with what it inherits; "" if that is the context around the call itself."""
-    config = compiled_spec_of(spec_key).config()
-    has_sinks = has_sinks or _inherited_sinks(config.ranks) is not None
+def _key_in_trace(key: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
+    """Key of a module's call with what it inherits; "" if compiled code asks the context around the call itself."""
+    call = call_of(key)
+    has_sinks = has_sinks or _inherited_sinks(call.ranks) is not None
     refuse_sinks(has_sinks, "a compiled module with ContextParallel")
-    config = with_inherited_in_trace("ContextParallel", config, layout=inherits_layout, mask=inherits_mask)
-    compiled_spec = CompiledCallSpec.of(config)
-    return "" if compiled_spec.reads_context else key_of(compiled_spec)
+    call = inherited("ContextParallel", call, layout=inherits_layout, mask=inherits_mask, traced=True)
+    if not call.context:
+        return call.key
+    context = innermost()
+    if context is not None and context.asked_later(replace(call, in_context=True)) != context.inside(None, traced=True):
+        raise NotImplementedError(
+            "ContextParallel got layout=None and mask=None in compiled code inside of a context whose mask or layout "
+            "may differ at the next call, and other options than the context: pass the method, rotate_method, "
+            "deterministic and debug of the context, or layout= and mask= (Full() for none)"
+        )
+    return ""
 
 
-def _in_context_of(spec_key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in a context with the configuration of the key `spec_key`."""
-    return functools.partial(_run_in_context, ActiveContext(compiled_spec_of(spec_key).config()), True, function)
+def _in_context_of(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run in a context with the call of the key."""
+    return functools.partial(_run_in_context, OpenContext(call_of(key), is_constant=True), True, function)
 
 
 @_torch.never_compiled
 def _run_in_context(
-    context: ActiveContext, is_captured: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
+    context: OpenContext, is_captured: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """`is_captured`: True if Dynamo captured the function outside of the context."""
     with _torch.thread_state(CAPTURED_BEFORE, context if is_captured else None), entered(context):

@@ -10,26 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
-from cp_dtensor.api.active_context import config_around
 from cp_dtensor.api.buffers import put_shard, take_shard
-from cp_dtensor.api.deprecated import renamed_keywords
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.agreement import hash_of, odd_ones, warn_once
-from cp_dtensor.engine.config import (
-    Mesh,
-    check_devices,
-    checked_layout,
-    checked_length,
-    refuse_other_lengths,
-    sequence_ranks,
-)
-from cp_dtensor.engine.lengths import checked_only_length, global_length
+from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
+from cp_dtensor.engine.agreement import global_length, hash_of, length_of, odd_ones, warn_once
+from cp_dtensor.engine.arguments import check_devices
+from cp_dtensor.engine.call import Sharding, checked_layout, checked_length, refuse_other_lengths
+from cp_dtensor.engine.contexts import around
 from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 from cp_dtensor.spec.masks import is_integer
 
 
-@renamed_keywords(seq_dims="buffer_seq_dims")
 def context_parallel_shard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None
 ) -> list[torch.Tensor]:
@@ -59,7 +50,6 @@ def context_parallel_shard(
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
-@renamed_keywords(seq_dims="buffer_seq_dims")
 @_torch.never_compiled
 def context_parallel_unshard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None, *,
@@ -168,8 +158,8 @@ def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[Se
 
 @_torch.never_compiled
 def _inherited_layout(owner: str, ranks: SequenceRanks) -> Layout:
-    around = config_around(owner, ranks, layout=True)
-    return HeadTail() if around is None else around.layout
+    context = around(owner, ranks, layout=True)
+    return HeadTail() if context is None else context.call.layout
 
 
 def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
@@ -294,7 +284,7 @@ def _lengths(
 ) -> tuple[list[int], int]:
     """The local lengths of all ranks, and the global length; `kind` must be equal on all ranks."""
     if layout.only_length is not None:
-        seq_len = checked_only_length(length, layout, ranks.rank, ranks.size)
+        seq_len = length_of(Sharding(ranks, layout), length)
         return list(shard_lengths(layout, seq_len, ranks.size)), seq_len
     lengths, kinds = map(list, zip(*ranks.gather_integers([length, hash_of(kind)], device), strict=True))
     odd = odd_ones(kinds)

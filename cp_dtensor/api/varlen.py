@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.active_context import ActiveContext, current_context, open_local_sdpa, refuse_sinks
-from cp_dtensor.api.deprecated import renamed_keywords
-from cp_dtensor.api.functional import context_parallel_attention
-from cp_dtensor.engine.attend import attend_packed
-from cp_dtensor.engine.config import Mesh, check_tensors, expect
-from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor import _torch
+from cp_dtensor.api.functional import context_parallel_attention, takes_options
+from cp_dtensor.engine.arguments import check_tensors, expect, refuse_sinks
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import Call, Options
+from cp_dtensor.engine.contexts import OpenContext, current, queries_alone
+from cp_dtensor.engine.handles import Keys, fake_handle, handle_of
+from cp_dtensor.engine.run import CallMask, NamedMask
+from cp_dtensor.spec.documents import Documents, PackedEdges, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Window = tuple[int | None, int | None]
 """Keys to the left and to the right of a query that it sees; -1 or None for no limit."""
 
 
-@renamed_keywords(window="window_size")
+@takes_options("mask")
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, cu_seqlens: Any, cu_seqlens_k: Any = None,
-    is_causal: bool = False, window_size: Window = (-1, -1), within: Mask | None = None, method: str = "auto",
-    dropout_p: float = 0.0, sinks: torch.Tensor | None = None, softcap: float = 0.0, scale: float | None = None,
-    layout: Layout | None = None, rotate_method: str | None = None, deterministic: bool = False,
-    return_lse: bool = False, seq_len: int | tuple[int, int] | None = None, debug: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens: Any, cu_seqlens_k: Any = None,
+    window_size: Window = (-1, -1), within: Mask | None = None, sinks: torch.Tensor | None = None,
+    return_lse: bool = False, **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
 
@@ -53,23 +58,23 @@ def varlen_attention(
         within: a mask inside of each document, with positions counted from its start, such as `PrefixLM(8)`. A key is
             seen if it, `is_causal` and `window_size` all allow it.
         seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (tokens after the last document are padding), or
-            a pair of those of queries and keys. If None, the ranks exchange their local lengths.
-        method, dropout_p, sinks, softcap, scale, layout, rotate_method, deterministic, return_lse, debug: as for
-            `context_parallel_attention`. The layouts `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of
-            documents.
+            a pair of those of queries and keys. None: ranks have equally many tokens.
+        sinks, return_lse, options: as for `context_parallel_attention`, without `mask`. The layouts
+            `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of documents.
 
     Returns:
         out: (T, H, Dv) in q's dtype, contiguous. With `return_lse`, also lse: (H, T), as there.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before any collective; a sequence that is shorter than its
-            documents, and local lengths that the layout gives to no global length, on every rank alike.
+            documents, and shards of other lengths, on every rank at the first call of each kind.
         NotImplementedError: no enabled SDPA backend can compute it; a tensor `cu_seqlens` in compiled code.
 
     Documents of 2 and 3 tokens; rank 0 has three of the tokens and rank 1 two. Queries of zeros weigh all keys alike,
     so with the values 1, 3, 2 and 4, 6 the outputs are 1, 2, 2 and 3, 4:
 
-        out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=[0, 2, 5], is_causal=True, layout=Contiguous())
+        options = {"is_causal": True, "layout": Contiguous(), "seq_len": 5}
+        out = varlen_attention(q, k, v, mesh=mesh, cu_seqlens=[0, 2, 5], **options)
 
     Source: FlashAttention (arXiv 2205.14135), whose `flash_attn_varlen_func` has these documents.
     """
@@ -81,12 +86,11 @@ def varlen_attention(
             "varlen_attention, in compiled code, expects cu_seqlens to be integers, which are constants there; got a "
             "tensor: call torch's varlen_attn inside of context_parallel, which reads it when the code runs"
         )
-    mask = Documents(cu_seqlens, cu_seqlens_k, within=_mask_of_document(is_causal, window_size, within))
-    result = context_parallel_attention(
-        *views, mesh=mesh, method=method, mask=mask, dropout_p=dropout_p, sinks=sinks, softcap=softcap, scale=scale,
-        enable_gqa=True, layout=layout, rotate_method=rotate_method, deterministic=deterministic, return_lse=return_lse,
-        seq_len=seq_len, debug=debug,
-    )  # fmt: skip
+    if options.get("mask") is not None:
+        raise TypeError(f"varlen_attention takes no mask beside cu_seqlens, got {options['mask']!r}: pass within=")
+    inside = _mask_of_document(options.pop("is_causal", False), window_size, within)
+    options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=inside)
+    result = context_parallel_attention(*views, sinks=sinks, enable_gqa=True, return_lse=return_lse, **options)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()
     return out if lse is None else (out, lse.squeeze(0))
@@ -188,12 +192,48 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
             )
     if call["cu_seq_k"] is None:
         raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
-    out, lse = attend_packed(
-        *heads_first_of_packed(*tensors), context.config, (call["cu_seq_q"], call["cu_seq_k"]),
-        within=bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1)), scale=call["scale"],
-    )  # fmt: skip
+    within = bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1))
+    traced, views = _torch.is_traced(q), heads_first_of_packed(*tensors)
+    if traced:
+        checked_lengths(context.call.lengths)
+    documents = torch.ops.cp_dtensor.documents(call["cu_seq_q"], call["cu_seq_k"], _within.key_of(within))
+    t = Tensors(*views, mask=documents)
+    out, lse = attend(context.inside(scale=call["scale"], traced=traced), t, needs_lse=True)
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which varlen_attn does not have
     return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0), random_state
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDocuments(NamedMask):
+    """Documents of whole sequences of batch rows, one after the other."""
+
+    edges: PackedEdges
+    within: Mask
+    """The mask inside of each document."""
+
+    def of_call(self, call: Call) -> CallMask:
+        rows, pair = self.edges.rows_and_lengths(call.lengths)
+        return CallMask(packed_mask(self.edges, rows, pair, self.within), pair, rows)
+
+
+_within = Keys[Mask]("a mask,")
+for _plain in (Full(), Causal("bottom_right")):  # code from disk may need these before this process has traced any
+    _within.key_of(_plain)
+_torch.define_operator(
+    "documents(Tensor cu_seq_q, Tensor cu_seq_k, str within) -> Tensor",
+    lambda queries, keys, within: handle_of(PackedDocuments(PackedEdges.of(queries, keys), _within.value_of(within))),
+    lambda *_: fake_handle(),
+)
+
+_OPS = torch.ops.cp_dtensor
+ATTENTION_OPS = (_OPS.attention.default, _OPS.attention.live, _OPS.documents.default, *_torch.FUSED_SDPA_OPS)
+"""Operators whose results a policy of selective activation checkpointing saves, so that attention is not recomputed.
+
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
+compiled code, attention of sharded sequences is one of the first two, and is saved whole: a recompute neither computes
+nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
+merges run again.
+"""
 
 
 def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
@@ -205,8 +245,8 @@ def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
         )
 
 
-def _context_of(call: dict[str, Any]) -> ActiveContext | None:
+def _context_of(call: dict[str, Any]) -> OpenContext | None:
     if call["query"].is_meta:
         return None
-    context = current_context()
-    return None if context is None or open_local_sdpa(context) is not None else context
+    context = current()
+    return None if context is None or queries_alone(context) is not None else context

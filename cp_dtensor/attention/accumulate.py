@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.tensors import cut, empty_in_order_of
+from cp_dtensor._torch.tensors import cut, cut_all, empty_in_order_of
 from cp_dtensor.attention.lse import empty_lse, set_to_no_keys
 from cp_dtensor.attention.merge import add_parts, merge
 from cp_dtensor.attention.triton import MAX_PARTS
@@ -132,6 +132,7 @@ class Accumulator:
         state.is_owned = True
 
     def _add_to_state(self, state: _State, heads: Span, by_batch: dict[Span, list[Part]]) -> None:
+        of_state = heads[0] - state.heads[0], heads[1] - state.heads[0]
         for batch, group in by_batch.items():
             for index in range(0, len(group), MAX_PARTS):
                 parts = group[index : index + MAX_PARTS]
@@ -139,7 +140,7 @@ class Accumulator:
                 start, stop = parts[0].rows
                 for part in parts:
                     start, stop = min(start, part.rows[0]), max(stop, part.rows[1])
-                rows = self._cut(state.tensors, state.heads, batch, heads, (start, stop))
+                rows = cut_all(state.tensors, batch, of_state, (start, stop))
                 self._combine(rows, rows, parts, start)
 
     def _complete(self, state: _State, heads: Span, by_batch: dict[Span, list[Part]]) -> None:
@@ -159,8 +160,9 @@ class Accumulator:
             parts = []
         if self._result is None:
             self._result = self._empty(self._shape[1], self._dtype)
-        result = self._cut(self._result, self._heads, self._batch, heads, self._rows)
-        self._combine(result, self._cut(state.tensors, state.heads, self._batch, heads, self._rows), parts, 0)
+        of_state = heads[0] - state.heads[0], heads[1] - state.heads[0]
+        base = cut_all(state.tensors, None, of_state, None)
+        self._combine(cut_all(self._result, None, heads, None), base, parts, 0)
         state.completed += heads[1] - heads[0]
         if state.completed == state.heads[1] - state.heads[0]:
             self._states.remove(state)  # frees its memory
@@ -178,23 +180,18 @@ class Accumulator:
             return (whole,)
         return whole, empty_lse(like, shape[:3], self._state_dtype, self._floats_of_lse == 2)
 
-    def _cut(self, tensors: Tensors, of_heads: Span, batch: Span, heads: Span, rows: Span) -> Tensors:
-        """Views of some batch rows, heads and rows of tensors that have the heads `of_heads`."""
-        if heads == of_heads and batch == self._batch and rows == self._rows:
-            return tensors
-        first, last = heads[0] - of_heads[0], heads[1] - of_heads[0]
-        return tuple([cut(x, batch, (first, last), rows) for x in tensors])
-
-    def _combine(self, result: Tensors, base: Tensors, parts: Sequence[Part], first_row: int) -> None:
+    def _combine(self, result: Sequence[Tensor], base: Sequence[Tensor], parts: Sequence[Part], first_row: int) -> None:
         """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
+        results, stacks = [], []
+        for _, (start, stop), (first, *others) in parts:
+            rows = start - first_row, stop - first_row
+            if self._floats_of_lse:
+                results.append((rows, first, others[0]))
+            else:
+                stacks.append((rows, first if first.dim() == 5 else first.unsqueeze(0)))
         if self._floats_of_lse:
-            results = [((start - first_row, stop - first_row), out, lse) for _, (start, stop), (out, lse) in parts]
             merge(result[0], result[1], base[0], base[1], results)
         else:
-            stacks = [
-                ((start - first_row, stop - first_row), x if x.dim() == 5 else x.unsqueeze(0))
-                for _, (start, stop), (x,) in parts
-            ]
             add_parts(result[0], base[0], stacks, self._state_dtype)
 
 

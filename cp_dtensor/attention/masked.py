@@ -99,7 +99,8 @@ def attention_backward(
     if uses_triton(q, v):
         grad_out, q, k, v = (_in_whole_rows(x) for x in (grad_out, q, k, v))
         backward = launch_attention_backward
-    dq, dk, dv = (empty_in_order_of(x, x.size(3), grad_dtype) for x in (q, k, v))
+    dq, dk = empty_in_order_of(q, q.size(3), grad_dtype), empty_in_order_of(k, k.size(3), grad_dtype)
+    dv = empty_in_order_of(v, v.size(3), grad_dtype)
     backward(dq, dk, dv, grad_out, q, k, v, lse, delta, mask, scale, bias=bias, dropout=dropout, softcap=softcap)
     return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
 
@@ -217,7 +218,8 @@ def attention_forward_reference(
     wide = wide_dtype(q)
     k, v = k.to(wide), v.to(wide)
     for rows, columns in _blocks(q, k, mask):
-        logits = _logits(q, k, scale, softcap, rows, columns)
+        at, to = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        logits = _logits(q, k, scale, softcap, at, to)
         _add_bias_and_mask(logits, mask, rows, columns, bias)
         largest = logits.amax(-1) if len(columns) else logits.new_full(logits.shape[:3], float("-inf"))
         weights = without(largest, logits).exp_()
@@ -226,8 +228,8 @@ def attention_forward_reference(
         weights /= total.unsqueeze(-1)
         if dropout is not None:
             weights *= _dropout_factors(dropout, q, rows, columns, wide)
-        _rows(out, rows).copy_(_by_query_head(_by_kv_head(weights, v) @ _rows(v, columns), q))
-        store_sum(_rows(lse, rows), largest, total.log())
+        out[:, :, at].copy_(_by_query_head(_by_kv_head(weights, v) @ v[:, :, to], q))
+        store_sum(lse[:, :, at], largest, total.log())
 
 
 def attention_backward_reference(
@@ -235,15 +237,17 @@ def attention_backward_reference(
     mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """As `launch_attention_backward`, in float32, or in float64 if q is."""
-    k, v = k.to(wide_dtype(q)), v.to(wide_dtype(q))
+    wide = wide_dtype(q)
+    k, v = k.to(wide), v.to(wide)
     sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)
     blocks = _backward_blocks(grad_out, q, k, v, lse, delta, mask, scale, bias, dropout, softcap)
     for rows, columns, weights, grad, grad_logits, slope in blocks:
         if slope is not None:
             grad_logits *= slope
-        _rows(sum_v, columns).add_(weights.mT @ grad)
-        _rows(sum_k, columns).add_(grad_logits.mT @ _by_kv_head(_rows(q, rows).to(k.dtype), k), alpha=scale)
-        _rows(dq, rows).copy_(_by_query_head(grad_logits @ _rows(k, columns), q) * scale)
+        at, to = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        sum_v[:, :, to].add_(weights.mT @ grad)
+        sum_k[:, :, to].add_(grad_logits.mT @ _by_kv_head(q[:, :, at].to(k.dtype), k), alpha=scale)
+        dq[:, :, at].copy_(_by_query_head(grad_logits @ k[:, :, to], q) * scale)
     dk.copy_(sum_k)
     dv.copy_(sum_v)
 
@@ -257,17 +261,18 @@ def _backward_blocks(
     The tensors are in the dtype of k and v and in the form of `_by_kv_head`.
     """
     for rows, columns in _blocks(q, k, mask):
-        logits = _logits(q, k, scale, softcap, rows, columns)
+        at, to = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+        logits = _logits(q, k, scale, softcap, at, to)
         slope = _by_kv_head(1 - (logits / softcap).square(), k) if softcap else None
         _add_bias_and_mask(logits, mask, rows, columns, bias)
-        weights = dropped = _by_kv_head(without(_rows(lse, rows), logits).exp_(), v)
-        grad = _by_kv_head(_rows(grad_out, rows).to(v.dtype), v)
-        grad_logits = grad @ _rows(v, columns).mT
+        weights = dropped = _by_kv_head(without(lse[:, :, at], logits).exp_(), v)
+        grad = _by_kv_head(grad_out[:, :, at].to(v.dtype), v)
+        grad_logits = grad @ v[:, :, to].mT
         if dropout is not None:
             factors = _by_kv_head(_dropout_factors(dropout, q, rows, columns, v.dtype), v)
             grad_logits *= factors
             dropped = weights * factors
-        grad_logits -= _by_kv_head(_rows(delta, rows).to(v.dtype).unsqueeze(-1), v)
+        grad_logits -= _by_kv_head(delta[:, :, at].to(v.dtype).unsqueeze(-1), v)
         grad_logits *= weights
         yield rows, columns, dropped, grad, grad_logits, slope
 
@@ -280,8 +285,9 @@ def seen_reference(mask: RowMask, rows: range, columns: range, device: torch.dev
     """
     column = torch.arange(columns.start, columns.stop, device=device)
     if mask.intervals is not None:
-        lo, hi = (x[..., rows.start : rows.stop, None] for x in mask.intervals)
-        seen = (lo <= column) & (column < hi)
+        lo, hi = mask.intervals
+        span = slice(rows.start, rows.stop)
+        seen = (lo[..., span, None] <= column) & (column < hi[..., span, None])
         return seen if seen.dim() == 2 else seen.unsqueeze(1)
     if mask.causal_offset is None:
         return None
@@ -306,9 +312,9 @@ def _blocks(q: Tensor, k: Tensor, mask: RowMask) -> Iterator[tuple[range, range]
             yield range(here, there), range(first, end)
 
 
-def _logits(q: Tensor, k: Tensor, scale: float, softcap: float, rows: range, columns: range) -> Tensor:
-    """(B, H, rows, columns) in k's dtype: scaled and capped logits; a new tensor."""
-    logits = _by_query_head(_by_kv_head(_rows(q, rows).to(k.dtype), k) * scale @ _rows(k, columns).mT, q)
+def _logits(q: Tensor, k: Tensor, scale: float, softcap: float, at: slice, to: slice) -> Tensor:
+    """(B, H, rows, columns) in k's dtype: scaled and capped logits of rows `at` and columns `to`; a new tensor."""
+    logits = _by_query_head(_by_kv_head(q[:, :, at].to(k.dtype), k) * scale @ k[:, :, to].mT, q)
     return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
 
 
@@ -348,8 +354,3 @@ def _by_query_head(x: Tensor, q: Tensor) -> Tensor:
     """The inverse of `_by_kv_head`."""
     group = q.size(1) // x.size(1)
     return x.unflatten(2, (group, x.size(2) // group)).flatten(1, 2)
-
-
-def _rows(x: Tensor, rows: range) -> Tensor:
-    """Rows of (B, H, S, ...)."""
-    return x[:, :, rows.start : rows.stop]

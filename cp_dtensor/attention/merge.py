@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, on_device
-from cp_dtensor.attention.lse import is_split, rounded_lse, store_sum
+from cp_dtensor.attention.lse import rounded_lse, store_sum
 from cp_dtensor.spec.layouts import Span
 
 if TRITON_AVAILABLE:
@@ -60,12 +60,12 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
         seen = largest != float("-inf")  # else both are -inf, and -inf - -inf would be NaN
         # Weights from the difference, not from the merged LSE, whose rounding error does not cancel if LSE is large.
         difference = rows_lse - part_lse
-        if is_split(lse):
+        if lse.dim() == 4:
             difference = difference.sum(-1)
         weight = torch.where(seen, torch.sigmoid(difference), 0)
         part_weight = torch.where(seen, torch.sigmoid(-difference), 0)
         rows.mul_(weight.unsqueeze(-1)).addcmul_(part_out.to(lse.dtype), part_weight.unsqueeze(-1))
-        if is_split(lse):
+        if lse.dim() == 4:
             shift = torch.where(seen, largest, 0.0)
             shares = [(x[..., 0] - shift + x[..., 1]).exp() for x in (rows_lse, part_lse)]
             store_sum(rows_lse, largest, torch.where(seen, (shares[0] + shares[1]).log(), 0.0))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import cut
@@ -19,7 +19,7 @@ class Modifiers:
     """(B or 1, H or 1, S or 1, key positions or 1): added to the scaled logits, or boolean, False masks."""
     dropout_p: float = 0.0
     seed: Tensor | None = None
-    """() int64, of dropout; None before `drawn`."""
+    """() int64, of dropout."""
     first_batch: int = 0
     """Index of the first batch row among all, on which dropout depends."""
     first_head: int = 0
@@ -34,40 +34,20 @@ class Modifiers:
     grad_up: Tensor | None = None
     """Like `up`, in float32 or wider: the sum to which backward adds its gradient."""
 
-    @classmethod
-    def of(
-        cls, bias: Tensor | None, dropout_p: float = 0.0, seed: Tensor | None = None, first_batch: int = 0,
-        first_head: int = 0, sinks: Tensor | None = None, softcap: float = 0.0, up: Tensor | None = None,
-    ) -> Modifiers:  # fmt: skip
-        """The modifiers; without any, the object `NO_MODIFIERS`."""
-        if bias is None and not dropout_p and sinks is None and not softcap and up is None:
-            return NO_MODIFIERS
-        return cls(bias, dropout_p, seed, first_batch, first_head, sinks, softcap, up)
-
     @property
+    def numbers(self) -> tuple[float, ...]:
+        """Numbers that a CUDA graph has as constants."""
+        return self.dropout_p, self.softcap, self.first_batch, self.first_head
+
+    @cached_property
     def concern_tiles(self) -> bool:
         """True if the computation of tiles depends on the modifiers. Sinks concern only the merged rows."""
         return self.bias is not None or bool(self.dropout_p) or bool(self.softcap)
 
-    @property
+    @cached_property
     def split_lse(self) -> bool:
         """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
         return self.bias is not None and self.bias.is_floating_point()
-
-    @property
-    def need_lse(self) -> bool:
-        """True if backward reads the lse of this rank's rows."""
-        return self.sinks is not None and self.sinks.requires_grad and torch.is_grad_enabled()
-
-    def drawn(self, device: torch.device) -> Modifiers:
-        """Draws a seed if there is dropout.
-
-        The generator is that of the device, as in torch's kernels: activation checkpointing restores the seed, and each
-        replay of a CUDA graph draws another one.
-        """
-        if not self.dropout_p or self.seed is not None:
-            return self
-        return replace(self, seed=torch.randint(1 << 62, (), dtype=torch.int64, device=device))
 
     def value_dim(self, q: Tensor, v: Tensor) -> int:
         """Head dim of the output."""

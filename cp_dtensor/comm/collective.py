@@ -9,73 +9,89 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label, start_all_to_all, uses_nccl
-from cp_dtensor.comm.faults import peer_errors
+from cp_dtensor._torch.tensors import NO_LABEL, is_profiled
+from cp_dtensor.comm.faults import raise_for_peers
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
-from cp_dtensor.plan.plan import RoutePiece, Stages, Step, TilePlan, gathered_plan, ring_plan
+from cp_dtensor.plan.plan import Stages, TilePlan, Transfer, gathered_plan, ring_plan
 from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.spec.layouts import Span
 
-Places = list[list[torch.Tensor | None]]
-"""Rows for, or from, each rank: `places[slot][rank]`, None where there are none. A slot is one collective."""
+Moves = Sequence[tuple[torch.Tensor, int, Sequence[tuple[int, int, Span]]]]
+"""Contiguous memory, and the pieces of it for, or from, each rank (`RoutePiece`), in units of so many of its rows."""
+_Places = list[tuple[int, int, torch.Tensor, int]]
+"""Rank, slot, rows and their number, in the order of ranks, then of slots. A slot is one collective."""
+_BY_RANK, _ROWS, _COUNT = itemgetter(0, 1), itemgetter(2), itemgetter(3)
+_EXCHANGE = "an exchange of rows"
 
 
 class Exchange:
     """Rows in flight between all ranks. `wait()` returns when they have arrived (on a GPU: for work launched later)."""
 
-    def __init__(self, incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._keep = (incoming, outgoing)  # the memory is in use until the exchange has ended
-        start = _start_in_place if uses_nccl(group, like.device) else _start_packed
-        self.wait = start(incoming, outgoing, like, group)
+    def __init__(self, incoming: Moves, outgoing: Moves, slots: int, group: dist.ProcessGroup) -> None:
+        like = outgoing[0][0]
+        received, counts = _places(incoming, group.size())
+        sent, sent_counts = _places(outgoing, group.size())
+        self._keep = (received, sent)  # the memory is in use until the exchange has ended
+        if uses_nccl(group, like.device):
+            self.wait = _start_in_place(received, sent, slots, like, group)
+        else:
+            self.wait = _start_packed(received, counts, sent, sent_counts, like, group)
+
+
+def _places(moves: Moves, ranks: int) -> tuple[_Places, list[int]]:
+    """The places of all pieces, and the number of rows of each rank."""
+    places: _Places = []
+    counts = [0] * ranks
+    for memory, unit, pieces in moves:
+        for slot, rank, (start, stop) in pieces:
+            count = (stop - start) * unit
+            places.append((rank, slot, memory.narrow(0, start * unit, count), count))
+            counts[rank] += count
+    places.sort(key=_BY_RANK)
+    return places, counts
 
 
 def _start_in_place(
-    incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup
+    received: _Places, sent: _Places, slots: int, like: torch.Tensor, group: dist.ProcessGroup
 ) -> Callable[[], object]:
     """Starts one NCCL launch that reads and writes the rows where they are."""
     nothing = like.new_empty(0)
-    received, sent = (
-        [[nothing if rows is None else rows for rows in slot] for slot in places] for places in (incoming, outgoing)
-    )
-    return start_all_to_all(received, sent, group)
+    into, out_of = ([[nothing] * group.size() for _ in range(slots)] for _ in range(2))
+    for tensors, places in ((into, received), (out_of, sent)):
+        for rank, slot, rows, _ in places:
+            tensors[slot][rank] = rows
+    return start_all_to_all(into, out_of, group)
 
 
 def _start_packed(
-    incoming: Places, outgoing: Places, like: torch.Tensor, group: dist.ProcessGroup
-) -> Callable[[], object]:
+    received: _Places, counts: list[int], sent: _Places, sent_counts: list[int], like: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> Callable[[], object]:  # fmt: skip
     """Starts one collective of contiguous buffers, which every backend has."""
-    width = like.size(-1)
-    sent, sent_counts = _by_rank(outgoing)
-    targets, counts = _by_rank(incoming)
-    buffer = torch.cat(sent) if sent else like.new_empty(0, width)
-    received = like.new_empty(sum(counts), width)
-    with peer_errors(group, "an exchange of rows"):
-        work = dist.all_to_all_single(received, buffer, counts, sent_counts, group=group, async_op=True)
+    packed = torch.cat(list(map(_ROWS, sent))) if sent else like[:0]
+    arrived = like.new_empty(sum(counts), *like.shape[1:])
+    # Not `with peer_errors(...)`, which is several calls of Python functions.
+    try:
+        work = dist.all_to_all_single(arrived, packed, counts, sent_counts, group=group, async_op=True)
+    except RuntimeError as error:
+        raise_for_peers(error, group, _EXCHANGE)
 
     def wait() -> None:
-        with peer_errors(group, "an exchange of rows"):
+        try:
             work.wait()
-        for rows, arrived in zip(targets, received.split([rows.size(0) for rows in targets]), strict=True):
-            rows.copy_(arrived)
+        except RuntimeError as error:
+            raise_for_peers(error, group, _EXCHANGE)
+        for (_, _, rows, _), piece in zip(received, arrived.split(list(map(_COUNT, received))), strict=True):
+            rows.copy_(piece)
 
     return wait
-
-
-def _by_rank(places: Places) -> tuple[list[torch.Tensor], list[int]]:
-    """The rows in the order of ranks, and the number of rows of each rank."""
-    ordered: list[torch.Tensor] = []
-    counts: list[int] = []
-    for of_rank in zip(*places, strict=True):
-        counts.append(0)
-        for rows in of_rank:
-            if rows is not None:
-                ordered.append(rows)
-                counts[-1] += rows.size(0)
-    return ordered, counts
 
 
 class _KvExchanges(KvTransfers):
@@ -86,33 +102,31 @@ class _KvExchanges(KvTransfers):
     """
 
     def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, steps: Sequence[Step], group: dist.ProcessGroup,
+        self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, transfers: Sequence[Transfer], group: dist.ProcessGroup,
         ahead: int,
     ) -> None:  # fmt: skip
         self._k, self._v, self._plan, self._group = k, v, plan, group
-        self._waiting = deque([step.transfer for step in steps if step.transfer is not None])
+        self._waiting = deque(transfers)
         self._own, self._own_heads = k.new_empty(0), (-1, -1)  # the packed rows of this rank, and their heads
         self._in_flight: deque[tuple[Exchange, torch.Tensor]] = deque()
-        for _ in range(ahead):
+        for _ in range(min(ahead, len(transfers))):
             self._start()
 
     def _start(self) -> None:
-        if not self._waiting:
-            return
-        transfer, plan = self._waiting.popleft(), self._plan
-        route = plan.routes[transfer.hop]
-        with label("send K/V"):
+        transfer = self._waiting.popleft()
+        route = self._plan.routes[transfer.hop]
+        with label("send K/V") if is_profiled() else NO_LABEL:
             if self._own_heads != transfer.heads:
                 self._own, self._own_heads = pack_rows(self._k, self._v, transfer.heads), transfer.heads
-            rows = self._own.new_empty(plan.buffer_rows(transfer), self._own.size(1))
-            incoming = _places(rows, route.recv, route.slots, self._group)
-            outgoing = _places(self._own, route.send, route.slots, self._group)
-            self._in_flight.append((Exchange(incoming, outgoing, rows, self._group), rows))
+            rows = self._own.new_empty(route.rows, self._own.size(1))
+            incoming, outgoing = [(rows, 1, route.recv)], [(self._own, 1, route.send)]
+            self._in_flight.append((Exchange(incoming, outgoing, route.slots, self._group), rows))
 
     def receive(self) -> torch.Tensor:
         exchange, rows = self._in_flight.popleft()
         exchange.wait()
-        self._start()
+        if self._waiting:
+            self._start()
         return rows
 
 
@@ -121,43 +135,34 @@ class _GradExchanges(GradTransfers):
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, group: dist.ProcessGroup) -> None:
         self._k, self._v, self._plan, self._group = k, v, plan, group
-        self._waiting = deque([step.transfer for step in plan.backward if step.transfer is not None])
+        self._waiting = deque(plan.transfers[1])
         self._buffer = k.new_empty(0)
         self._in_flight: deque[tuple[Exchange, list[Contribution]]] = deque()
 
     def buffer(self) -> torch.Tensor:
         transfer = self._waiting[0]
         width = row_width(self._k, self._v, transfer.heads)
-        self._buffer = self._k.new_empty(self._plan.buffer_rows(transfer), width)
+        self._buffer = self._k.new_empty(self._plan.routes[transfer.hop].rows, width)
         return self._buffer
 
     def send(self) -> None:
         buffer, self._buffer = self._buffer, self._k.new_empty(0)
-        route = self._plan.routes[self._waiting.popleft().hop]
-        with label("send dK/dV"):
-            outgoing = _places(buffer, route.recv, route.slots, self._group)
-            incoming = _places(buffer, (), route.slots, self._group)
-            contributions = []
+        route, width = self._plan.routes[self._waiting.popleft().hop], buffer.size(1)
+        with label("send dK/dV") if is_profiled() else NO_LABEL:
+            contributions, incoming = [], []
             for pieces in route.grads:
-                rows = pieces[0].rows
-                stack = buffer.new_empty(len(pieces), rows[1] - rows[0], buffer.size(1))
-                for piece, gradients in zip(pieces, stack.unbind(), strict=True):
-                    incoming[piece.slot][piece.rank] = gradients
-                contributions.append(Contribution(rows, stack))
-            self._in_flight.append((Exchange(incoming, outgoing, buffer, self._group), contributions))
+                start, stop = pieces[0].rows
+                stack = buffer.new_empty(len(pieces), stop - start, width)
+                contributions.append(Contribution((start, stop), stack))
+                for (slot, rank, _), gradients in zip(pieces, stack.unbind(), strict=True):
+                    incoming.append((gradients, 1, ((slot, rank, (0, stop - start)),)))
+            exchange = Exchange(incoming, [(buffer, 1, route.recv)], route.slots, self._group)
+            self._in_flight.append((exchange, contributions))
 
     def receive(self) -> Sequence[Contribution]:
         exchange, contributions = self._in_flight.popleft()
         exchange.wait()
         return contributions
-
-
-def _places(rows: torch.Tensor, pieces: Sequence[RoutePiece], slots: int, group: dist.ProcessGroup) -> Places:
-    """Slices rows into pieces."""
-    places: Places = [[None] * group.size() for _ in range(slots)]
-    for slot, rank, (start, stop) in pieces:
-        places[slot][rank] = rows[start:stop]
-    return places
 
 
 class CollectiveTransport(KVTransport):
@@ -168,8 +173,7 @@ class CollectiveTransport(KVTransport):
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
-        steps = plan.backward if backward else plan.forward
-        return _KvExchanges(k, v, plan, steps, group, self.transfers_ahead)
+        return _KvExchanges(k, v, plan, plan.transfers[backward], group, self.transfers_ahead)
 
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, group: dist.ProcessGroup) -> GradTransfers:
         return _GradExchanges(k, v, plan, group)

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,36 +29,42 @@ class PeerError(RuntimeError):
 
 @contextmanager
 def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Context of a collective, whose errors become a `PeerError` that names the ranks that did not come.
+    """Context of a collective, whose errors `raise_for_peers` names."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise_for_peers(error, group, what)
+
+
+def raise_for_peers(error: RuntimeError, group: dist.ProcessGroup, what: str) -> NoReturn:
+    """Raises a `PeerError` that names the ranks that did not come to a collective, from the error of this rank.
 
     Wrong arguments, which all ranks report at once, keep torch's error, as do `PeerError` and `torch.OutOfMemoryError`.
 
     Args:
+        error: the error that is handled now.
         group: the group of the collective.
         what: the exchange, such as "an exchange of K/V".
     """
-    try:
-        yield
-    except (PeerError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError as error:
-        reported = (str(error).splitlines() or [repr(error)])[0]
-        reports = reports_of(group, what, REPORT_SECONDS)
-        if reports is None:
-            cause = "the store of the group does not answer: its process has ended, or the group is destroyed"
-        elif missing := [rank for rank in range(group.size()) if rank not in reports]:
-            cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
-        elif len({*reports.values()}) > 1:
-            waited = "; ".join(f"rank {rank} for {each}" for rank, each in sorted(reports.items()))
-            cause = f"the ranks waited for different exchanges, as where only some of them have debug=True: {waited}"
-        elif isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(reported):
-            cause = "it failed on every rank, so one of them was late or a connection was lost"
-        else:
-            group_store(group).add(_survived(group), 1)
-            raise
-        raise PeerError(
-            f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: {reported}"
-        ) from error
+    if isinstance(error, (PeerError, torch.OutOfMemoryError)):
+        raise error
+    reported = (str(error).splitlines() or [repr(error)])[0]
+    reports = reports_of(group, what, REPORT_SECONDS)
+    if reports is None:
+        cause = "the store of the group does not answer: its process has ended, or the group is destroyed"
+    elif missing := [rank for rank in range(group.size()) if rank not in reports]:
+        cause = f"it waited for {named(missing, dist.get_process_group_ranks(group))}"
+    elif len({*reports.values()}) > 1:
+        waited = "; ".join(f"rank {rank} for {each}" for rank, each in sorted(reports.items()))
+        cause = f"the ranks waited for different exchanges, as where only some of them have debug=True: {waited}"
+    elif isinstance(error, dist.DistError) or _OF_CONNECTIONS.search(reported):
+        cause = "it failed on every rank, so one of them was late or a connection was lost"
+    else:
+        group_store(group).add(_survived(group), 1)
+        raise error
+    raise PeerError(
+        f"{what} failed on rank {group.rank()} of {described(group)}: {cause}. Torch reported: {reported}"
+    ) from error
 
 
 def all_to_all_single(

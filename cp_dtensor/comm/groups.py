@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor._torch import all_gather_single, has_cpu_backend, reduce_scatter_single
+from cp_dtensor._torch import all_gather_single, group_of_name, has_cpu_backend, name_of_group, reduce_scatter_single
 from cp_dtensor.comm.faults import peer_errors
+
+Mesh = DeviceMesh | dist.ProcessGroup
+# One of these words, alone or before a separator or digit: "sparse" and "split_dp" are no sequence axes.
+_SEQUENCE_AXIS = re.compile(r"(ring|ulysses|cp|sp|seq|sequence|context)([_\d-].*)?")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,16 @@ class SequenceRanks:
         object.__setattr__(self, "rank", self.outer.rank() * inner_size + inner_rank)
         object.__setattr__(self, "size", self.outer.size() * inner_size)
         object.__setattr__(self, "inner_size", inner_size)
+
+    @classmethod
+    def of_names(cls, names: Sequence[str]) -> SequenceRanks:
+        """Return the ranks of groups of these names in this process, the outer one first."""
+        return cls(*map(group_of_name, names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the groups, the outer one first: equal in every process."""
+        return tuple([name_of_group(group) for group in self.groups[::-1]])
 
     @property
     def have_cpu_backend(self) -> bool:
@@ -123,3 +138,75 @@ class SequenceRanks:
                 reduce_scatter_single(block, mine.view(-1), group=group)
             mine = block
         return mine.view(blocks.shape[1:])
+
+
+# Meshes
+
+
+def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
+    """The ranks that share a sequence.
+
+    Args:
+        mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with the word
+            "ring", "ulysses", "cp", "sp", "seq", "sequence" or "context" (as "cp_node" and "cp2" do, and "sparse" does
+            not). Other names are refused, since they may be those of data parallelism. The inner axis, whose ranks own
+            adjacent parts of the sequence, is the one whose name begins with "ulysses", else the second.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: a mesh of other dims, one of two inner axes, or one that this rank is not part of.
+        NotImplementedError: a mesh of other devices than CPUs and CUDA devices.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        return SequenceRanks(mesh)
+    if mesh is cast(Any, dist.GroupMember.NON_GROUP_MEMBER):  # an object of no documented type
+        raise ValueError("this rank is not part of the process group: new_group returned no group here")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "expected mesh to be a DeviceMesh of one dim or a ProcessGroup, or a DeviceMesh of two axes that share the "
+            f"sequence; got {type(mesh).__name__}"
+        )
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"expected a mesh of CPUs or CUDA devices, got {mesh.device_type}")
+    ndim, names = mesh.ndim, mesh.mesh_dim_names or ()
+    if ndim > 2 or (ndim == 2 and not (names and all(map(_SEQUENCE_AXIS.fullmatch, names)))):
+        sequence = [name for name in names if _SEQUENCE_AXIS.fullmatch(name)][-2:] or list(names[-1:])
+        hint = "init_device_mesh(..., mesh_dim_names=...) and mesh['cp']"
+        if sequence:
+            hint = f"mesh[{', '.join(map(repr, sequence))}]"
+        raise ValueError(
+            "expected a mesh of one dim, the context-parallel axis, or of two whose names say that they share the "
+            f"sequence, such as ('ring', 'ulysses') or ('cp_node', 'cp_gpu'); got {ndim} dims "
+            f"(names {mesh.mesh_dim_names}, shape {tuple(mesh.shape)}). Pass those axes of it, such as {hint}"
+        )
+    if ndim == 2 and all(map(is_ulysses_axis, names)):
+        raise ValueError(
+            'expected at most one axis whose name begins with "ulysses", the inner one, beside an outer one such as '
+            f"'ring'; got names {mesh.mesh_dim_names}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}")
+    if ndim == 1:
+        return SequenceRanks(mesh.get_group())
+    inner = inner_axis(mesh)
+    return SequenceRanks.along(mesh, (1 - inner, inner))
+
+
+def axis_names(mesh: Mesh) -> tuple[str, ...]:
+    """The names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
+    if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
+        return ("the group",)
+    names: tuple[str, ...] = mesh.mesh_dim_names
+    return names[::-1] if mesh.ndim == 2 and inner_axis(mesh) == 0 else names
+
+
+def inner_axis(mesh: DeviceMesh) -> int:
+    """The index of the inner one of two axes."""
+    names: tuple[str, ...] = mesh.mesh_dim_names or ()
+    return next((axis for axis, name in enumerate(names) if is_ulysses_axis(name)), 1)
+
+
+def is_ulysses_axis(name: str) -> bool:
+    """True if a name begins with the word "ulysses"."""
+    found = _SEQUENCE_AXIS.fullmatch(name)
+    return found is not None and found[1] == "ulysses"

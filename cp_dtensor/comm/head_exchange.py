@@ -8,18 +8,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
-from cp_dtensor.comm.collective import Exchange, Places
+from cp_dtensor._torch.tensors import NO_LABEL, is_profiled
+from cp_dtensor.comm.collective import Exchange
 from cp_dtensor.comm.transport import HeadBlocks
+from cp_dtensor.plan.plan import RoutePiece
 from cp_dtensor.plan.tiling import GatheredRows
 from cp_dtensor.spec.layouts import Span
 
 Bundle = Sequence[torch.Tensor]
 """Tensors that share heads, rows and dtype."""
+
+
+class HeadRoute(NamedTuple):
+    """The rows of one rank in an exchange. A block of rows is in memory as `HeadBlocks`, in units of `head_width`."""
+
+    local: tuple[RoutePiece, ...]
+    """This rank's rows: block r has the heads of rank r."""
+    gathered: tuple[RoutePiece, ...]
+    """All ranks' rows, in the one block of this rank's heads."""
+    rows: int
+    """Rows of this rank's shard."""
+    slots: int
+    """Number of collectives until all parts have travelled, those of bundles before this one included."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +50,33 @@ class HeadRows:
     copies: int = 1
     """Replicas of each head (KV-head replication, see `HeadPartition`)."""
 
-    @property
+    @cached_property
     def head_counts(self) -> list[int]:
         """Heads of each rank after an exchange."""
         return [stop - start for start, stop in self.heads]
+
+    @cached_property
+    def _routes(self) -> dict[tuple[int, int], HeadRoute]:
+        return {}
+
+    def route(self, rank: int, first_slot: int) -> HeadRoute:
+        """The route of a rank, whose first collective is `first_slot`."""
+        if (rank, first_slot) in self._routes:
+            return self._routes[rank, first_slot]
+        rows, local, gathered = self.rows, list[RoutePiece](), list[RoutePiece]()
+        length, mine, before = sum(rows.lengths[rank]), self.head_counts[rank], 0
+        for peer, count in enumerate(self.head_counts):
+            for part in range(len(rows.lengths[rank])):
+                start, stop = rows.local_span(rank, part)
+                span = before * length + start * count, before * length + stop * count
+                local.append(RoutePiece(first_slot + part, peer, span))
+            for part in range(len(rows.lengths[peer])):
+                start, stop = rows.span(peer, part)
+                gathered.append(RoutePiece(first_slot + part, peer, (start * mine, stop * mine)))
+            before += count
+        local, gathered = ([each for each in pieces if each.rows[0] < each.rows[1]] for pieces in (local, gathered))
+        found = HeadRoute(tuple(local), tuple(gathered), length, first_slot + rows.most_parts)
+        return self._routes.setdefault((rank, first_slot), found)
 
 
 Kinds = Sequence[HeadRows]
@@ -130,43 +170,42 @@ class CollectiveHeads(HeadExchange):
 
 class _CollectiveArrivals(Arrivals):
     def __init__(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> None:
-        self._bundles = [
-            [x if kind.copies == 1 else x.repeat_interleave(kind.copies, dim=1) for x in tensors]
-            for tensors, kind in zip(bundles, stages[0], strict=True)
-        ]
+        self._bundles = list(bundles)
+        for index, kind in enumerate(stages[0]):
+            if kind.copies > 1:
+                self._bundles[index] = [x.repeat_interleave(kind.copies, dim=1) for x in bundles[index]]
         self._waiting, self._group = list(stages), group
         self._exchanges: list[Exchange] = []
-        self._arriving: dict[int, list[torch.Tensor]] = {}
-        """The tensors of each bundle, by its index."""
+        self._arriving: list[list[torch.Tensor]] = []
+        """The tensors of each bundle."""
         self._start()
 
     def _start(self) -> None:
-        """Starts the exchanges of the next stage if there is one."""
-        self._exchanges, self._arriving = [], {}
-        if not self._waiting:
-            return
+        """Starts the exchanges of the next stage."""
         kinds, group, rank = self._waiting.pop(0), self._group, self._group.rank()
+        self._exchanges, self._arriving = [], [[]] * len(kinds)
         for indices in _by_dtype(self._bundles):
-            incoming: Places = []
-            outgoing: Places = []
-            with label("send heads"):
+            incoming, outgoing, slots = [], [], 0
+            with label("send heads") if is_profiled() else NO_LABEL:
                 for index in indices:
                     tensors, kind = self._bundles[index], kinds[index]
-                    by_rank = HeadBlocks(tensors, kind.head_counts, sum(kind.rows.lengths[rank]))
+                    local, gathered, rows, slots = kind.route(rank, slots)
+                    by_rank = HeadBlocks(tensors, kind.head_counts, rows)
                     by_rank.write(tensors, kind.heads)
                     mine = HeadBlocks(tensors, [kind.head_counts[rank]], kind.rows.total)
                     self._arriving[index] = mine.tensors(0)
-                    outgoing += _local_places(by_rank, kind, group)
-                    incoming += _gathered_places(mine, kind, group)
-                self._exchanges.append(Exchange(incoming, outgoing, tensors[0].new_empty(0, 1), group))
+                    outgoing.append((by_rank.memory, by_rank.head_width, local))
+                    incoming.append((mine.memory, mine.head_width, gathered))
+                self._exchanges.append(Exchange(incoming, outgoing, slots, group))
 
     def receive(self) -> list[list[torch.Tensor]]:
         assert self._arriving, "called more often than there are stages"
         for exchange in self._exchanges:
             exchange.wait()
-        arrived = self._arriving
-        self._start()
-        return [arrived[index] for index in range(len(arrived))]
+        arrived, self._exchanges, self._arriving = self._arriving, [], []
+        if self._waiting:
+            self._start()
+        return arrived
 
 
 class _CollectiveDeparture(Departure):
@@ -176,27 +215,26 @@ class _CollectiveDeparture(Departure):
         rank = group.rank()
         self._in_flight: list[tuple[Exchange, list[tuple[Bundle, HeadRows, HeadBlocks]]]] = []
         for indices in _by_dtype(bundles):
-            incoming: Places = []
-            outgoing: Places = []
-            arriving = []
-            with label("send rows"):
+            incoming, outgoing, arriving, slots = [], [], [], 0
+            with label("send rows") if is_profiled() else NO_LABEL:
                 for index in indices:
                     tensors, kind = bundles[index], kinds[index]
-                    in_rows = tensors[0].permute(2, 0, 1, 3)
+                    local, gathered, rows, slots = kind.route(rank, slots)
+                    in_rows, count = tensors[0].permute(2, 0, 1, 3), kind.head_counts[rank]
                     memory = in_rows.view(-1) if len(tensors) == 1 and in_rows.is_contiguous() else None
-                    mine = HeadBlocks(tensors, [kind.head_counts[rank]], kind.rows.total, memory)
+                    mine = HeadBlocks(tensors, [count], kind.rows.total, memory)
                     if memory is None:
-                        mine.write(tensors, [(0, kind.head_counts[rank])])
-                    by_rank = HeadBlocks(tensors, kind.head_counts, sum(kind.rows.lengths[rank]))
+                        mine.write(tensors, [(0, count)])
+                    by_rank = HeadBlocks(tensors, kind.head_counts, rows)
                     arriving.append((targets[index], kind, by_rank))
-                    outgoing += _gathered_places(mine, kind, group)
-                    incoming += _local_places(by_rank, kind, group)
-                self._in_flight.append((Exchange(incoming, outgoing, tensors[0].new_empty(0, 1), group), arriving))
+                    outgoing.append((mine.memory, mine.head_width, gathered))
+                    incoming.append((by_rank.memory, by_rank.head_width, local))
+                self._in_flight.append((Exchange(incoming, outgoing, slots, group), arriving))
 
     def wait(self) -> None:
         for exchange, arriving in self._in_flight:
             exchange.wait()
-            with label("place rows"):
+            with label("place rows") if is_profiled() else NO_LABEL:
                 for targets, kind, by_rank in arriving:
                     for of_target, of_block in by_rank.pairs(targets, kind.heads):
                         of_target.copy_(of_block)
@@ -204,18 +242,7 @@ class _CollectiveDeparture(Departure):
 
 def _by_dtype(bundles: Sequence[Bundle]) -> list[list[int]]:
     """Groups the indices of bundles by dtype; each group travels in one collective."""
-    dtypes = dict.fromkeys(tensors[0].dtype for tensors in bundles)
-    return [[i for i, tensors in enumerate(bundles) if tensors[0].dtype == dtype] for dtype in dtypes]
-
-
-def _local_places(blocks: HeadBlocks, kind: HeadRows, group: dist.ProcessGroup) -> Places:
-    """Places of this rank's rows: block r has the heads of rank r."""
-    rank, ranks = group.rank(), range(group.size())
-    spans = [kind.rows.local_span(rank, part) for part in range(len(kind.rows.lengths[rank]))]
-    return [[blocks.rows(peer, span) for peer in ranks] for span in spans]
-
-
-def _gathered_places(block: HeadBlocks, kind: HeadRows, group: dist.ProcessGroup) -> Places:
-    """Places of all ranks' rows in the one block of this rank's heads."""
-    parts, ranks = range(len(kind.rows.lengths[group.rank()])), range(group.size())
-    return [[block.rows(0, kind.rows.span(peer, part)) for peer in ranks] for part in parts]
+    indices: dict[torch.dtype, list[int]] = {}
+    for index, tensors in enumerate(bundles):
+        indices.setdefault(tensors[0].dtype, []).append(index)
+    return list(indices.values())

@@ -7,14 +7,12 @@ for some heads and all batch rows. The transport makes the `TilePlan` of a call,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch.tensors import cut
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.spec.layouts import Span
@@ -127,29 +125,20 @@ def row_width(k: torch.Tensor, v: torch.Tensor, heads: Span) -> int:
 
 def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span) -> torch.Tensor:
     """Packs some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) into rows (T, width)."""
+    count = heads[1] - heads[0]
     rows = k.new_empty(k.size(2), row_width(k, v, heads))
-    for source, packed in zip((k, v), unpack_rows(rows, k, v, heads), strict=True):
-        packed.copy_(cut(source, None, heads, None))
+    for source, packed in zip((k, v), unpack_rows(rows, (k, v), count), strict=True):
+        packed.copy_(source.narrow(1, heads[0], count))
     return rows
 
 
-def unpack_rows(
-    rows: torch.Tensor, like_k: torch.Tensor, like_v: torch.Tensor, heads: Span
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views rows (..., T, width) as K (..., B, heads, T, D) and V (..., B, heads, T, Dv).
-
-    B, D and Dv are those of `like_k` and `like_v`, (B, Hkv, any, D or Dv).
-    """
-    k, v = _unpacked(rows, like_k.size(0), heads[1] - heads[0], (like_k.size(3), like_v.size(3)))
-    return k, v
-
-
-def _unpacked(rows: torch.Tensor, batch: int, heads: int, dims: Sequence[int]) -> list[torch.Tensor]:
-    """Views rows (..., T, width) as tensors (..., B, heads, T, dim), one for each of `dims`."""
+def unpack_rows(rows: torch.Tensor, like: Sequence[torch.Tensor], heads: int) -> list[torch.Tensor]:
+    """Views rows (..., T, width) as tensors (..., B, heads, T, dim) like others (B, any, any, dim)."""
     *lead, length, _ = rows.shape
     *strides, row, _ = rows.stride()
-    start, views = rows.storage_offset(), []
-    for dim in dims:  # one as_strided each: a chain of views costs more than the attention of a short sequence
+    start, batch, views = rows.storage_offset(), like[0].size(0), []
+    for tensor in like:  # one as_strided each: a chain of views costs more than the attention of a short sequence
+        dim = tensor.size(3)
         views.append(rows.as_strided((*lead, batch, heads, length, dim), (*strides, heads * dim, dim, row, 1), start))
         start += batch * heads * dim
     return views
@@ -169,28 +158,25 @@ class HeadBlocks:
             length: rows of each block.
             memory: at least as many elements, contiguous.
         """
-        self._batch, self._dims = like[0].size(0), [tensor.size(3) for tensor in like]
-        self._counts, self._length = head_counts, length
-        self._widths = [self._batch * count * sum(self._dims) for count in head_counts]
-        self._starts = [0, *accumulate(width * length for width in self._widths)]
-        self._memory = like[0].new_empty(self._starts[-1]) if memory is None else memory
-
-    def rows(self, block: int, rows: Span) -> torch.Tensor | None:
-        """Some rows of a block as (elements, 1), None if they are empty."""
-        start, width = self._starts[block], self._widths[block]
-        if width == 0 or rows[0] == rows[1]:
-            return None
-        return self._memory[start + rows[0] * width : start + rows[1] * width].view(-1, 1)
+        self._like, self._counts, self._length = like, head_counts, length
+        self.head_width = 0
+        """Elements of one head in a row: those of all batch rows and tensors."""
+        for tensor in like:
+            self.head_width += tensor.size(0) * tensor.size(3)
+        self._elements = self.head_width * sum(head_counts) * length
+        self.memory = like[0].new_empty(self._elements) if memory is None else memory
 
     def tensors(self, block: int) -> list[torch.Tensor]:
         """Views of the tensors in a block, (B, its heads, rows, D)."""
-        rows = self._memory[self._starts[block] : self._starts[block + 1]].view(self._length, self._widths[block])
-        return _unpacked(rows, self._batch, self._counts[block], self._dims)
+        width = self.head_width * self._counts[block]
+        start = self.head_width * sum(self._counts[:block]) * self._length
+        rows = self.memory[start : start + width * self._length].view(self._length, width)
+        return unpack_rows(rows, self._like, self._counts[block])
 
     def pairs(
         self, tensors: Sequence[torch.Tensor], heads: Sequence[Span], first_row: int = 0
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields pairs of views that hold the same elements, of the tensors and of the blocks.
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of views that hold the same elements, of the tensors and of the blocks.
 
         One pair a tensor covers all blocks if `heads` are equally many and at equal distances.
 
@@ -199,19 +185,23 @@ class HeadBlocks:
             heads: the heads of each block.
             first_row: row of a block that has the tensors' first row.
         """
-        count, rows = self._counts[0], slice(first_row, first_row + tensors[0].size(2))
-        steps = {span[0] - before[0] for before, span in pairwise(heads)}
-        if count == 0 or len(set(self._counts)) > 1 or len(steps) != 1:
+        found, rows = [], slice(first_row, first_row + tensors[0].size(2))
+        first, stop = heads[0]
+        step = heads[1][0] - first if len(heads) > 1 else 0
+        is_regular = len(heads) > 1 and first < stop
+        for index, span in enumerate(heads):
+            is_regular = is_regular and span == (first + index * step, stop + index * step)
+        if not is_regular:
             for block, span in enumerate(heads):
                 for tensor, view in zip(tensors, self.tensors(block), strict=True):
-                    yield tensor[:, span[0] : span[1]], view[:, :, rows]
-            return
-        (step,) = steps
-        blocks = self._memory[: self._starts[-1]].view(len(heads), self._length, self._widths[0])
-        for tensor, view in zip(tensors, _unpacked(blocks[:, rows], self._batch, count, self._dims), strict=True):
+                    found.append((tensor[:, span[0] : span[1]], view[:, :, rows]))
+            return found
+        blocks = self.memory[: self._elements].view(len(heads), self._length, self.head_width * (stop - first))
+        for tensor, view in zip(tensors, unpack_rows(blocks[:, rows], self._like, stop - first), strict=True):
             stride_h = tensor.stride(1)
-            start = tensor.storage_offset() + heads[0][0] * stride_h
-            yield tensor.as_strided(view.shape, (step * stride_h, *tensor.stride()), start), view
+            start = tensor.storage_offset() + first * stride_h
+            found.append((tensor.as_strided(view.shape, (step * stride_h, *tensor.stride()), start), view))
+        return found
 
     def write(self, tensors: Sequence[torch.Tensor], heads: Sequence[Span], first_row: int = 0) -> None:
         """Copies tensors (B, all heads, rows, D) to the blocks, as `pairs` describes."""

@@ -1,138 +1,82 @@
-"""Entries of the engine, one of which each front end calls once: attention of checked local shards, eager or traced."""
+"""`attend`: the one entry of every front. Eager calls run in an autograd node, traced ones are one operator."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import refuse_traced_transforms, refuse_transforms
-from cp_dtensor._torch.tensors import joined_rows, split_rows
+from cp_dtensor._torch.autograd import Tensors as Saved
+from cp_dtensor._torch.autograd import differentiated_once, refuse_batches, refuse_tangents, refuse_transforms
 from cp_dtensor.attention.lse import rounded_lse
-from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
-from cp_dtensor.engine.agreement import warn_of_zeros_and_ones
-from cp_dtensor.engine.autograd import Attention
-from cp_dtensor.engine.compiled_spec import CallKeys, keys_of
-from cp_dtensor.engine.config import (
-    AttentionConfig,
-    check_batch_size,
-    check_bias,
-    checked_dropout_p,
-    checked_sinks,
-    checked_softcap,
-    four_dims_of_mask,
-    positive_scale,
-)
-from cp_dtensor.engine.lengths import global_lengths
-from cp_dtensor.engine.named_masks import named_mask
-from cp_dtensor.engine.operators import CuSeqlens
-from cp_dtensor.engine.planner import bound_call
-from cp_dtensor.engine.replay import refuse_unreplayable
-from cp_dtensor.spec.documents import PackedEdges, checked_lengths, packed_mask
-from cp_dtensor.spec.masks import Mask, mask_intersection
+from cp_dtensor.engine.arguments import drawn_seed, positive_scale
+from cp_dtensor.engine.base import Tensors, need_lse
+from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.compiled import attend_traced, constants_of
+from cp_dtensor.engine.run import run, run_backward
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, *, mask: Mask, scale: float | None,
-    modifiers: Modifiers = NO_MODIFIERS, lengths: tuple[int, int] | None = None, needs_lse: bool = False,
-    mask_name: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)` of checked local shards.
+    call: Call, t: Tensors, *, needs_lse: bool = False, traced: bool | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `(out, lse)` of checked local shards: (B, H, S, Dv) and (B, H, S); lse may be empty without `needs_lse`.
 
     Args:
-        q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv).
-        mask: the mask of the call, besides that of `config`.
-        scale: factor of the logits; None for 1 / sqrt(D).
-        modifiers: of the local queries.
-        lengths: global (queries, keys); None if they have to be found.
-        needs_lse: False if lse may be empty.
-        mask_name: names one more mask (`named_masks`), which is found when the call runs.
+        call: the call.
+        t: its tensors.
+        needs_lse: True to get lse.
+        traced: `is_traced(t.q)`, if it is known.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: what does not fit, before any exchange of rows.
     """
-    if _torch.is_traced(q):
-        return attend_traced(
-            q, k, v, keys_of(config, mask), scale=scale, modifiers=modifiers, lengths=lengths, needs_lse=needs_lse,
-            mask_name=mask_name,
-        )  # fmt: skip
-    q, scale = positive_scale(q, scale)
-    if mask_name is not None:
-        mask = mask_intersection(named_mask(mask_name).mask_for(config), mask)
-    if config.mask is not None:
-        mask = mask_intersection(config.mask, mask)
-    needs_lse = needs_lse or modifiers.need_lse
-    if lengths is None or config.placed is None:
-        lengths = global_lengths(q, k, v, config, mask, modifiers, scale, lengths, gives_lse=needs_lse)
-        check_bias(q, modifiers.bias, lengths, config.layout, config.ranks)
-    if modifiers.bias is not None:
-        warn_of_zeros_and_ones(modifiers.bias, config.ranks)
-    if config.replay:
-        refuse_unreplayable(q, mask, modifiers)
-    call = bound_call(q, k, v, config, lengths, mask, modifiers, scale)
-    # Nothing can be refused from here on.
+    if _torch.is_traced(t.q) if traced is None else traced:
+        return attend_traced(constants_of(call), t, call.factors(t.q.size(3)), call.numbers, needs_lse)
+    if call.scale is not None and not 0.0 < call.scale < math.inf:
+        q, scale = positive_scale(t.q, call.scale)
+        call, t = replace(call, scale=scale), t._replace(q=q)
+    if call.dropout_p and t.seed is None:
+        t = t._replace(seed=drawn_seed(t.q.device))
     try:
-        out, lse, _ = Attention.apply(
-            q, k, v, modifiers.bias, modifiers.sinks, modifiers.drawn(q.device), call, needs_lse, modifiers.up
-        )
+        out, lse, _ = Attention.apply(call, needs_lse or (t.sinks is not None and need_lse(t.sinks)), *t)
     except RuntimeError:
         refuse_transforms()  # torch refuses them by the names of its internals; a check before would take time
         raise
     return out, lse
 
 
-def attend_traced(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: CallKeys, *, scale: float | None,
-    modifiers: Modifiers = NO_MODIFIERS, lengths: tuple[int, int] | None = None, needs_lse: bool = False,
-    mask_name: torch.Tensor | None = None, cu_seqlens: CuSeqlens | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attend` in a program that is being captured, as one operator whose constants are `keys`.
+class Attention(torch.autograd.Function):
+    """Autograd node of a call. Backward reads nothing but its `ctx`. Second derivatives are not defined."""
 
-    With `cu_seqlens`, q, k and v are packed (see `attend_packed`). Other arguments are those of `attend`.
-    """
-    refuse_traced_transforms()
-    q, scale = positive_scale(q, scale)
-    modifiers = modifiers.drawn(q.device)
-    spec_key, backends, mask, reads_more = keys
-    overloads = torch.ops.cp_dtensor.attention
-    out, lse, _ = (overloads.found if lengths is None or reads_more else overloads.default)(
-        q, k, v, modifiers.bias, modifiers.seed, modifiers.sinks, modifiers.up, *(cu_seqlens or (mask_name, None)),
-        spec_key, backends, mask, modifiers.dropout_p, modifiers.softcap, modifiers.first_batch, modifiers.first_head,
-        scale, *(lengths or (-1, -1)), needs_lse or modifiers.need_lse, torch.is_grad_enabled(),
-    )  # fmt: skip
-    return out, rounded_lse(lse)
+    jvp = staticmethod(refuse_tangents)
 
+    @staticmethod
+    def forward(ctx: Any, call: Call, needs_lse: bool, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        t = Tensors(*tensors)
+        out, lse, saved, ctx.done = run(call, t, needs_lse, ctx.needs_input_grad[2:])
+        if t.bias is not None:
+            lse = rounded_lse(lse)
+        # Ulysses saves other ranks' rows instead of q, k and v. This empty tensor keeps an edge to the inputs, so that
+        # a second derivative raises instead of returning zero.
+        origin = t.q.new_empty(0) if ctx.done.plan.saves_rows_of_others else None
+        of_sinks = (t.sinks, out, lse) if ctx.needs_input_grad[6] else (None, None, None)
+        ctx.save_for_backward(t.bias, t.seed, t.up, *of_sinks, origin, *saved)
+        ctx.mark_non_differentiable(lse)
+        return out, lse, origin
 
-def attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, cu_seqlens: CuSeqlens, *, within: Mask,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`(out, lse)`, (1, H, T, Dv) and (1, H, T), of packed documents.
-
-    Args:
-        q, k, v: (1, H, T, D), checked local shards of batch rows, one after the other.
-        config: has the lengths that whole sequences of rows may have.
-        cu_seqlens: the edges of documents in whole sequences, row after row.
-        within: the mask inside of each document.
-    """
-    if _torch.is_traced(q):
-        checked_lengths(config.declared_lengths)
-        return attend_traced(q, k, v, keys_of(config, within), scale=scale, needs_lse=True, cu_seqlens=cu_seqlens)
-    edges = PackedEdges.of(*cu_seqlens)
-    rows, lengths = edges.rows_and_lengths(config.declared_lengths)
-    q, k, v = (split_rows(x, rows) for x in (q, k, v))
-    check_batch_size(q, config)
-    mask = packed_mask(edges, rows, lengths, within)
-    out, lse = attend(q, k, v, config, mask=mask, scale=scale, lengths=lengths, needs_lse=True)
-    return joined_rows(out, rows), joined_rows(lse, rows)
-
-
-def modifiers_of(
-    q: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float, sinks: torch.Tensor | None = None,
-    first: tuple[int, int] = (0, 0), up: torch.Tensor | None = None, softcap: float = 0.0,
-) -> Modifiers:  # fmt: skip
-    """The checked modifiers of a call, as far as one rank can check them; no seed is drawn.
-
-    Args:
-        first: global index of this rank's first batch row and first query head.
-        up: (H, Dn + Dv, R) of latents, checked.
-    """
-    dropout_p, softcap = checked_dropout_p(dropout_p), checked_softcap(softcap)
-    bias = None if attn_mask is None else four_dims_of_mask(attn_mask, q)
-    return Modifiers.of(bias, dropout_p, None, *first, None if sinks is None else checked_sinks(sinks, q), softcap, up)
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, all_saved: Saved, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_batches(grad_out)
+        bias, seed, up, sinks, out, lse, _origin, *saved = all_saved
+        t = Tensors(grad_out, grad_out, grad_out, bias, sinks, seed, up)
+        needs = ctx.needs_input_grad
+        results = None if out is None or lse is None else (out, lse)
+        *grads, of_bias, of_sinks, of_up = run_backward(
+            ctx.done, t, tuple(saved), grad_out, results, (needs[5], needs[6], needs[8])
+        )
+        return None, None, *grads, of_bias, of_sinks, None, of_up, None

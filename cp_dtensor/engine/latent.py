@@ -21,7 +21,7 @@ from cp_dtensor.attention.latent import contract_gradients, expand_latents
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers
-from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
+from cp_dtensor.engine.base import Gradients, Plan, Result, Values
 from cp_dtensor.engine.ring import KeyValueGradients, RingPlan
 from cp_dtensor.plan.plan import Step, Steps, head_spans
 from cp_dtensor.spec.layouts import Span, joined_spans
@@ -174,33 +174,33 @@ class LatentRingPlan(RingPlan):
 
 
 @dataclass(frozen=True)
-class ExpandedPlan(AttentionPlan):
+class ExpandedPlan(Plan):
     """Each rank expands its own latents, and the ranks attend to keys and values by another plan."""
 
-    inner: AttentionPlan
+    inner: Plan
     saves_rows_of_others: bool
     """As that of `inner`."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
-        expanded = self._expanded(q, k, v, call.modifiers)
-        out, lse, saved = self.inner.forward(q, *expanded, _of_expanded(call), needs_lse)
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+        expanded = self._expanded(q, k, v, values.modifiers)
+        out, lse, saved = self.inner.forward(q, *expanded, _of_expanded(values), needs_lse)
         return out, lse, (k, *saved)
 
     def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
     ) -> Gradients:
         latent, *of_inner = saved
-        up = call.modifiers.up
+        up = values.modifiers.up
         assert up is not None
-        grad_q, grad_k, grad_v = self.inner.backward(grad_out, tuple(of_inner), _of_expanded(call), grad_bias)
+        grad_q, grad_k, grad_v = self.inner.backward(grad_out, tuple(of_inner), _of_expanded(values), grad_bias)
         with on_device(grad_q.device):
-            of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, call.modifiers.grad_up)
+            of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, values.modifiers.grad_up)
         return grad_q, of_latent, of_rotary.to(up.dtype)
 
     def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: CallValues
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, values: Values
     ) -> Tensors:
-        return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, call.modifiers), out, lse, call)
+        return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, values.modifiers), out, lse, values)
 
     def abandon(self, ranks: SequenceRanks) -> None:
         self.inner.abandon(ranks)
@@ -213,5 +213,5 @@ class ExpandedPlan(AttentionPlan):
             return expand_latents(k, v, modifiers.up, q.size(3))
 
 
-def _of_expanded(call: CallValues) -> CallValues:
-    return call._replace(modifiers=replace(call.modifiers, up=None, grad_up=None))
+def _of_expanded(values: Values) -> Values:
+    return values._replace(modifiers=replace(values.modifiers, up=None, grad_up=None))

@@ -16,7 +16,7 @@ from cp_dtensor._torch.tensors import cut
 from cp_dtensor.attention.accumulate import Part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import KvTransfers
-from cp_dtensor.engine.autograd import CallValues
+from cp_dtensor.engine.base import Values
 from cp_dtensor.engine.ring import GradientParts, Pass, Ring, RingPlan
 from cp_dtensor.plan.plan import Step
 from cp_dtensor.plan.tiling import Masking
@@ -31,12 +31,12 @@ class NestedRingPlan(Ring):
     """For each hop of the outer plan; None where no query of the inner axis attends to any of the keys."""
 
     def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
-        inner, call = self.inner[step.hop], _within(shared.call)
+        inner, values = self.inner[step.hop], _within(shared.values)
         if inner is None:
             return []
-        if call.modifiers.sinks is not None:
-            call = call._replace(modifiers=replace(call.modifiers, sinks=None))
-        partial = inner.forward(shared.q, k, v, call, True)[:2]
+        if values.modifiers.sinks is not None:
+            values = values._replace(modifiers=replace(values.modifiers, sinks=None))
+        partial = inner.forward(shared.q, k, v, values, True)[:2]
         return [_whole_part(shared.q, partial)]
 
     def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
@@ -44,7 +44,7 @@ class NestedRingPlan(Ring):
         if inner is None:
             return [], [], []
         saved = (shared.q, k, v, out, lse)
-        grads = inner.backward(grad_out, saved, _within(shared.call), shared.grad_bias)
+        grads = inner.backward(grad_out, saved, _within(shared.values), shared.grad_bias)
         return [_whole_part(shared.q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
 
     def abandon(self, ranks: SequenceRanks) -> None:
@@ -73,9 +73,9 @@ def _whole_part(rows_of: torch.Tensor, tensors: Tensors) -> Part:
     return Part((0, rows_of.size(0)), (0, rows_of.size(2)), tensors)
 
 
-def _within(call: CallValues) -> CallValues:
+def _within(values: Values) -> Values:
     """The values of a ring over the inner axis."""
-    return call._replace(ranks=_inner_ranks(call.ranks))
+    return values._replace(ranks=_inner_ranks(values.ranks))
 
 
 def _inner_ranks(ranks: SequenceRanks) -> SequenceRanks:

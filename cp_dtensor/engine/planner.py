@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +22,6 @@ from cp_dtensor.attention.backends.select import (
     masked_by_shape,
     with_wide_gradients,
 )
-from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.calls import Calls, Signature, calls_of
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.groups import SequenceRanks
@@ -28,9 +29,11 @@ from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.engine.autograd import AttentionPlan, BoundCall
+from cp_dtensor.engine.agreement import agreed_pair
+from cp_dtensor.engine.arguments import check_batch_size
+from cp_dtensor.engine.base import Done, Plan, Tensors
+from cp_dtensor.engine.call import Call, plan_fields
 from cp_dtensor.engine.choose import EXPANDED, estimates, expanded, fastest
-from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.replay import replayed
@@ -52,62 +55,69 @@ from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.logs import is_logged, log_once
-from cp_dtensor.spec.masks import Mask, as_plain
+from cp_dtensor.spec.masks import Full, Mask, as_plain
 
 _WIDE_GRADIENTS_FROM = 4
 """Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
-_Planned = tuple[AttentionPlan, Signature, tuple[Calls, ...]]
+_Planned = tuple[Plan, tuple[int, int], Signature, tuple[Calls, ...]]
 _plans: WeakKeyDictionary[dist.ProcessGroup, LRUCache[_Planned]] = WeakKeyDictionary()
 
 
-def bound_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: AttentionConfig, lengths: tuple[int, int], mask: Mask,
-    modifiers: Modifiers, scale: float, allowed: Allowed | None = None,
-) -> BoundCall:  # fmt: skip
-    """The call on checked local shards with these global (queries, keys).
-
-    A call like an earlier one costs one look-up.
+def planned(
+    call: Call, t: Tensors, rows: int = 1, needs_lse: bool = False, needs_grads: tuple[bool, ...] | None = None
+) -> Done:
+    """Return the plan of a call and its global lengths; one like an earlier one costs one look-up.
 
     Args:
-        mask: the mask of the call and of `config` together.
-        allowed: the backends that may be used; None for those that are allowed at this moment.
+        rows: batch rows that make up the one row of packed tensors.
+        needs_lse, needs_grads: as for `run`.
+
+    Raises:
+        ValueError: local tensors that do not fit; calls that differ between ranks, on every rank alike.
+        NotImplementedError: no allowed backend can compute it.
     """
-    allowed = allowed or allowed_backends()
-    ranks = config.ranks
+    q, k, v, ranks = t.q, t.k, t.v, call.ranks
+    allowed = call.backends or allowed_backends()
     properties = (
-        mask, q.shape, k.shape, v.shape, q.dtype, q.device,
-        modifiers.bias is not None, modifiers.dropout_p > 0 or modifiers.softcap > 0,
-        is_deterministic(q, allowed, config.deterministic),
-        None if modifiers.up is None else modifiers.value_dim(q, v),
+        q.shape, k.shape, v.shape, q.dtype, q.device, t.bias is not None, call.changes_weights,
+        is_deterministic(q, allowed, call.deterministic),
+        None if t.up is None else t.up.size(1) + v.size(3) - q.size(3),
     )  # fmt: skip
     inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
-    split = config.placed or config.layout, config.method, config.transport, ranks.rank, inner, config.replay
-    key = split, lengths, properties, allowed
+    key = plan_fields(call), properties, allowed, ranks.rank, inner
     plans = _plans.get(ranks.outer)
     if plans is None:
         plans = _plans[ranks.outer] = LRUCache()
-    planned = plans.get(key)
-    if planned is None:
-        spec = call_spec(config.partition(lengths, q.size(0)), *properties)
-        if spec.deterministic:
-            spec = masked_by_shape(spec, allowed)
-        backend = choose_backend(expanded(spec), allowed)
-        plan = plan_call(spec, config.method, config.transport, backend, ranks)
-        if is_logged("engine"):
-            _log_plan(plan, spec, config, lengths, ranks)
-        calls = () if _is_alone(spec) else calls_of(ranks)
-        plan = replayed(plan) if config.replay else plan
-        planned = plans.add(key, (plan, _signature(spec, config, lengths, mask), calls))
-    plan, signature, calls = planned
-    return BoundCall(plan, ranks, scale, signature, calls, config.debug)
+    found = plans.get(key)
+    if found is None or call.debug:
+        pair = agreed_pair(call, t, needs_lse, needs_grads)
+        if found is None:
+            found = plans.add(key, _planned(call, pair, properties, allowed))
+    plan, pair, signature, calls = found
+    scale = 1.0 / math.sqrt(q.size(3)) if call.scale is None else call.scale
+    return Done(call, plan, pair, scale, signature, calls, rows)
 
 
-def _signature(spec: CallSpec, config: AttentionConfig, lengths: tuple[int, int], mask: Mask) -> Signature:
+def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], allowed: Allowed) -> _Planned:
+    q_shape, mask = properties[0], call.mask or Full()
+    check_batch_size(q_shape, call)
+    spec = call_spec(call.partition(pair, q_shape[0]), mask, *properties)
+    if spec.deterministic:
+        spec = masked_by_shape(spec, allowed)
+    backend = choose_backend(expanded(spec), allowed)
+    plan = plan_call(spec, call.method, call.transport, backend, call.ranks)
+    if is_logged("engine"):
+        _log_plan(plan, spec, call, pair)
+    calls = () if _is_alone(spec) else calls_of(call.ranks)
+    return replayed(plan) if call.replay else plan, pair, _signature(spec, call, pair, mask), calls
+
+
+def _signature(spec: CallSpec, call: Call, pair: tuple[int, int], mask: Mask) -> Signature:
     """The signature of a call: what is equal on all ranks and decides what they exchange."""
-    layout = "DTensors" if config.placed is not None else str(config.layout)
+    layout = "DTensors" if call.placed is not None else str(call.layout)
     return Signature(
-        f"attention of {lengths[0]:,} queries to {lengths[1]:,} keys, batch {spec.batch_size}, {spec.q_heads}:"
-        f"{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, method {config.method!r}, {layout}, {mask}"
+        f"attention of {pair[0]:,} queries to {pair[1]:,} keys, batch {spec.batch_size}, {spec.q_heads}:"
+        f"{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, method {call.method!r}, {layout}, {mask}"
     )
 
 
@@ -116,21 +126,20 @@ def _is_alone(spec: CallSpec) -> bool:
     return len(spec.partition.groups()[0].kv_by_rank) == 1
 
 
-def _log_plan(
-    plan: AttentionPlan, spec: CallSpec, config: AttentionConfig, lengths: tuple[int, int], ranks: SequenceRanks
-) -> None:
-    """Logs the method, layout, transport and backend of a kind of call."""
+def _log_plan(plan: Plan, spec: CallSpec, call: Call, pair: tuple[int, int]) -> None:
+    """Logs the method, layout, transport and backend of a call like no earlier one."""
+    ranks = call.ranks
     sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
-    layout, mask = (text if len(text) <= 80 else f"{text[:60]}...)" for text in (str(config.layout), str(spec.mask)))
+    layout, mask = (text if len(text) <= 80 else f"{text[:60]}...)" for text in (str(call.layout), str(spec.mask)))
     log_once(
         "engine", logging.INFO,
-        f"attention of {lengths[0]:,} queries to {lengths[1]:,} keys on {sizes} ranks, batch {spec.batch_size}, "
+        f"attention of {pair[0]:,} queries to {pair[1]:,} keys on {sizes} ranks, batch {spec.batch_size}, "
         f"{spec.q_heads}:{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, {mask}, {layout}: "
-        f"{_described(plan)} (method={config.method!r}, rotate_method={config.transport.name!r})",
+        f"{_described(plan)} (method={call.method!r}, rotate_method={call.transport.name!r})",
     )  # fmt: skip
 
 
-def _described(plan: AttentionPlan) -> str:
+def _described(plan: Plan) -> str:
     """A plan in words."""
     if isinstance(plan, ExpandedPlan):
         return f"latents expanded before sending, {_described(plan.inner)}"
@@ -174,7 +183,7 @@ def call_spec(
 
 def plan_call(
     spec: CallSpec, method: str, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
-) -> AttentionPlan:
+) -> Plan:
     """The plan for a method that fits the ranks; "auto" takes the one that is predicted to be fastest.
 
     Of latents, "auto" may expand them before K/V are sent, as a rank that is alone does; other methods send latents.

@@ -13,12 +13,13 @@ from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor._torch.cuda_graph import Replay
 from cp_dtensor._torch.tensors import current_stream, no_modes, on_device
-from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import Workspace, current_workspace
-from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
+from cp_dtensor.engine.base import Gradients, Plan, Result, Values
+from cp_dtensor.engine.base import Tensors as CallTensors
+from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.ring import Ring
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.spec.cache import LRUCache
@@ -47,7 +48,7 @@ _passes = GroupCache[LRUCache[_KnownPass]]()
 
 
 @dataclass(frozen=True)
-class ReplayedPlan(AttentionPlan):
+class ReplayedPlan(Plan):
     """A plan whose passes run eagerly twice, are captured then, and are replayed after that.
 
     Graphs compute what the plan computes, with one launch of the host. Ranks need not agree about which of them replay:
@@ -55,65 +56,65 @@ class ReplayedPlan(AttentionPlan):
     of selective checkpoints, see neither replays nor eager passes.
     """
 
-    inner: AttentionPlan
+    inner: Plan
     saves_rows_of_others: bool
     identity: object = field(default_factory=object)
     """Stands for the plan in keys, since the hash of a plan takes longer than a replay."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
-        modifiers = call.modifiers
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+        modifiers = values.modifiers
         sinks = () if modifiers.sinks is None else (modifiers.sinks,)
 
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> Tensors:
-            values = call._replace(modifiers=replace(modifiers, sinks=sinks[0])) if sinks else call
-            out, lse, saved = self.inner.forward(q, k, v, values, needs_lse)
+            own = values._replace(modifiers=replace(modifiers, sinks=sinks[0])) if sinks else values
+            out, lse, saved = self.inner.forward(q, k, v, own, needs_lse)
             return out, lse, *saved
 
-        out, lse, *saved = self._run(needs_lse, compute, (q, k, v, *sinks), call)
+        out, lse, *saved = self._run(needs_lse, compute, (q, k, v, *sinks), values)
         return out, lse, tuple(saved)
 
     def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
     ) -> Gradients:
         assert grad_bias is None
 
         def compute(grad_out: torch.Tensor, *saved: torch.Tensor) -> Gradients:
-            return self.inner.backward(grad_out, saved, call, None)
+            return self.inner.backward(grad_out, saved, values, None)
 
-        dq, dk, dv = self._run("backward", compute, (grad_out, *saved), call)
+        dq, dk, dv = self._run("backward", compute, (grad_out, *saved), values)
         return dq, dk, dv
 
     def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: CallValues
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, values: Values
     ) -> Tensors:
-        return self.inner.remake_saved(q, k, v, out, lse, call)
+        return self.inner.remake_saved(q, k, v, out, lse, values)
 
     def abandon(self, ranks: SequenceRanks) -> None:
         self.inner.abandon(ranks)
 
-    def _run(self, kind: Hashable, function: Callable[..., Tensors], arguments: Tensors, call: CallValues) -> Tensors:
+    def _run(self, kind: Hashable, function: Callable[..., Tensors], arguments: Tensors, values: Values) -> Tensors:
         """`function(*arguments)`, eagerly or by a graph."""
         like = arguments[0]
         if capturing() or 0 in like.shape[:2]:  # a graph of the user's, or nothing to launch
             return function(*arguments)
-        passes = _passes.get(call.ranks.outer, None, lambda: LRUCache(most_bytes=0, least=_MOST_PASSES))
+        passes = _passes.get(values.ranks.outer, None, lambda: LRUCache(most_bytes=0, least=_MOST_PASSES))
         facts = [(x.shape, x.stride(), x.dtype) for x in arguments]
-        key = self.identity, kind, call.scale, call.modifiers.softcap, *facts
+        key = self.identity, kind, values.scale, values.modifiers.numbers, *facts
         with no_modes(), on_device(like.device):
-            used = _followed_workspaces(call.ranks, like)
+            used = _followed_workspaces(values.ranks, like)
             known = passes.get(key) or passes.add(key, _KnownPass())
             is_same = known.workspaces == _references(used)
             if is_same and known.replay is not None:
                 return known.replay(*arguments)
             results = function(*arguments)
             if not is_same:
-                known.workspaces, known.replay = _references(_current_workspaces(call.ranks)), None
+                known.workspaces, known.replay = _references(_current_workspaces(values.ranks)), None
             elif known.can_be_captured:
                 torch.cuda.synchronize(like.device)
-                _current_workspaces(call.ranks)  # raises if the pass has waited for a peer in vain
+                _current_workspaces(values.ranks)  # raises if the pass has waited for a peer in vain
                 known.replay = _captured(function, arguments)
                 known.can_be_captured = known.replay is not None
-                _followed_workspaces(call.ranks, like)  # the latest stream was that of the capture
+                _followed_workspaces(values.ranks, like)  # the latest stream was that of the capture
             return results
 
 
@@ -147,7 +148,7 @@ def _references(used: tuple[Workspace | None, ...]) -> tuple[ref[Workspace] | No
     return tuple([None if each is None else ref(each) for each in used])
 
 
-def replayed(plan: AttentionPlan) -> ReplayedPlan:
+def replayed(plan: Plan) -> ReplayedPlan:
     """A plan that replays the passes of another plan.
 
     Raises:
@@ -161,7 +162,7 @@ def replayed(plan: AttentionPlan) -> ReplayedPlan:
     return ReplayedPlan(plan, plan.saves_rows_of_others)
 
 
-def _uses_collectives(plan: AttentionPlan) -> bool:
+def _uses_collectives(plan: Plan) -> bool:
     """True if a plan exchanges rows otherwise than through shared memory."""
     if isinstance(plan, UlyssesPlan):
         return isinstance(plan.exchange, CollectiveHeads) or any(map(_uses_collectives, plan.inner))
@@ -169,15 +170,18 @@ def _uses_collectives(plan: AttentionPlan) -> bool:
     return plan.tile_plan.world_size > 1 and not isinstance(plan.transport, SymmetricMemory)
 
 
-def refuse_unreplayable(q: torch.Tensor, mask: Mask, modifiers: Modifiers) -> None:
+def refuse_unreplayable(call: Call, t: CallTensors) -> None:
     """Refuses calls that `replay=True` does not take."""
-    if not q.is_cuda:
-        raise NotImplementedError(f"replay=True makes CUDA graphs: expected CUDA tensors, got those on {q.device.type}")
+    if not t.q.is_cuda:
+        raise NotImplementedError(
+            f"replay=True makes CUDA graphs: expected CUDA tensors, got those on {t.q.device.type}"
+        )
+    is_of_a_batch = call.mask is not None and _is_of_a_batch(call.mask)
     given = {
-        "attn_mask": modifiers.bias is not None,
-        "dropout_p": modifiers.dropout_p > 0,
-        "latents": modifiers.up is not None,
-        "packed documents and padding, which are new in every batch,": _is_of_a_batch(mask),
+        "attn_mask": t.bias is not None,
+        "dropout_p": call.dropout_p > 0,
+        "latents": t.up is not None,
+        "packed documents and padding, which are new in every batch,": is_of_a_batch,
     }
     if unwanted := [name for name, is_given in given.items() if is_given]:
         raise NotImplementedError(

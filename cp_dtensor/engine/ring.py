@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
-from cp_dtensor._torch.tensors import cut, in_order_of, on_device, unit_stride
+from cp_dtensor._torch.tensors import NO_LABEL, cut, cut_all, in_order_of, is_profiled, on_device, unit_stride
 from cp_dtensor.attention.accumulate import Accumulator, Part, place_sums
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.lse import empty_lse
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import with_sinks
-from cp_dtensor.attention.modifiers import Modifiers, bias_part
+from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
-from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result
+from cp_dtensor.engine.base import Gradients, Plan, Result, Values
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, Steps, TilePlan
 from cp_dtensor.plan.tiles import Tile
@@ -50,12 +50,13 @@ class KeyValueGradients:
             self._add_own(step, parts_k, parts_v)
             return
         assert self._transfers is not None
-        with label("pack dK/dV"):
+        with label("pack dK/dV") if is_profiled() else NO_LABEL:
             buffer = self._transfers.buffer()
             if step.has_gaps:
                 buffer.zero_()
-            for rows, parts in zip(unpack_rows(buffer, self._k, self._v, step.heads), (parts_k, parts_v), strict=True):
-                place_sums(rows, parts, self.state_dtype)
+            rows_k, rows_v = unpack_rows(buffer, (self._k, self._v), step.heads[1] - step.heads[0])
+            place_sums(rows_k, parts_k, self.state_dtype)
+            place_sums(rows_v, parts_v, self.state_dtype)
         parts_k.clear()  # what is received needs the memory
         parts_v.clear()
         self._transfers.send()
@@ -74,16 +75,16 @@ class KeyValueGradients:
         assert self._transfers is not None
         batch = (0, self._k.size(0))
         parts_k, parts_v = [], []
-        with label("wait for dK/dV"):
+        with label("wait for dK/dV") if is_profiled() else NO_LABEL:
             contributions = self._transfers.receive()
         for rows, stack in contributions:
-            stack_k, stack_v = unpack_rows(stack, self._k, self._v, step.heads)
+            stack_k, stack_v = unpack_rows(stack, (self._k, self._v), step.heads[1] - step.heads[0])
             parts_k.append(Part(batch, rows, (stack_k,)))
             parts_v.append(Part(batch, rows, (stack_v,)))
         self._add_own(step, parts_k, parts_v)
 
     def _add_own(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
-        with label("sum dK/dV"):
+        with label("sum dK/dV") if is_profiled() else NO_LABEL:
             self._sum_k.add(step.heads, parts_k, step.is_last)
             self._sum_v.add(step.heads, parts_v, step.is_last)
 
@@ -92,7 +93,7 @@ class Pass(NamedTuple):
     """Values that all tiles of a forward or backward share. Tensors: (B, H, S, ...), this rank's query rows."""
 
     q: torch.Tensor
-    call: CallValues
+    values: Values
     rows: Tensors = ()
     """Of backward: grad_out, out and lse."""
     delta: torch.Tensor | None = None
@@ -102,7 +103,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ring(AttentionPlan):
+class Ring(Plan):
     """The loop over the steps of a ring: transfers, merges and sums. Subclasses compute a step."""
 
     tile_plan: TilePlan
@@ -131,18 +132,19 @@ class Ring(AttentionPlan):
     def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
         """Shares of dq, dk and dv of a step of backward, for some query heads; k and v are those of the step."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
-        arguments, modifiers = (q, k, v), call.modifiers
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+        arguments, modifiers = (q, k, v), values.modifiers
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
             out = q.new_empty((*q.shape[:3], self.spec.v_head_dim))
             lse = empty_lse(q, q.shape[:3], self.state_dtype, modifiers.split_lse)
             return out, lse, (*arguments, out, lse)
-        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group = self.tile_plan, self.group(call.ranks)
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        plan, group = self.tile_plan, self.group(values.ranks)
         with on_device(q.device):
             result = Accumulator(q, self.state_dtype, self.spec.v_head_dim, floats_of_lse=1 + modifiers.split_lse)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, False, group)
-            shared = Pass(q, call)
+            shared = Pass(q, values)
             for step in self.steps(plan.forward, transfers, k, v, modifiers):
                 heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
@@ -150,7 +152,7 @@ class Ring(AttentionPlan):
                 del step_k, step_v
                 if transfers is not None:
                     transfers.tiles_launched()
-                with label("merge"):
+                with label("merge") if is_profiled() else NO_LABEL:
                     result.add(heads, parts, step.is_last)
                 del parts  # the next step needs the memory
             out, lse = result.result()
@@ -158,7 +160,7 @@ class Ring(AttentionPlan):
         return out, lse, (*arguments, out, lse)
 
     def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
     ) -> Gradients:
         """Gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
 
@@ -168,8 +170,9 @@ class Ring(AttentionPlan):
         q, k, v, out, lse = saved
         if 0 in q.shape[:2]:
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-        plan, group, modifiers = self.tile_plan, self.group(call.ranks), call.modifiers
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+            q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+        plan, group, modifiers = self.tile_plan, self.group(values.ranks), values.modifiers
         with on_device(q.device):
             grad_out = in_order_of(out, grad_out)
             grad_q = Accumulator(q, self.state_dtype)
@@ -177,7 +180,7 @@ class Ring(AttentionPlan):
             grad_kv = self.key_value_gradients(k, v, modifiers, grad_transfers)
             transfers = None if group is None else self.transport.start_kv(k, v, plan, True, group)
             delta = attention_delta(grad_out, out) if self.computes_delta else None
-            shared = Pass(q, call, (grad_out, out, lse), delta, grad_bias)
+            shared = Pass(q, values, (grad_out, out, lse), delta, grad_bias)
             for step in self.steps(plan.backward, transfers, k, v, modifiers):
                 heads = step.heads[0] * self.queries_per_key, step.heads[1] * self.queries_per_key
                 step_k, step_v = self.keys_and_values(step, transfers, k, v)
@@ -186,7 +189,7 @@ class Ring(AttentionPlan):
                 if transfers is not None:
                     transfers.tiles_launched()
                 grad_kv.add(step, parts_k, parts_v)
-                with label("sum dQ"):
+                with label("sum dQ") if is_profiled() else NO_LABEL:
                     grad_q.add(heads, parts_q, step.is_last)
                 del parts_q, parts_k, parts_v  # the next step needs the memory
             return grad_q.result()[0], *grad_kv.result()
@@ -208,11 +211,13 @@ class Ring(AttentionPlan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a step's tiles: its heads of the own shard, or what its transfer brings, once received."""
         if step.transfer is None:
-            return cut(k, None, step.heads, None), cut(v, None, step.heads, None)
+            k, v = cut_all((k, v), None, step.heads, None)
+            return k, v
         assert transfers is not None
-        with label("wait for K/V"):
+        with label("wait for K/V") if is_profiled() else NO_LABEL:
             rows = transfers.receive()
-        return unpack_rows(rows, k, v, step.heads)
+        k, v = unpack_rows(rows, (k, v), step.heads[1] - step.heads[0])
+        return k, v
 
     def group(self, ranks: SequenceRanks) -> dist.ProcessGroup | None:
         """The axis around which K/V travel; None for one rank, whose K/V do not travel."""
@@ -239,11 +244,11 @@ class RingPlan(Ring):
         backend, parts = self.backend, []
         for tile in step.tiles:
             tile_q = cut(shared.q, tile.batch, heads, tile.q)
-            tile_k, tile_v = cut(k, tile.batch, None, tile.kv), cut(v, tile.batch, None, tile.kv)
-            if self.backend.takes_modifiers:
+            tile_k, tile_v = cut_all((k, v), tile.batch, None, tile.kv)
+            if shared.values.modifiers is not NO_MODIFIERS and self.backend.takes_modifiers:
                 backend = _with_modifiers(self.backend, tile, heads, shared)
-            with label("tile {} x {}, heads {}", tile.q, tile.kv, heads):
-                partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, shared.call.scale)
+            with label("tile {} x {}, heads {}", tile.q, tile.kv, heads) if is_profiled() else NO_LABEL:
+                partial = backend.forward(tile_q, tile_k, tile_v, tile.mask, shared.values.scale)
             parts.append(Part(tile.batch, tile.q, partial))
         return parts
 
@@ -253,14 +258,12 @@ class RingPlan(Ring):
         parts_q, parts_k, parts_v = [], [], []
         for tile in step.tiles:
             batch, span = tile.batch, tile.q
-            inputs = (
-                cut(grad_out, batch, heads, span), cut(shared.q, batch, heads, span),
-                cut(k, batch, None, tile.kv), cut(v, batch, None, tile.kv),
-                cut(out, batch, heads, span), cut(lse, batch, heads, span), tile.mask, shared.call.scale,
-            )  # fmt: skip
+            tile_grad, tile_q, tile_out, tile_lse = cut_all((grad_out, shared.q, out, lse), batch, heads, span)
+            tile_k, tile_v = cut_all((k, v), batch, None, tile.kv)
+            inputs = (tile_grad, tile_q, tile_k, tile_v, tile_out, tile_lse, tile.mask, shared.values.scale)
             if self.backend.takes_modifiers:
                 backend = _with_modifiers(self.backend, tile, heads, shared)
-            with label("backward of tile {} x {}, heads {}", span, tile.kv, heads):
+            with label("backward of tile {} x {}, heads {}", span, tile.kv, heads) if is_profiled() else NO_LABEL:
                 grads = backend.backward(*inputs)
                 if shared.grad_bias is not None:
                     backend.add_bias_gradient(bias_part(shared.grad_bias, batch, heads, span), *inputs)
@@ -272,7 +275,7 @@ class RingPlan(Ring):
 
 def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, shared: Pass) -> AttentionBackend:
     """The backend, with the modifiers and the delta of one tile."""
-    modifiers = shared.call.modifiers
+    modifiers = shared.values.modifiers
     if modifiers.concern_tiles:
         modifiers = modifiers.part(tile.batch, heads, tile.q)
     delta = None if shared.delta is None else cut(shared.delta, tile.batch, heads, tile.q)

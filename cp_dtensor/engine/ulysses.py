@@ -22,7 +22,7 @@ from cp_dtensor.attention.lse import dense_lse, is_split
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
-from cp_dtensor.engine.autograd import AttentionPlan, CallValues, Gradients, Result, zeros_for_sums
+from cp_dtensor.engine.base import Gradients, Plan, Result, Values, zeros_for_sums
 from cp_dtensor.plan.partition import HeadPartition
 
 
@@ -71,13 +71,13 @@ class StageBias:
 
 
 @dataclass(frozen=True)
-class UlyssesPlan(AttentionPlan):
+class UlyssesPlan(Plan):
     """Attention by heads. While one stage is computed, the next one and the result of the last one travel."""
 
     heads: HeadPartition
     stages: tuple[tuple[HeadRows, HeadRows], ...]
     """The rows and heads of the ranks in each stage: of queries, and of keys and values."""
-    inner: tuple[AttentionPlan, ...]
+    inner: tuple[Plan, ...]
     """One for each stage."""
     exchange: HeadExchange
     overlaps_stages: bool
@@ -86,8 +86,8 @@ class UlyssesPlan(AttentionPlan):
 
     saves_rows_of_others = True
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallValues, needs_lse: bool) -> Result:
-        (group, ring), modifiers = _axes(call.ranks), call.modifiers
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+        (group, ring), modifiers = _axes(values.ranks), values.modifiers
         out = _row_after_row(q, modifiers.value_dim(q, v))
         floats_of_lse = 2 if modifiers.split_lse else 1
         lse = _row_after_row(q, max(self._lse_copies, floats_of_lse), self.state_dtype) if needs_lse else None
@@ -103,7 +103,7 @@ class UlyssesPlan(AttentionPlan):
                     is_last = index == len(self.stages) - 1
                     with _on_stream(streams[index % 2]):
                         (stage_q,), (stage_k, stage_v) = arriving.receive()
-                        of_stage = CallValues(stage_modifiers, ring, call.scale)
+                        of_stage = Values(stage_modifiers, ring, values.scale)
                         stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, of_stage, True)
                         saved += stage_saved  # what the stage allocates lives until both streams have joined
                         if streams[0] is streams[1]:
@@ -139,9 +139,9 @@ class UlyssesPlan(AttentionPlan):
             main.wait_stream(side)
 
     def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, call: CallValues, grad_bias: torch.Tensor | None
+        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
     ) -> Gradients:
-        group, ring = _axes(call.ranks)
+        group, ring = _axes(values.ranks)
         count, rest = divmod(len(saved), len(self.stages))
         assert rest == 0, "every stage saves equally many tensors"
         saved_by_stage = [saved[first : first + count] for first in range(0, len(saved), count)]
@@ -155,9 +155,9 @@ class UlyssesPlan(AttentionPlan):
                 zip(self.stages, self.inner, saved_by_stage, strict=True)
             ):
                 ((stage_grad_out,),) = arriving.receive()
-                stage_modifiers, stage_bias = _of_stage(call.modifiers, stage[0], grad_out.size(0), group)
+                stage_modifiers, stage_bias = _of_stage(values.modifiers, stage[0], grad_out.size(0), group)
                 stage_grad_bias = None if grad_bias is None or stage_bias is None else zeros_for_sums(stage_bias.bias)
-                of_stage = CallValues(stage_modifiers, ring, call.scale)
+                of_stage = Values(stage_modifiers, ring, values.scale)
                 stage_grad_q, *stage_grad_kv = inner.backward(stage_grad_out, stage_saved, of_stage, stage_grad_bias)
                 if grad_bias is not None and stage_bias is not None and stage_grad_bias is not None:
                     stage_bias.add_gradient(stage_grad_bias, grad_bias)
@@ -170,9 +170,9 @@ class UlyssesPlan(AttentionPlan):
             return grad_q, self._summed(grad_k), self._summed(grad_v)
 
     def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, call: CallValues
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, values: Values
     ) -> Tensors:
-        group, ring = _axes(call.ranks)
+        group, ring = _axes(values.ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
         with on_device(q.device):
             # One exchange after the other: they share the symmetric buffer.
@@ -184,7 +184,7 @@ class UlyssesPlan(AttentionPlan):
             for inner, (stage_q, stage_k, stage_v), ((stage_out,), (rows,)) in zip(
                 self.inner, inputs, results, strict=True
             ):
-                stage_lse, of_ring = _lse_of(rows, 1 + is_split(lse)), call._replace(ranks=ring)
+                stage_lse, of_ring = _lse_of(rows, 1 + is_split(lse)), values._replace(ranks=ring)
                 saved += inner.remake_saved(stage_q, stage_k, stage_v, stage_out, stage_lse, of_ring)
             return tuple(saved)
 

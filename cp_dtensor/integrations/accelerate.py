@@ -31,12 +31,11 @@ from cp_dtensor import Documents, HeadTail, Layout, Mask, context_parallel, loca
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
-    is_model,
-    models_with_positions,
     sequence_ranks,
     when_loaded,
     wrapped,
 )
+from cp_dtensor.integrations.transformers.checks import is_model, models_with_positions
 
 __all__ = ["Enabled", "enable"]
 

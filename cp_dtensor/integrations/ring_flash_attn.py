@@ -130,8 +130,8 @@ class _Kind(PackedForms):
             group: the context-parallel axis: a process group, a DeviceMesh of one dim, or one of two dims for a nested
                 ring; the default group if None.
             softcap: 0.0 for none, or the cap of the scaled logits, as for `context_parallel_attention`.
-            seq_len: the global number of tokens, or the pair of those of queries and keys. If None, the ranks exchange
-                their local lengths in one small collective (on the host if the group has a CPU backend).
+            seq_len: the global number of tokens, or the pair of those of queries and keys. If None, all ranks
+                have equally many tokens; other shards are refused.
 
         Returns:
             out: (B, S, H, Dv), contiguous. With `return_attn_probs`, (out, lse, None), where lse: (B, H, S) is the

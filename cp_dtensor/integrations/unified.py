@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Contiguous, Layout, context_parallel, ring_attention, ulysses_attention
-from cp_dtensor.api.extension import Mesh, local_sdpa, renamed_keywords
+from cp_dtensor.api.extension import Mesh, local_sdpa
 from cp_dtensor.integrations.flash_attn_arguments import group_or_default
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
 class _AttnMode(context_parallel):
     """Base of the modes."""
 
-    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh | None = None,
@@ -96,7 +95,8 @@ class UnifiedAttnMode(_AttnMode):
             a Ulysses axis; the default group if None.
         layout: the tokens of each rank, `Contiguous()` if None.
         rotate_method: KV transport of the ring (see `set_rotate_method`); the process default if None.
-        seq_len: a global length or a tuple of several, as for `context_parallel`. Ranks exchange others at every call.
+        seq_len: a global length or a tuple of several, as for `context_parallel`. Of others, all ranks have equally
+            many tokens.
         debug: True to compare, at every attention call, the arguments that must agree between ranks.
 
     Raises:
@@ -144,7 +144,6 @@ class UlyssesAttnMode(_AttnMode):
         layout, seq_len, debug: as for `UnifiedAttnMode`. Raises as well.
     """
 
-    @renamed_keywords(seq_lens="seq_len")
     def __init__(
         self,
         mesh: Mesh | None = None,
@@ -177,6 +176,7 @@ class _AttnFunc:
         enable_gqa: bool = False,
         mesh: Mesh | None = None,
         layout: Layout | None = None,
+        seq_len: int | tuple[int, int] | None = None,
     ) -> torch.Tensor:
         """`cp_dtensor.ulysses_attention` or `ring_attention` with the arguments of `F.scaled_dot_product_attention`.
 
@@ -186,6 +186,7 @@ class _AttnFunc:
             dropout_p, is_causal, scale, enable_gqa: as for `F.scaled_dot_product_attention`, of the whole sequence.
             mesh: the context-parallel axis, the default group if None.
             layout: the tokens of each rank, `Contiguous()` if None.
+            seq_len: as for `context_parallel_attention`.
 
         Returns:
             (B, H, S, Dv).
@@ -196,6 +197,7 @@ class _AttnFunc:
         return self.attention(
             query, key, value, mesh=group_or_default(mesh), is_causal=is_causal, attn_mask=attn_mask,
             dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, layout=layout or Contiguous(),
+            seq_len=seq_len,
         )  # fmt: skip
 
 

@@ -283,7 +283,7 @@ def masking_of(
 ) -> Masking:  # fmt: skip
     """The masking of tiles: by shape, which is fastest, where possible; alike on every rank.
 
-    `changes_weights`: True for dropout and softcap, which only our own kernels compute.
+    `changes_weights`: True for dropout and capped logits, which only our own kernels compute.
     """
     if has_bias:
         return Masking.INTERVALS_UNBROKEN

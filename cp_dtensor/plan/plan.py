@@ -90,6 +90,8 @@ class RoutePiece(NamedTuple):
 class Route(NamedTuple):
     """The rows of a transfer by all-to-all collectives, whatever its heads."""
 
+    rows: int
+    """Rows of the transfer's buffer."""
     slots: int
     """Number of collectives, equal on all ranks."""
     recv: tuple[RoutePiece, ...]
@@ -173,9 +175,14 @@ class TilePlan:
         )
 
     @cached_property
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
+        """The transfers of forward and of backward, in the order of their steps."""
+        return tuple(tuple(step.transfer for step in steps if step.transfer) for steps in (self.forward, self.backward))
+
+    @cached_property
     def routes(self) -> dict[int | None, Route]:
         """The route of the transfers with each hop."""
-        transfers = {step.transfer.hop: step.transfer for step in (*self.forward, *self.backward) if step.transfer}
+        transfers = {transfer.hop: transfer for of_pass in self.transfers for transfer in of_pass}
         return {hop: self._route(transfer) for hop, transfer in transfers.items()}
 
     def _route(self, transfer: Transfer) -> Route:
@@ -189,8 +196,8 @@ class TilePlan:
         for piece in send:
             grads.setdefault((piece.slot, piece.rows), []).append(piece)
         parts = rows.most_parts
-        # Joined pieces begin at every other part at most.
-        return Route((parts + 1) // 2 if is_hop else parts, tuple(recv), tuple(send), tuple(map(tuple, grads.values())))
+        slots = (parts + 1) // 2 if is_hop else parts  # joined pieces begin at every other part at most
+        return Route(self.buffer_rows(transfer), slots, tuple(recv), tuple(send), tuple(map(tuple, grads.values())))
 
     @property
     def _peers(self) -> list[int]:

@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 from math import isfinite
 from operator import add
 from typing import Any
-from warnings import warn
 
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.documents import ascending
@@ -255,12 +254,6 @@ class BalancedBlocks(_EvenWork):
             )
         for name, value in (("work", work), ("block", block), ("seq_len", seq_len), ("tolerance", tolerance)):
             object.__setattr__(self, name, value)
-
-    @classmethod
-    def of(cls, block_mask: Any, *, tolerance: float = 0.01) -> BalancedBlocks:
-        """Deprecated name of `BalancedBlocks(block_mask)`."""
-        warn("BalancedBlocks.of(block_mask) is now BalancedBlocks(block_mask)", DeprecationWarning, stacklevel=2)
-        return cls(block_mask, tolerance=tolerance)
 
     @property
     def alignment(self) -> int:

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cp_dtensor.tools.bench.cases import Case, Heads, Source
-from cp_dtensor.tools.bench.command import progress
-from cp_dtensor.tools.bench.measure import Effort
-from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.report import ERRORS, IDEAL, MEASURED, OURS_PREFIX, Results, Row, markdown_table
-from cp_dtensor.tools.bench.suite import Suite
+from cp_dtensor.tools.bench import progress
+from cp_dtensor.tools.cases import Case, Heads, Source
 from cp_dtensor.tools.info import environment
+from cp_dtensor.tools.measure import Effort
+from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.parsing import command_parser, positive, positive_number, uses_gpu
 from cp_dtensor.tools.ranks import leave, start
+from cp_dtensor.tools.report import ERRORS, IDEAL, MEASURED, OURS_PREFIX, Results, Row, markdown_table
+from cp_dtensor.tools.suite import Suite
 
 _TRANSPORTS = ("allgather", "alltoall", "symm_mem")
 _CUDNN, _FLASH, _EFFICIENT = (f"{name}_ATTENTION" for name in ("CUDNN", "FLASH", "EFFICIENT"))

@@ -72,8 +72,6 @@ class Case:
     is_causal: bool
     lengths: tuple[int, int]
     """Tokens of queries and of keys."""
-    declared: bool
-    """True if the lengths are declared, False if ranks exchange them."""
     batch: int
     heads: tuple[int, int]
     """Query heads and key heads."""
@@ -115,8 +113,6 @@ def draw_case(number: int, seed: int, world_size: int, *, use_gpu: bool = False)
         mask=mask,
         is_causal=not is_flex and r.random() < 0.4,
         lengths=(q_len, kv_len),
-        # One query and more keys on each rank are taken for generation in contexts unless they are declared.
-        declared=q_len != kv_len or r.random() < 0.6,
         batch=batch,
         heads=(kv_heads * r.randint(1, 3), kv_heads),
         head_dim=r.choice((8, 16) if not use_gpu else (16, 64, 128)),
@@ -262,7 +258,7 @@ class _Attention(nn.Module):
 
 def _call_of(case: Case, mesh: DeviceMesh) -> Callable[[Tensors], torch.Tensor]:
     """Attention of local tensors by the entry of the case."""
-    lengths = case.lengths if case.declared else None
+    lengths = case.lengths
     gqa: dict[str, Any] = {"enable_gqa": case.heads[0] != case.heads[1]}
     call: dict[str, Any] = {"is_causal": case.is_causal, "scale": case.scale}
     options: dict[str, Any] = {
@@ -377,7 +373,7 @@ def errors_of(case: Case, mesh: DeviceMesh) -> dict[str, float]:
             options: dict[str, Any] = {
                 name: getattr(case, name) for name in ("method", "mask", "layout", "rotate_method")
             }
-            lengths = tuple({*case.lengths}) if case.declared else None
+            lengths = tuple({*case.lengths})
             dims = [2] * len(shared)
             context = context_parallel(
                 mesh, buffers=shared, buffer_seq_dims=dims, sinks=local.get("sinks"), seq_len=lengths, **options

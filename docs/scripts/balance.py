@@ -28,8 +28,8 @@ from cp_dtensor import (
 from cp_dtensor.spec.intervals import clipped_bands
 from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.masks import interval_sets_of
-from cp_dtensor.tools.bench.report import markdown_table
 from cp_dtensor.tools.parsing import lognormal_documents
+from cp_dtensor.tools.report import markdown_table
 
 HEADER = ("mask", "layout", "imbalance", "blocks per rank", "shortest, longest shard", "K/V received: most, mean")
 

@@ -25,9 +25,9 @@ import torch.distributed as dist  # noqa: E402
 
 from cp_dtensor import Balanced, Documents, context_parallel_attention  # noqa: E402
 from cp_dtensor.attention.backends import cudnn_flex, flash4  # noqa: E402
-from cp_dtensor.tools.bench.report import table_of, write_json  # noqa: E402
 from cp_dtensor.tools.parsing import lognormal_documents  # noqa: E402
 from cp_dtensor.tools.ranks import Device, leave, start  # noqa: E402
+from cp_dtensor.tools.report import table_of, write_json  # noqa: E402
 
 IMPORTED = time.perf_counter()
 GPU = torch.cuda.is_available()

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor.tools.bench.report import table_of
 from cp_dtensor.tools.ranks import Device, start
+from cp_dtensor.tools.report import table_of
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 import cuda_graph

@@ -33,10 +33,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from cp_dtensor import context_parallel, context_parallel_attention
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
-from cp_dtensor.tools.bench.cases import Heads
-from cp_dtensor.tools.bench.report import table_of, write_json
+from cp_dtensor.tools.cases import Heads
 from cp_dtensor.tools.parsing import positive
 from cp_dtensor.tools.ranks import Device, leave, start
+from cp_dtensor.tools.report import table_of, write_json
 
 GPU = torch.cuda.is_available()
 HEADS, TOKENS = ("32:8:128", 8192) if GPU else ("4:2:16", 256)

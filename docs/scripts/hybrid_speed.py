@@ -39,9 +39,9 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from cp_dtensor.attention import fla_recurrence
-from cp_dtensor.attention.fla_recurrence import FlaRecurrence
-from cp_dtensor.attention.recurrent import ChunkedRecurrence
+from cp_dtensor.layers import fla
+from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.layers.fla import FlaRecurrence
 
 KERNELS = {
     "gated delta net": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -197,7 +197,7 @@ def _local(part: str, tokens: int) -> int:
 def _alone(kind: str, *tensors: torch.Tensor) -> Tensors:
     q, k, v, g, beta, _ = tensors
     module, name = KERNELS[kind]
-    edges = fla_recurrence._edges((q.size(1),), q.device)  # as this library calls it
+    edges = fla._edges((q.size(1),), q.device)  # as this library calls it
     return [getattr(import_module(module), name)(q, k, v, g=g, beta=beta, scale=WIDTH**-0.5, cu_seqlens=edges)[0]]
 
 
@@ -237,7 +237,7 @@ def _cp_context(kind: str, group: _Group, *layer: torch.Tensor) -> Tensors:
     q, k, v, g, beta = layer
     module, name = KERNELS[kind]
     kernel, context = getattr(import_module(module), name), import_module("fla.ops.cp.context")
-    edges = fla_recurrence._edges((q.size(1),), q.device)
+    edges = fla._edges((q.size(1),), q.device)
     around = context.FLACPContext(
         group=group, cu_seqlens=edges, cu_seqlens_cpu=edges.cpu(), is_first_rank=group.rank == 0,
         is_last_rank=group.rank == group.size - 1, pre_num_ranks=group.rank,

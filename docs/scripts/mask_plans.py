@@ -32,8 +32,8 @@ from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import estimated_bytes
-from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.parsing import lognormal_documents
+from cp_dtensor.tools.report import table_of, write_json
 
 GPU = torch.cuda.is_available()
 TOKENS, LAYERS, HEADS, KV_HEADS, DIM, MEDIAN = (65_536, 32, 64, 8, 128, 2048) if GPU else (512, 2, 4, 2, 16, 40)

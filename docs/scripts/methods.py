@@ -25,7 +25,7 @@ from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.comm.collective import AllToAll
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
-from cp_dtensor.engine.autograd import AttentionPlan
+from cp_dtensor.engine.base import Plan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.planner import plan_call
 from cp_dtensor.engine.ring import RingPlan
@@ -107,9 +107,7 @@ def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:
     return Picture(before, during, owner, step, inner_step, times)
 
 
-def plans(
-    panel: Panel, partition: LayoutPartition, transport: TransportMethod
-) -> Iterator[tuple[SequenceRanks, AttentionPlan]]:
+def plans(panel: Panel, partition: LayoutPartition, transport: TransportMethod) -> Iterator[tuple[SequenceRanks, Plan]]:
     """Yields every rank and its plan of a causal call of `HEADS` heads."""
     masking = masking_of(partition, Causal())
     spec = CallSpec(partition, Causal(), partition.batch_size, HEADS, HEADS, 1, 1, "float32", masking)
@@ -137,7 +135,7 @@ def _rows(partition: LayoutPartition | MergedPartition, rank: int) -> list[int]:
     return [p for segment in partition.groups()[0].q_by_rank[rank] for p in segment.positions()]
 
 
-def _held(plan: AttentionPlan, partition: LayoutPartition, ranks: SequenceRanks) -> tuple[Span, list[int]]:
+def _held(plan: Plan, partition: LayoutPartition, ranks: SequenceRanks) -> tuple[Span, list[int]]:
     """Returns the query heads and the rows that a rank holds during attention."""
     if not isinstance(plan, UlyssesPlan):
         return (0, HEADS), _rows(partition, ranks.rank)
@@ -159,7 +157,7 @@ class _Drawn:
     """(queries, keys): pairs that the mask allows."""
 
 
-def _tiles(plan: AttentionPlan, ranks: SequenceRanks) -> Iterator[_Drawn]:
+def _tiles(plan: Plan, ranks: SequenceRanks) -> Iterator[_Drawn]:
     """Yields the tiles of one rank."""
     if isinstance(plan, RingPlan):
         yield from _tiles_of_ring(plan, (0, HEADS))

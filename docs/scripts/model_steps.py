@@ -39,8 +39,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from cp_dtensor import context_parallel, context_parallel_shard, local_positions
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
-from cp_dtensor.tools.bench.report import table_of
 from cp_dtensor.tools.ranks import Device, start
+from cp_dtensor.tools.report import table_of
 
 TOY: dict[str, Any] = {
     "hidden_size": 32,

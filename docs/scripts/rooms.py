@@ -28,6 +28,7 @@ ROOMS = {
     "integrations": ("providers and drop-ins", "#b98bc9"),
     "tools": ("doctor, bench, draw, accuracy, info", "#9a9fb0"),
     PUBLIC: ("import cp_dtensor: the public names", "#6d7a8c"),
+    "layers": ("recurrent, convolution, scans, shifts", "#c77f9a"),
     "api": ("contexts, functions, DTensor, FlexAttention", "#e2777a"),
     "engine": ("planner, autograd, rings, Ulysses", "#ee9d50"),
     "attention": ("kernels of one device", "#d9b83b"),

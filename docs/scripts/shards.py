@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.cases import Heads
 
 DIM = 128
 """Of heads without one."""

@@ -22,9 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cp_dtensor.tools.bench import picture
-from cp_dtensor.tools.bench.cases import PASSES
-from cp_dtensor.tools.bench.report import IDEAL, MEASURED, Results, significant
+from cp_dtensor.tools import picture
+from cp_dtensor.tools.cases import PASSES
+from cp_dtensor.tools.report import IDEAL, MEASURED, Results, significant
 
 DOCS = Path(__file__).resolve().parents[1]
 TORCH = ("torch-allgather", "torch-alltoall")

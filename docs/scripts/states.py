@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from cp_dtensor import Contiguous, HeadTail, Layout
-from cp_dtensor.plan.rows import SequenceLayout
-from cp_dtensor.plan.scan import scan_plan
+from cp_dtensor.layers.rows import SequenceLayout
+from cp_dtensor.layers.scan import scan_plan
 from cp_dtensor.tools.draw import RANK_COLOURS
 
 SEQ_LEN, RANKS = 32, 4

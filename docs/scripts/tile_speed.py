@@ -29,10 +29,10 @@ from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradie
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec, LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, IntervalMask, TileMask
 from cp_dtensor.plan.tiling import Masking, tiling_of
-from cp_dtensor.tools.bench.cases import Heads, Inputs
-from cp_dtensor.tools.bench.report import table_of, write_json
+from cp_dtensor.tools.cases import Heads, Inputs
 from cp_dtensor.tools.parsing import mask_by_name
 from cp_dtensor.tools.ranks import Call, Device
+from cp_dtensor.tools.report import table_of, write_json
 
 GPU = torch.cuda.is_available()
 ROUNDS, CALLS = (9, 10) if GPU else (1, 1)

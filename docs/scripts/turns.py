@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from cp_dtensor.tools.bench.report import table_of, write_json
 from cp_dtensor.tools.ranks import Device, Ranks, leave
+from cp_dtensor.tools.report import table_of, write_json
 
 Call = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)

@@ -28,7 +28,7 @@ from shards import drawn
 from turns import finish, in_turns
 
 import cp_dtensor
-from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.cases import Heads
 from cp_dtensor.tools.parsing import positive
 from cp_dtensor.tools.ranks import start
 

@@ -22,6 +22,7 @@ def main() -> tuple[float, str]:
     """The largest error of this rank, and the type of its device."""
     mesh = make_mesh((2, 2), ("ring", "ulysses"))
     *whole, grad_out = (tensor.transpose(1, 2) for tensor in problem(mesh.device_type))  # (batch, tokens, heads, dim)
+    tokens = grad_out.size(1)  # declared: no multiple of the ranks
     expected = [x.transpose(1, 2) for x in one_device(*problem(mesh.device_type))]
 
     def difference(shard: Callable[[torch.Tensor], torch.Tensor], attend: Callable[..., object]) -> float:
@@ -32,7 +33,7 @@ def main() -> tuple[float, str]:
         return error([out.detach(), q.grad, k.grad, v.grad], [shard(tensor) for tensor in expected])
 
     def unified(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with UnifiedAttnMode(mesh):
+        with UnifiedAttnMode(mesh, seq_len=tokens):
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -41,9 +42,11 @@ def main() -> tuple[float, str]:
     differences = (
         difference(
             lambda x: ring_flash_attn.shard(x, "zigzag_ring"),
-            lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True),
+            lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True, seq_len=tokens),
         ),
-        difference(lambda x: long_context.shard(x, "zigzag", usp), lambda q, k, v: layer(q, k, v, causal=True)),
+        difference(
+            lambda x: long_context.shard(x, "zigzag", usp), lambda q, k, v: layer(q, k, v, causal=True, seq_len=tokens)
+        ),
         difference(lambda x: ring_flash_attn.shard(x, "ring"), unified),  # adjacent parts of the sequence
     )
     return max(differences), mesh.device_type

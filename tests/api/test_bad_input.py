@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import Contiguous, Documents, HeadTail, Layout, MirroredBatch, PrefixLM, Striped, ring_attention
-from cp_dtensor.engine.config import refuse_unsupported_sdpa
+from cp_dtensor.engine.arguments import refuse_unsupported_sdpa
 
 RANKS = 3
 
@@ -204,7 +204,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "rotation": ({"rotate_method": "alltoall"}, "rotate_method: rank 1 says 'alltoall', the others 'auto'"),
     "gradients": ({"q": tensor(requires_grad=True)}, "requires_grad: rank 1 says True, the others False"),
 }
-MODES = {"exchange": {}, "debug": {"seq_len": 24, "debug": True}}
+MODES = {"first call": {}, "debug": {"seq_len": 24, "debug": True}}
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -215,12 +215,12 @@ def test_ranks_that_disagree_are_told_alike_who_says_what(
     def body(rank: int) -> None:
         call(rank, {**(arguments if rank == 1 else {}), **mode})
 
-    with recorded_collectives() as collectives:
+    with recorded_collectives(of_first_calls=True) as collectives:
         errors = errors_by_rank(RANKS, body)
     for error in errors:
         assert type(error) is ValueError
         assert f"the ranks of the context-parallel axis disagree about {message}" in str(error)
-    # Lengths and hashes, then the sizes of readable facts and these; no more.
+    # Hashes, then the sizes of readable facts and these; no more.
     assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"] * 3] * RANKS
 
 
@@ -234,41 +234,26 @@ def test_long_masks_that_differ_at_the_end_are_told_in_short() -> None:
         assert len(str(error)) < 600
 
 
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize(
-    ("layout", "lengths", "expected"),
-    [
-        (HeadTail(), [3, 3, 9], [5, 5, 5]),
-        (Contiguous(), [2, 3, 3], [3, 3, 2]),
-        (Striped(2), [3, 3, 2], [4, 2, 2]),
-        (MirroredBatch(), [0, 0, 1], [1, 0, 0]),
-    ],
+    ("layout", "lengths"),
+    [(HeadTail(), [3, 3, 9]), (HeadTail(), [6, 5, 5]), (Contiguous(), [2, 3, 3]), (Striped(2), [3, 3, 2])],
     ids=repr,
 )
-def test_lengths_that_divide_no_total_are_refused_alike(
-    layout: Layout, lengths: list[int], expected: list[int]
+def test_unequal_shards_of_no_declared_length_are_refused_on_every_rank(
+    layout: Layout, lengths: list[int], of_keys: bool
 ) -> None:
     def body(rank: int) -> None:
-        local = tensor(length=lengths[rank])
-        ring_attention(local, local, local, mesh=dist.group.WORLD, layout=layout)
+        local, other = tensor(length=lengths[rank]), tensor(length=4)
+        q, k = (other, local) if of_keys else (local, other)
+        ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout)
 
-    with recorded_collectives() as collectives:
+    with recorded_collectives(of_first_calls=True) as collectives:
         errors = errors_by_rank(RANKS, body)
     for error in errors:
         assert type(error) is ValueError
-        assert f"query lengths are not those of {layout}: got {lengths} on ranks 0 to 2" in str(error)
-        assert f"expected {expected} for {sum(lengths)} tokens" in str(error)
-    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"]] * RANKS
-
-
-def test_key_lengths_that_divide_no_total_are_refused_alike() -> None:
-    def body(rank: int) -> None:
-        kv = tensor(length=rank)
-        ring_attention(tensor(), kv, kv, mesh=dist.group.WORLD)
-
-    for error in errors_by_rank(RANKS, body):
-        assert type(error) is ValueError
-        assert "key lengths are not those of HeadTail(): got [0, 1, 2]" in str(error)
-        assert "expected [1, 1, 1] for 3 tokens" in str(error)
+        assert "pass seq_len=" in str(error)
+    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"] * 3] * RANKS
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()], ids=repr)
@@ -281,7 +266,7 @@ def test_causal_with_different_lengths_is_aligned_top_left_as_in_torch(layout: L
 
     def body(rank: int) -> torch.Tensor:
         local = [shard(whole, layout, rank, RANKS) for whole in (q, k, v)]
-        return ring_attention(*local, mesh=dist.group.WORLD, is_causal=True, layout=layout)
+        return ring_attention(*local, mesh=dist.group.WORLD, is_causal=True, layout=layout, seq_len=(q_len, kv_len))
 
     for rank, out in enumerate(run_ranks(RANKS, body)):
         torch.testing.assert_close(out, shard(expected, layout, rank, RANKS), rtol=1e-10, atol=1e-10)

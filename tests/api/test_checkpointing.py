@@ -294,7 +294,7 @@ def test_the_module_form_needs_no_context(use_reentrant: bool) -> None:
         block, whole = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
         (hidden,) = context_parallel_shard(dist.group.WORLD, [whole], [1])
         block.freqs = shard(block.freqs, HeadTail(), rank, WORLD, 0)
-        parallelize_module(block, init_device_mesh("cpu", (WORLD,)), ContextParallel())
+        parallelize_module(block, init_device_mesh("cpu", (WORLD,)), ContextParallel(seq_len=LENGTH))
         out = run(block, hidden)
         out.backward(shard(normal(BATCH, LENGTH, WIDTH, seed=6), HeadTail(), rank, WORLD, 1))
         assert whole.grad is not None

@@ -37,7 +37,7 @@ def test_biases_are_of_the_whole_sequences(name: str, lengths: tuple[int, int]) 
             q, k, v, grad_out = case.shard(whole, HeadTail(), rank, RANKS)
             leaves = [each.clone().requires_grad_() for each in (q, k, v)]
             for size in (lengths, (q.size(2), k.size(2))):  # of the whole, or of this rank's shards
-                with context_parallel(dist.group.WORLD, mask=in_context):
+                with context_parallel(dist.group.WORLD, mask=in_context, seq_len=lengths):
                     out = F.scaled_dot_product_attention(*leaves, attn_mask=bias(*size), enable_gqa=True)
                 got = (out, *torch.autograd.grad(out, leaves, grad_out))
                 for ours, expected in zip(got, case.reference(*whole), strict=False):

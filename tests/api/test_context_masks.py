@@ -95,8 +95,8 @@ def test_nested_contexts_have_masks_of_their_own() -> None:
 
     def body(rank: int) -> None:
         q, k, v, _ = case.shard(whole, HeadTail(), rank, RANKS)
-        with context_parallel(dist.group.WORLD, mask=DOCUMENTS):
-            with context_parallel(dist.group.WORLD, mask=SlidingWindow(1, 0)):
+        with context_parallel(dist.group.WORLD, mask=DOCUMENTS, seq_len=LENGTH):
+            with context_parallel(dist.group.WORLD, mask=SlidingWindow(1, 0), seq_len=LENGTH):
                 assert_close(sdpa(q, k, v), shard(inner_expected, HeadTail(), rank, RANKS), "inner")
             assert_close(sdpa(q, k, v), shard(expected, HeadTail(), rank, RANKS), "outer")
 
@@ -111,7 +111,7 @@ def test_backward_after_the_context_and_inside_of_another() -> None:
     def body(rank: int) -> None:
         q, k, v, grad_out = case.shard(whole, HeadTail(), rank, RANKS)
         leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-        with context_parallel(dist.group.WORLD, mask=DOCUMENTS):
+        with context_parallel(dist.group.WORLD, mask=DOCUMENTS, seq_len=LENGTH):
             out = sdpa(*leaves)
         with context_parallel(dist.group.WORLD, mask=SlidingWindow(0, 0), layout=Contiguous()):
             out.backward(grad_out)
@@ -148,7 +148,7 @@ def test_any_number_of_leading_dims(lead: tuple[int, ...]) -> None:
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     def body(rank: int) -> None:
-        with context_parallel(dist.group.WORLD):
+        with context_parallel(dist.group.WORLD, seq_len=LENGTH):
             parts = context_parallel_shard(dist.group.WORLD, [q, k, v, mask], [-2] * 4)
             out = F.scaled_dot_product_attention(*parts[:3], attn_mask=parts[3])
         (wanted,) = context_parallel_shard(dist.group.WORLD, [expected], [-2])

@@ -25,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Causal, ContextParallel, Contiguous, Full, HeadTail, Layout, Mask, Striped, context_parallel
-from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor.engine.contexts import innermost
 
 RANKS, LENGTH, HEADS = 3, 13, 4
 Function = Callable[..., torch.Tensor]
@@ -70,7 +70,7 @@ def check(rank: int, layout: Layout, attend: Function, sinks: torch.Tensor, mask
 def test_of_a_context(method: str, layout: Layout) -> None:
     def body(rank: int) -> None:
         sinks = drawn_sinks().requires_grad_()
-        options: dict[str, Any] = {"method": method, "layout": layout, "sinks": sinks}
+        options: dict[str, Any] = {"method": method, "layout": layout, "sinks": sinks, "seq_len": LENGTH}
 
         def inside(*qkv: torch.Tensor) -> torch.Tensor:
             with context_parallel(dist.group.WORLD, **options):
@@ -94,7 +94,9 @@ def test_of_a_context(method: str, layout: Layout) -> None:
 def test_of_a_module(method: str) -> None:
     def body(rank: int) -> None:
         world, sinks = dist.group.WORLD, drawn_sinks()
-        by_name = parallelize_module(Attention(sinks), world, ContextParallel(method=method, sinks="sinks"))
+        by_name = parallelize_module(
+            Attention(sinks), world, ContextParallel(method=method, sinks="sinks", seq_len=LENGTH)
+        )
         check(rank, HeadTail(), by_name, by_name.sinks)
         of_copy = copy.deepcopy(by_name)
         assert of_copy.sinks is not by_name.sinks
@@ -102,11 +104,12 @@ def test_of_a_module(method: str) -> None:
         by_name.sinks = nn.Parameter(sinks.clone())  # read at each call
         check(rank, HeadTail(), by_name, by_name.sinks)
         attention = Attention(sinks)
-        by_tensor = parallelize_module(attention, world, ContextParallel(method=method, sinks=attention.sinks))
+        style = ContextParallel(method=method, sinks=attention.sinks, seq_len=LENGTH)
+        by_tensor = parallelize_module(attention, world, style)
         for each in (by_tensor, copy.deepcopy(by_tensor)):
             check(rank, HeadTail(), each, each.sinks)
         # None takes those of the context around the call
-        plain = parallelize_module(Attention(sinks), world, ContextParallel(method=method))
+        plain = parallelize_module(Attention(sinks), world, ContextParallel(method=method, seq_len=LENGTH))
         leaf = sinks.clone().requires_grad_()
 
         def inside(*qkv: torch.Tensor) -> torch.Tensor:
@@ -213,9 +216,9 @@ def test_deterministic() -> None:
 
     class Seen(nn.Module):
         def forward(self) -> None:
-            context = innermost_context()
+            context = innermost()
             assert context is not None
-            found.append((context.config.deterministic, "deterministic" in context.key))
+            found.append((context.call.deterministic, "deterministic" in context.key))
 
     def body(_rank: int) -> None:
         with context_parallel(dist.group.WORLD, deterministic=True):

@@ -21,7 +21,7 @@ from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
 
 from cp_dtensor import HeadTail, context_parallel
-from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor.engine.contexts import innermost
 
 PROBLEM = Problem(10, 10, is_causal=True)
 Q, K, V, GRAD_OUT = PROBLEM.draw(0)
@@ -117,7 +117,7 @@ def test_one_that_is_closed_inside_of_another_context_does_not_take_that_one_awa
             gc.collect()
             assert tokens.numel() == 10  # nobody is left who could leave it
             attend(rank)
-        assert innermost_context() is None
+        assert innermost() is None
         assert_alone(rank)
 
     run_ranks(2, body)
@@ -138,8 +138,8 @@ def test_a_fork_is_in_no_context() -> None:
 
     def body(rank: int) -> None:
         with context_parallel(dist.group.WORLD):
-            assert in_fork(lambda: innermost_context() is None)
-            assert innermost_context() is not None
+            assert in_fork(lambda: innermost() is None)
+            assert innermost() is not None
 
     run_ranks(1, body)
 
@@ -147,13 +147,13 @@ def test_a_fork_is_in_no_context() -> None:
 LEFT_OPEN = """
 import torch.distributed as dist
 from cp_dtensor import context_parallel
-from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor.engine.contexts import innermost
 from test_context_suspended import in_fork
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 context = context_parallel(dist.group.WORLD)
 context.__enter__()
-assert in_fork(lambda: innermost_context() is None)
-assert innermost_context() is not None
+assert in_fork(lambda: innermost() is None)
+assert innermost() is not None
 """
 
 

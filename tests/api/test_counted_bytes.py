@@ -37,7 +37,7 @@ from cp_dtensor import (
     shift,
 )
 from cp_dtensor.api.explain import Explanation
-from cp_dtensor.plan.rows import Halo, Relayout, RowMap, SequenceLayout, Shift, rows_over_axes
+from cp_dtensor.layers.rows import Halo, Relayout, RowMap, SequenceLayout, Shift, rows_over_axes
 
 TOKENS, BATCH = 61, 2
 EDGES = (0, 5, 9, 30, 33, 61)

@@ -57,7 +57,7 @@ def on_every_rank(body: Callable[[Attended], None], problem: Problem = CAUSAL) -
 
 
 def attend_in_context(shards: Attended) -> None:
-    with context_parallel(dist.group.WORLD):
+    with context_parallel(dist.group.WORLD, seq_len=shards.problem.q_len):
         out = shards.sdpa()
     shards.check(out)
 

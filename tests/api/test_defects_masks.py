@@ -17,7 +17,7 @@ from support.problems import assert_close, shard
 from support.ranks import run_ranks
 
 from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, Striped, context_parallel
-from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.engine import attend as engine_attend
 
 WORLD = 4
 NAMES = ("out", "dq", "dk", "dv")
@@ -32,7 +32,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Te
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kv_len", [17, 11])
+@pytest.mark.parametrize("kv_len", [17, 5])
 @pytest.mark.parametrize("bias", ["boolean s", "boolean bhs", "additive s", "additive bhs", "additive b"])
 @each_layout
 def test_attn_mask_of_this_ranks_rows_and_all_keys(layout: Any, bias: str, kv_len: int, is_causal: bool) -> None:
@@ -42,7 +42,7 @@ def test_attn_mask_of_this_ranks_rows_and_all_keys(layout: Any, bias: str, kv_le
 
     def body(rank: int) -> None:
         *tensors, attn_mask = problem.shard(whole, layout, rank, WORLD)
-        with context_parallel(dist.group.WORLD, layout=layout):
+        with context_parallel(dist.group.WORLD, layout=layout, seq_len=(17, kv_len)):
             results = attend(*tensors, attn_mask=attn_mask, is_causal=is_causal)
         for name, actual, all_rows in zip(NAMES, results, expected[:4], strict=True):
             assert_close(actual, shard(all_rows, layout, rank, WORLD), f"{name} on rank {rank}")
@@ -80,7 +80,7 @@ def test_packed_documents(layout: Any) -> None:
 
     def body(rank: int) -> None:
         tensors = problem.shard(whole, layout, rank, WORLD)
-        with context_parallel(dist.group.WORLD, layout=layout, mask=problem.mask):
+        with context_parallel(dist.group.WORLD, layout=layout, mask=problem.mask, seq_len=19):
             results = attend(*tensors)
         for name, actual, all_rows in zip(NAMES, results, expected[:4], strict=True):
             assert_close(actual, shard(all_rows, layout, rank, WORLD), f"{name} on rank {rank}")
@@ -91,14 +91,14 @@ def test_packed_documents(layout: Any) -> None:
 @contextmanager
 def generators_seeded(seed: int) -> Iterator[None]:
     """Every rank draws as if its generator had just got this seed. (Ranks that are threads share one.)"""
-    original, lock = Modifiers.drawn, threading.Lock()
+    original, lock = engine_attend.drawn_seed, threading.Lock()
 
     def drawn_alone(*arguments: Any) -> Any:
         with lock, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return original(*arguments)
 
-    with mock.patch.object(Modifiers, "drawn", drawn_alone):
+    with mock.patch.object(engine_attend, "drawn_seed", drawn_alone):
         yield
 
 
@@ -108,7 +108,7 @@ def dropped_out(layout: Any, world_size: int, seed: int, dropout_p: float) -> li
 
     def body(rank: int) -> Tensors:
         tensors = [shard(tensor, layout, rank, world_size) for tensor in whole]
-        with context_parallel(dist.group.WORLD, layout=layout):
+        with context_parallel(dist.group.WORLD, layout=layout, seq_len=17):
             return attend(*tensors, is_causal=True, dropout_p=dropout_p)
 
     with generators_seeded(seed):

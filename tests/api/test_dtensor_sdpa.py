@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher, set_rotate_method
-from cp_dtensor.engine.autograd import Attention
+from cp_dtensor.engine.attend import Attention
 
 
 @pytest.fixture(params=["allgather", "alltoall"])

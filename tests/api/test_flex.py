@@ -93,7 +93,7 @@ def test_in_a_context_torchs_own_attends_to_the_whole_sequence(
 
     def body(rank: int) -> None:
         q, k, v, _ = (shard(tensor, layout, rank, ranks) for tensor in whole)
-        with context(layout=layout):
+        with context(layout=layout, seq_len=length):
             local, aux = flex_attention(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
         assert_close(local, shard(out, layout, rank, ranks))
         torch.testing.assert_close(aux.lse.double(), shard(lse, layout, rank, ranks), rtol=0, atol=1e-5)
@@ -111,7 +111,7 @@ def test_gradients(case: str, layout: Layout, length: int, ranks: int) -> None:
     def body(rank: int) -> None:
         *local, grad = (shard(tensor, layout, rank, ranks) for tensor in whole)
         inputs = [tensor.requires_grad_() for tensor in local]
-        with context(layout=layout):
+        with context(layout=layout, seq_len=length):
             out = flex_attention(*inputs, **arguments)
         for got, whole_result in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
             assert_close(got, shard(whole_result, layout, rank, ranks))
@@ -119,7 +119,7 @@ def test_gradients(case: str, layout: Layout, length: int, ranks: int) -> None:
     run_ranks(ranks, body)
 
 
-@pytest.mark.parametrize("seq_len", [61, (61, 61), None])
+@pytest.mark.parametrize("seq_len", [61, (61, 61)])
 @pytest.mark.usefixtures("_with_gradients")
 def test_as_a_function(seq_len: Any) -> None:
     whole, arguments = draw(61), masks("mask of documents and score", 61)
@@ -167,7 +167,7 @@ def test_over_two_axes(layout: Layout) -> None:
         flat = rank % 3 * 2 + rank // 3  # the ulysses axis is the inner one, wherever it stands
         *local, grad = (shard(tensor, layout, flat, 6) for tensor in whole)
         inputs = [tensor.requires_grad_() for tensor in local]
-        with context_parallel(mesh, layout=layout):
+        with context_parallel(mesh, layout=layout, seq_len=45):
             out = flex_attention(*inputs, **arguments)
         for got, whole_result in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
             assert_close(got, shard(whole_result, layout, flat, 6))
@@ -185,7 +185,7 @@ def test_keys_of_another_length() -> None:
     def body(rank: int) -> None:
         *local, local_grad = (shard(tensor, HeadTail(), rank, 3) for tensor in (q, k, v, grad))
         inputs = [tensor.requires_grad_() for tensor in local]
-        with context():
+        with context(seq_len=(33, 50)):
             out = flex_attention(*inputs, block_mask=mask, scale=SCALE, enable_gqa=True)
         for got, whole_result in zip((out, *torch.autograd.grad(out, inputs, local_grad)), expected, strict=False):
             assert_close(got, shard(whole_result, HeadTail(), rank, 3))
@@ -202,7 +202,7 @@ def test_recomputed_after_the_context_has_been_left(use_reentrant: bool) -> None
     def body(rank: int) -> None:
         *local, grad = (shard(tensor, HeadTail(), rank, 2) for tensor in whole)
         inputs = [tensor.requires_grad_() for tensor in local]
-        with context():
+        with context(seq_len=61):
             out = checkpoint(lambda q, k, v: flex_attention(q, k, v, **arguments), *inputs, use_reentrant=use_reentrant)
         out.backward(grad)
         for got, whole_result in zip((out, *(tensor.grad for tensor in inputs)), expected, strict=False):

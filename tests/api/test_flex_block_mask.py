@@ -16,7 +16,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.api.flex_attention import block_mask_of_rows
 from cp_dtensor.api.flex_block_mask import LocalRows, Tables, cached_tables, local_tables, table_shapes
-from cp_dtensor.engine.lengths import longest_length
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])
 
@@ -167,13 +166,3 @@ def test_the_order_of_writes_of_a_deterministic_backward_is_made_anew() -> None:
     mask.dq_kv_order = torch.arange(8).view(1, 1, 8)
     with pytest.raises(NotImplementedError, match="explicit dq_kv_order"):
         of_rows(mask, (61, 61), rows)
-
-
-@given(LAYOUTS, st.integers(0, 40), st.integers(1, 5))
-def test_there_is_room_for_the_longest_sequence(layout: Layout, length: int, world_size: int) -> None:
-    for rank in range(world_size):
-        local = layout.local_length(length, rank, world_size)
-        most = longest_length(local, layout, rank, world_size)
-        assert most >= length
-        assert layout.local_length(most, rank, world_size) == local
-        assert layout.local_length(most + 1, rank, world_size) > local

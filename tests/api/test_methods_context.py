@@ -174,12 +174,12 @@ def test_nested_contexts_with_other_methods(names: Names) -> None:
         outer, between, after = (Shards(HeadTail(), here, size) for _ in range(3))
         of_rings = Shards(Striped(1), here, size)
         of_axis = Shards(Contiguous(), mesh.get_local_rank("ulysses"), 2)
-        with context_parallel(mesh, method="hybrid"):
+        with context_parallel(mesh, method="hybrid", seq_len=LENGTH):
             outer.forward()
-            with context_parallel(mesh, method="ring", layout=Striped(1)):
+            with context_parallel(mesh, method="ring", layout=Striped(1), seq_len=LENGTH):
                 of_rings.forward()
                 outer.backward()
-                with context_parallel(mesh["ulysses"], method="ulysses", layout=Contiguous()):
+                with context_parallel(mesh["ulysses"], method="ulysses", layout=Contiguous(), seq_len=LENGTH):
                     of_axis.forward()
                     of_rings.backward()
                 of_rings.forward()
@@ -215,11 +215,10 @@ class Attention(nn.Module):
 
 
 @each_way
-@pytest.mark.parametrize("seq_len", [None, LENGTH])
-def test_the_module_form(seq_len: int | None, way: Ways) -> None:
+def test_the_module_form(way: Ways) -> None:
     def body(rank: int) -> None:
         mesh, here, size = on_mesh(way)
-        style = ContextParallel(method=way[2], layout=Striped(2), seq_len=seq_len)
+        style = ContextParallel(method=way[2], layout=Striped(2), seq_len=LENGTH)
         module = parallelize_module(Attention(), mesh, style)
         shards = Shards(Striped(2), here, size)
         shards.out = torch.utils.checkpoint.checkpoint(module, *shards.leaves, use_reentrant=False)
@@ -272,7 +271,7 @@ def test_without_autograd(mode: Callable[[], Any], way: Ways) -> None:
         mesh, here, size = on_mesh(way)
         assert dist.get_world_size() == size
         shards = Shards(HeadTail(), here, size)
-        with mode(), context_parallel(mesh, method=way[2]):
+        with mode(), context_parallel(mesh, method=way[2], seq_len=LENGTH):
             shards.forward()
         assert not shards.out.requires_grad
 

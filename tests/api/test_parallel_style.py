@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.collectives import recorded_collectives
 from support.parallel_style_checks import (
     GRAD_OUT,
     LAYOUTS,
@@ -112,20 +111,6 @@ def test_arguments_that_do_not_fit_are_refused_at_once() -> None:
             ContextParallel(seq_len=length)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="seq_len: got 5 tokens, but this Balanced divides sequences of 8 tokens only"):
         ContextParallel(seq_len=(8, 5), layout=Balanced(Causal(), 8))
-
-
-def test_declared_lengths_are_not_exchanged_and_others_are() -> None:
-    def body(rank: int, seq_len: Any) -> None:
-        style = ContextParallel(seq_len=seq_len, rotate_method="allgather")
-        check_forward(parallelize_module(Attention(), init_device_mesh("cpu", (WORLD,)), style), HeadTail(), rank)
-
-    def exchanges(seq_len: Any) -> int:
-        with recorded_collectives() as collectives:
-            run_ranks(WORLD, body, seq_len)
-        return len(collectives)
-
-    other = LENGTH + 9  # which no rank's shard could be of
-    assert exchanges(LENGTH) == exchanges((other, LENGTH)) < exchanges(other) == exchanges(None)
 
 
 def test_sdpa_outside_of_the_module_is_untouched() -> None:

@@ -120,12 +120,12 @@ HEADS = LENGTH // RANKS
     [
         (LENGTH, LENGTH, HEADS, False, None),
         (LENGTH, 20, HEADS, False, None),
-        (LENGTH, 7, HEADS, False, None),
+        (LENGTH, 7, HEADS, False, 7),
         (20, LENGTH, HEADS, False, None),
         (20, 20, HEADS, True, None),
         (20, 20, 2, False, None),
         (20, 20, HEADS, False, 20),
-        (7, 12, HEADS, True, None),
+        (7, 12, HEADS, True, 7),
         (64, 64, HEADS, True, None),
     ],
 )
@@ -292,7 +292,7 @@ def test_shards_that_are_no_mistake() -> None:
 
 
 def attend_in_threads(rank: int) -> int:
-    q = drawn(1, 2, LENGTH, 8)
+    q = drawn(1, 2, LENGTH, 8) + rank
 
     def attend() -> None:
         F.scaled_dot_product_attention(q, q, q)
@@ -307,7 +307,7 @@ def attend_in_threads(rank: int) -> int:
             attend()
 
     def recomputed() -> None:
-        x = drawn(1, 2, LENGTH, 8).requires_grad_()
+        x = q.clone().requires_grad_()
         checkpoint(lambda y: F.scaled_dot_product_attention(y, y, y), x, use_reentrant=False).sum().backward()
 
     with recorded() as texts:

@@ -54,7 +54,6 @@ class Case:
     problem: PackedProblem
     layout: Layout | None
     options: tuple[tuple[str, Any], ...]
-    says_length: bool
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -62,7 +61,7 @@ class Case:
         return {
             "cu_seqlens": problem.cu_seqlens, "cu_seqlens_k": problem.cu_seqlens_k, "is_causal": problem.is_causal,
             "window_size": problem.window, "scale": problem.scale, "layout": self.layout,
-            "seq_len": problem.lengths if self.says_length else None, **dict(self.options),
+            "seq_len": problem.lengths, **dict(self.options),
         }  # fmt: skip
 
 
@@ -73,7 +72,7 @@ def cases(draw: st.DrawFn, methods: tuple[dict[str, Any], ...] = METHODS) -> Cas
     if problem.lengths[0] == problem.lengths[1]:
         layouts.append(PerDocument(problem.cu_seqlens, seq_len=problem.lengths[0]))
     options = draw(st.sampled_from(methods))
-    return Case(problem, draw(st.sampled_from(layouts)), tuple(options.items()), draw(st.booleans()))
+    return Case(problem, draw(st.sampled_from(layouts)), tuple(options.items()))
 
 
 def check(drawn: list[Case], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
@@ -187,7 +186,7 @@ def test_the_example_of_the_docstring() -> None:
 
     def body(rank: int) -> list[float]:
         q = torch.zeros_like(v[rank])
-        options = {"cu_seqlens": [0, 2, 5], "is_causal": True, "layout": Contiguous()}
+        options = {"cu_seqlens": [0, 2, 5], "is_causal": True, "layout": Contiguous(), "seq_len": 5}
         return varlen_attention(q, q, v[rank], mesh=dist.group.WORLD, **options).flatten().tolist()
 
     assert run_ranks(2, body) == [[1.0, 2.0, 2.0], [3.0, 4.0]]

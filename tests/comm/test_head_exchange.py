@@ -243,7 +243,7 @@ def test_row_major_memory_is_sent_without_a_copy(memory: Change, monkeypatch: py
 
     class Recorded(collective.Exchange):
         def __init__(self, incoming: Any, outgoing: Any, *args: Any) -> None:
-            sent.extend(rows for by_rank in outgoing for rows in by_rank if rows is not None)
+            sent.extend(memory for memory, *_ in outgoing)
             super().__init__(incoming, outgoing, *args)
 
     def body(rank: int) -> None:

@@ -172,7 +172,7 @@ def test_rows_that_travel_directly_between_their_places(is_causal: bool, layout:
     problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
     with mock.patch.dict(ROTATE_METHODS, alltoall=method), rows_in_place(), recorded_collectives() as collectives:
         check_against_reference(problem, 4, layout, rotate_method="alltoall")
-    assert set(kinds(collectives)) == {"AllGather", "AllToAll"}  # one of lengths, then rows
+    assert set(kinds(collectives)) == {"AllToAll"}
 
 
 def test_large_shards_go_around_by_groups_of_heads() -> None:

@@ -45,7 +45,7 @@ def functions(rank: int) -> None:
     mesh = world()
 
     def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
-        return ring_attention(q * 2.0, k, v, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True) * 3.0
+        return ring_attention(q * 2.0, k, v, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True, seq_len=8) * 3.0
 
     def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
         layout = Striped(block=2)  # made in compiled code
@@ -59,7 +59,7 @@ def functions(rank: int) -> None:
         Shards(rank, layout=layout).check(compiled(ring), mesh, layout)
         with no_compilation():
             Shards(rank, layout=layout).check(compiled(ring), mesh, layout)
-    Shards(rank, layout=Striped(2)).check(compiled(ulysses), mesh, 9)
+    Shards(rank, layout=Striped(2)).check(compiled(ulysses), mesh, 8)
     Shards(rank).check(compiled(by_default), mesh)
     set_rotate_method("alltoall")  # what has been compiled for the default of before is not used
     with pytest.raises(RuntimeError, match="fail_on_recompile"), no_compilation():
@@ -111,14 +111,14 @@ def lengths(rank: int) -> None:
     mesh = world()
     function = compiled(causal, dynamic=True)
 
-    def by_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ulysses_attention(q * 2.0, k, v, mesh=mesh, is_causal=True, enable_gqa=True) * 3.0
+    def by_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int) -> torch.Tensor:
+        return ulysses_attention(q * 2.0, k, v, mesh=mesh, is_causal=True, enable_gqa=True, seq_len=length) * 3.0
 
     named = compiled(by_name, dynamic=True)
 
     def step(length: int) -> None:
         step_in_context(function, Shards(rank, length), mesh)
-        Shards(rank, length).check(named)
+        Shards(rank, length).check(named, length)
 
     step(11)
     with no_compilation():
@@ -171,7 +171,7 @@ class Two(nn.Module):
     def __init__(self, mesh: DeviceMesh, first: str, second: str, layout: Layout) -> None:
         super().__init__()
         for name, method in (("first", first), ("second", second)):
-            style = ContextParallel(method=method, layout=layout, seq_len=9)
+            style = ContextParallel(method=method, layout=layout, seq_len=8)
             self.add_module(name, parallelize_module(Attention(), mesh, style))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from cp_dtensor import (
     SlidingWindow,
     context_parallel,
 )
-from cp_dtensor.engine.compiled_spec import pending_backwards
+from cp_dtensor.engine.contexts import pending
 
 LENGTH, RANKS = 14, 2
 CAUSAL = (-1, 0)
@@ -80,7 +80,7 @@ def contexts(rank: int) -> None:
             step.check(out)  # backward after the context
         with context_parallel(mesh, seq_len=LENGTH, method=method, mask=SlidingWindow(20, 0)):
             step.check(function(*step.leaves, *step.edges))
-    assert pending_backwards.only_context() is None
+    assert not pending._passes
 
 
 def test_contexts(two_processes: Processes) -> None:
@@ -175,7 +175,7 @@ def kept(rank: int) -> None:
             step.edges[0].zero_()
         for step, out in reversed([*zip(steps, outs, strict=True)]):
             step.check(out)
-        assert pending_backwards.only_context() is None
+        assert not pending._passes
 
 
 def test_kept(two_processes: Processes) -> None:

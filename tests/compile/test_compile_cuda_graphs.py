@@ -32,12 +32,12 @@ def operators_of(rank: int) -> dict[str, list[str]]:
             q * 2.0, k, v, mesh=mesh, is_causal=True, enable_gqa=True, **options
         )
 
-    in_context = context_parallel(mesh, seq_len=9)
+    in_context = context_parallel(mesh, seq_len=8)
     cases = {
-        "known": (function(seq_len=9), nullcontext()),
-        "lengths": (function(), nullcontext()),
-        "debug": (function(seq_len=9, debug=True), nullcontext()),
-        "debug, not followed by Dynamo": (function(seq_len=9, debug=True), nullcontext()),
+        "known": (function(seq_len=8), nullcontext()),
+        "ranks x local length": (function(), nullcontext()),
+        "debug": (function(seq_len=8, debug=True), nullcontext()),
+        "debug, not followed by Dynamo": (function(seq_len=8, debug=True), nullcontext()),
         "context": (causal, in_context),
     }
     found: dict[str, list[str]] = {}
@@ -62,15 +62,15 @@ def operators_of(rank: int) -> dict[str, list[str]]:
 
 def test_a_graph_has_only_what_is_known_when_it_is_made(two_processes: Processes) -> None:
     """A replay would be of the lengths and masks that there were: those operators have a tag that keeps them out."""
-    apart = ["attention.found True", "attention_backward.found True"]
+    apart = ["attention.live True", "attention_backward.live True"]
     known = ["attention.default False", "attention_backward.default False"]
     for found in two_processes.run(operators_of):
-        assert found.pop("known") == known
+        assert found.pop("known") == found.pop("ranks x local length") == known
         assert all(operators == apart for operators in found.values()), found
 
 
 def test_both_may_be_kept_by_checkpoints() -> None:
-    assert {torch.ops.cp_dtensor.attention.default, torch.ops.cp_dtensor.attention.found} < set(ATTENTION_OPS)
+    assert {torch.ops.cp_dtensor.attention.default, torch.ops.cp_dtensor.attention.live} < set(ATTENTION_OPS)
 
 
 def test_flex_attention_finds_lengths() -> None:

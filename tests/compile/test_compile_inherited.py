@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -98,22 +99,29 @@ def calls(_rank: int) -> None:
             check(attend, Full(), HeadTail())
             check(attend, SECOND, Striped(1), context(mask=SECOND, layout=Striped(1)))
             check(masked, Full(), Striped(1), context(mask=SECOND, layout=Striped(1)))
-        # One key for Contiguous() and all layouts of one length.
-        check(attend, FIRST, Contiguous(), context(mask=FIRST, layout=Contiguous()))
-        with no_compilation():
-            for each in (FIRST, SECOND):
-                layout = Balanced(each, LENGTH)
+        fresh()  # one key for all layouts of one length
+        for each in (FIRST, SECOND):
+            layout = Balanced(each, LENGTH)
+            with nullcontext() if each is FIRST else no_compilation():
                 check(attend, each, layout, context(mask=each, layout=layout))
                 check(attend, Full(), layout, context(layout=layout))
 
 
 def refusals(_rank: int) -> None:
     for form in (function, module):
-        for options in ({"method": "ulysses"}, {"layout": Striped(1)}, {"layout": Contiguous()}):
+        for options in ({"layout": Striped(1)}, {"layout": Contiguous()}):
             fresh()
             refused(form(**options), context(mask=FIRST, layout=Contiguous()))
         fresh()
-        refused(form(mask=Full()), context(mask=FIRST, layout=Contiguous()))
+        refused(form(mask=Full()), context(mask=FIRST, layout=Balanced(FIRST, LENGTH)))
+        fresh()
+        check(form(mask=Full()), Full(), Contiguous(), context(mask=FIRST, layout=Contiguous()))
+        fresh()
+        by_heads, around = form(method="ulysses"), context(mask=FIRST, layout=Contiguous())
+        if form is function:
+            check(by_heads, FIRST, Contiguous(), around)
+        else:
+            refused(by_heads, around)
         fresh()
         attend = form(layout=Contiguous(), mask=Full(), method="ulysses")
         check(attend, Full(), Contiguous(), context(mask=FIRST, layout=Balanced(FIRST, LENGTH)))

@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
-from cp_dtensor.engine.compiled_spec import pending_backwards
+from cp_dtensor.engine.contexts import pending
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
 
 RANKS = 2
-LENGTH = 13
+LENGTH = 14
 MASKS: tuple[Mask, ...] = (
-    Documents([0, 4, 9, 13], within=Causal()),
+    Documents([0, 4, 9, 14], within=Causal()),
     Documents([0, 1, 6, 12]),
     SlidingWindow(3, 1) & Documents([0, 7, 13]),
     PrefixLM(5) | SlidingWindow(None, 2),
@@ -216,7 +216,9 @@ def recomputed(rank: int) -> None:
         assert not grad.any()
     with context_parallel(mesh, mask=MASKS[1]):
         function(*leaves)
-        with pytest.raises(RuntimeError, match="several such contexts whose backward has not come"):
+        with pytest.raises(
+            RuntimeError, match="there have been 2 contexts with the same options whose backward has not come"
+        ):
             torch.autograd.grad(out, leaves, grad_out)
 
 
@@ -235,13 +237,15 @@ def reentrant(rank: int) -> None:
         checkpoint(around, *leaves, use_reentrant=True).backward(grad_out)
     with context_parallel(mesh, mask=MASKS[1]):
         function(*leaves)
-        with pytest.raises(RuntimeError, match="several such contexts whose backward has not come"):
+        with pytest.raises(
+            RuntimeError, match="there have been 2 contexts with the same options whose backward has not come"
+        ):
             torch.autograd.grad(out, leaves, grad_out)
 
 
 def with_nothing_outstanding(rank: int, body: Callable[[int], None]) -> None:
-    """Processes are shared, and passes whose backward is refused stay pending_backwards."""
-    with mock.patch.dict(pending_backwards._passes, clear=True):
+    """Processes are shared, and passes whose backward is refused stay pending."""
+    with mock.patch.dict(pending._passes, clear=True):
         body(rank)
 
 

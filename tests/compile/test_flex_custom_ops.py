@@ -12,17 +12,16 @@ from support.flex_checks import block_mask, context, documents, draw, window
 from support.problems import shard
 from support.processes import Processes
 from support.ranks import RanksFailed
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-from cp_dtensor import Causal, HeadTail, Layout, PerDocument, _torch
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec, key_of
-from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor import Causal, HeadTail, Layout, PerDocument
+from cp_dtensor.engine.call import Call
 from cp_dtensor.integrations.unified import RingAttnMode
 
 
 def refusals(rank: int) -> None:
     fresh()
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64) + rank
     masked = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
 
     def fails(match: str, call: Callable[[], object]) -> None:
@@ -30,17 +29,15 @@ def refusals(rank: int) -> None:
             call()
 
     with context():
-        fails(r"of 16 queries and 16 keys, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
-        fails(r"of 16 queries and 16 keys, got one of \(17, 17\)", lambda: masked(q, block_mask(window, 17)))
-        one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-        full = BlockMask.from_kv_blocks(one - 1, zero, one, zero, BLOCK_SIZE=_torch.WHOLE_BLOCK)
-        fails("a block mask of one block that is full needs seq_len", lambda: masked(q, full))
+        fails(r"block mask of the whole sequence, got one of \(8, 8\)", lambda: masked(q, block_mask(window, 8)))
+        fails(
+            "expected 9 of 17 tokens" if rank == 0 else "disagree about global",
+            lambda: masked(q, block_mask(window, 17)),
+        )
     of_one_length = compiled(lambda q, mask: flex_attention(q, q, q, block_mask=mask), backend="eager")
     layout = PerDocument([0, 16])
-    with context(layout=layout):
-        fails("needs a block mask of the whole sequence", lambda: of_one_length(q, None))
-        with torch.no_grad():
-            of_one_length(q, block_mask(window, 16))
+    with context(layout=layout), torch.no_grad():
+        of_one_length(q, block_mask(window, 16))
     with context(layout=layout, mask=Causal()):  # of an equal key
         fails("does not take the mask of its context", lambda: of_one_length(q, block_mask(window, 16)))
 
@@ -51,7 +48,7 @@ def test_refusals(two_processes: Processes) -> None:
 
 def each_rank_alone(rank: int) -> None:
     fresh()
-    q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    q = torch.randn(1, 2, 8, 4, dtype=torch.float64) + rank
     code = compiled(lambda q: flex_attention(q, q, q), backend="eager")
     with torch.no_grad(), RingAttnMode(dist.group.WORLD):
         code(q)
@@ -74,7 +71,7 @@ def one_rank_differs(rank: int) -> None:
 def test_in_debug_mode_masks_of_different_lengths_are_refused_on_all_ranks(two_processes: Processes) -> None:
     with pytest.raises(RanksFailed) as failed:
         two_processes.run(one_rank_differs)
-    assert all("disagree about declared_q" in str(error) for error in failed.value.errors)
+    assert all("disagree about global" in str(error) for error in failed.value.errors)
 
 
 def operators(rank: int) -> None:
@@ -93,17 +90,13 @@ def operators(rank: int) -> None:
     for table in made:
         table.zero_()
     assert all(torch.equal(again, table) for again, table in zip(operator(*arguments), kept, strict=True))
-    for lengths in ((61, 61), (-1, -1)):
-        torch.library.opcheck(
-            torch.ops.cp_dtensor.flex_keys.default,
-            (q, k, v, token, *lengths, False, 0.5, True),
-            test_utils=checks,
-        )
+    torch.library.opcheck(
+        torch.ops.cp_dtensor.flex_keys.default, (q, k, v, token, 61, 61, True, 0.5, True), test_utils=checks
+    )
 
 
 def context_token(layout: Layout) -> str:
-    settings = AttentionConfig.of(dist.group.WORLD, "auto", layout, None, debug=False)  # type: ignore[arg-type]
-    return key_of(CompiledCallSpec.of(settings))
+    return Call.of(dist.group.WORLD, layout=layout).key
 
 
 def test_operators(two_processes: Processes) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Causal, ContextParallel, HeadTail, Layout, PerDocument, _torch, context_parallel
 
-LENGTH = 61
+LENGTH = 62
 Code = Callable[..., torch.Tensor]
 
 

@@ -53,7 +53,7 @@ def _local(rank: int) -> None:
     mesh, own = init_device_mesh("cpu", (2,)), GivenSegments.of(HeadTail(), 11, 2)
 
     def every(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"mesh": mesh, "layout": Striped(2), "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {"mesh": mesh, "layout": Striped(2), "cu_seqlens": cu_seqlens, "seq_len": 11}
         x = shift(x * 2.0, -1, dim=1, **options)
         x = x + causal_conv1d(x, weight, activation="silu", **options)
         x = relayout(x, Striped(2), own, mesh=mesh, dim=1, seq_len=11)
@@ -104,7 +104,7 @@ def _layers(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
 
     def every(q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, state: torch.Tensor, cu_seqlens: torch.Tensor) -> Any:
-        options: dict[str, Any] = {"mesh": mesh, "layout": HeadTail(), "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {"mesh": mesh, "layout": HeadTail(), "cu_seqlens": cu_seqlens, "seq_len": 11}
         k = torch.nn.functional.normalize(q, dim=-1)
         out, final = gated_delta_rule(
             q, k, v * 2.0, g, g.exp(), initial_state=state, output_final_state=True, method="heads", **options
@@ -132,7 +132,7 @@ def _dynamic_shapes(rank: int) -> None:
         q = causal_conv1d(q.flatten(2), weight, mesh=mesh).unflatten(2, q.shape[2:])
         return linear_attention(q, q, q, mesh=mesh)  # type: ignore[return-value]
 
-    def inputs(length: int = 11) -> Tensors:
+    def inputs(length: int = 12) -> Tensors:
         generator = torch.Generator().manual_seed(length)
         q, weight = (
             torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, length, 2, 3), (6, 4))

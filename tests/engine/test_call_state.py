@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -102,7 +102,7 @@ def in_thread(function: Callable[[], T]) -> T:
 def test_backward_after_exit(layout: Layout, transport: str) -> None:
     def body(rank: int) -> None:
         shards = Shards(layout, rank, 3)
-        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
+        with context_parallel(dist.group.WORLD, seq_len=13, layout=layout, rotate_method=transport):
             shards.forward()
         shards.backward()
 
@@ -114,13 +114,13 @@ def test_backward_after_exit(layout: Layout, transport: str) -> None:
 def test_backward_in_another_thread_than_forward(layout: Layout, transport: str) -> None:
     def body(rank: int) -> None:
         shards = Shards(layout, rank, 2)
-        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
+        with context_parallel(dist.group.WORLD, seq_len=13, layout=layout, rotate_method=transport):
             shards.forward()
             in_thread(shards.backward)
             shards.forward()
         in_thread(shards.backward)
-        with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
-            in_thread_context = context_parallel(dist.group.WORLD, layout=Contiguous())
+        with context_parallel(dist.group.WORLD, seq_len=13, layout=layout, rotate_method=transport):
+            in_thread_context = context_parallel(dist.group.WORLD, seq_len=13, layout=Contiguous())
             other = Shards(Contiguous(), rank, 2)
 
             def forward() -> None:
@@ -141,7 +141,7 @@ def test_gradients_accumulate_over_forwards_with_different_settings() -> None:
         loss = torch.zeros((), dtype=torch.float64)
         for weight, (layout, transport) in enumerate(settings, start=1):
             shards = context_parallel_shard(dist.group.WORLD, leaves, [2, 2, 2], layout)
-            with context_parallel(dist.group.WORLD, layout=layout, rotate_method=transport):
+            with context_parallel(dist.group.WORLD, seq_len=13, layout=layout, rotate_method=transport):
                 loss = loss + weight * (sdpa(*shards) * shard(WHOLE[3], layout, rank, 2)).sum()
         loss.backward()
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -159,7 +159,7 @@ def test_backward_uses_the_rotation_of_its_forward(before: str, after: str) -> N
         shards = Shards(HeadTail(), rank, 3)
         set_rotate_method(before)
         dist.barrier()
-        with context_parallel(dist.group.WORLD):
+        with context_parallel(dist.group.WORLD, seq_len=13):
             shards.forward()
             dist.barrier()
             set_rotate_method(after)
@@ -174,8 +174,8 @@ def test_backward_uses_the_rotation_of_its_forward(before: str, after: str) -> N
         run_ranks(3, body)
 
 
-OUTER = {"layout": Striped(), "rotate_method": "alltoall"}
-INNER = {"layout": HeadTail(), "rotate_method": "allgather"}
+OUTER: dict[str, Any] = {"seq_len": 13, "layout": Striped(), "rotate_method": "alltoall"}
+INNER: dict[str, Any] = {"seq_len": 13, "layout": HeadTail(), "rotate_method": "allgather"}
 
 
 def test_nested_contexts_over_different_axes() -> None:
@@ -219,7 +219,7 @@ def test_only_the_thread_that_entered_is_in_the_region() -> None:
 
     def body(rank: int) -> None:
         shards = Shards(HeadTail(), rank, 2)
-        with context_parallel(dist.group.WORLD):
+        with context_parallel(dist.group.WORLD, seq_len=13):
             assert torch.equal(in_thread(lambda: sdpa(q, k, v)), plain)
             shards.forward()
             assert torch.equal(in_thread(lambda: sdpa(q, k, v)), plain)
@@ -282,7 +282,7 @@ def test_two_threads_of_a_rank_in_different_contexts_at_once() -> None:
 
         def work(axis: dist.ProcessGroup, layout: Layout, transport: str) -> None:
             shards = Shards(layout, dist.get_rank(axis), 2)
-            with context_parallel(axis, layout=layout, rotate_method=transport):
+            with context_parallel(axis, seq_len=13, layout=layout, rotate_method=transport):
                 for _ in range(3):
                     meet.wait()
                     shards.forward()
@@ -302,7 +302,7 @@ def test_two_threads_of_a_rank_in_different_contexts_at_once() -> None:
 def test_a_shard_that_is_changed_between_forward_and_backward_is_noticed() -> None:
     def body(rank: int) -> None:
         shards = Shards(HeadTail(), rank, 2)
-        with context_parallel(dist.group.WORLD):
+        with context_parallel(dist.group.WORLD, seq_len=13):
             shards.forward()
         with torch.no_grad():
             shards.k.add_(1)

@@ -1,53 +1,46 @@
-"""Declared global lengths: all ranks find the same one for their shards, or at least one rank refuses."""
+"""Declared global lengths: all ranks find the one of their shards, or at least one rank refuses."""
 
 from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_dtensor.engine.lengths import known_length
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor.engine.agreement import length_of
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped, shard_lengths
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()])
-DECLARED = st.sets(st.integers(0, 40), min_size=1, max_size=3).map(lambda lengths: tuple(sorted(lengths)))
+DECLARED = st.sets(st.integers(0, 40), max_size=3).map(lambda lengths: tuple(sorted(lengths)))
+REFUSED = "refused"
 
 
-def answers(length: int, declared: tuple[int, ...], layout: Layout, world_size: int) -> list[int | str | None]:
-    """What each rank concludes from its share of `length` tokens."""
-    concluded: list[int | str | None] = []
-    for rank in range(world_size):
-        share = layout.local_length(length, rank, world_size)
+def answers(shards: tuple[int, ...], declared: tuple[int, ...], layout: Layout) -> list[Any]:
+    """What each rank concludes from its local length."""
+    concluded: list[Any] = []
+    for rank, local in enumerate(shards):
+        sharding = Mock(layout=layout, lengths=declared, ranks=Mock(rank=rank, size=len(shards)))
         try:
-            concluded.append(known_length(share, declared, layout, rank, world_size))
+            concluded.append(length_of(sharding, local))
         except ValueError:
-            concluded.append("refused")
+            concluded.append(REFUSED)
     return concluded
 
 
-@given(layout=LAYOUTS, world_size=st.integers(1, 8), declared=DECLARED, data=st.data())
-def test_declared_lengths_are_known_or_exchanged_by_all_ranks_alike(
-    layout: Layout, world_size: int, declared: tuple[int, ...], data: st.DataObject
+@given(layout=LAYOUTS, ranks=st.integers(1, 8), declared=DECLARED, length=st.integers(0, 60))
+def test_all_ranks_find_the_length_of_their_shards_or_some_refuse(
+    layout: Layout, ranks: int, declared: tuple[int, ...], length: int
 ) -> None:
-    length = data.draw(st.sampled_from(declared))
-    assert set(answers(length, declared, layout, world_size)) in ({length}, {None})
-
-
-@given(layout=LAYOUTS, world_size=st.integers(1, 8), declared=DECLARED, length=st.integers(0, 60))
-def test_other_lengths_are_exchanged_by_all_ranks_or_refused_by_some(
-    layout: Layout, world_size: int, declared: tuple[int, ...], length: int
-) -> None:
-    concluded = answers(length, declared, layout, world_size)
-    if length not in declared:
-        assert set(concluded) == {None} or "refused" in concluded
-
-
-def test_one_declared_length_needs_no_exchange() -> None:
-    assert answers(1000, (1000,), HeadTail(), 8) == [1000] * 8
-
-
-def test_lengths_far_from_the_declared_are_exchanged() -> None:
-    assert answers(500, (1000,), HeadTail(), 8) == [None] * 8
-
-
-def test_lengths_that_look_alike_on_some_ranks_are_always_exchanged() -> None:
-    assert answers(1000, (1000, 1001), HeadTail(), 8) == [None] * 8
+    shards = shard_lengths(layout, length, ranks)
+    found = answers(shards, declared, layout)
+    look_alike = any(
+        other != length and any(x == y for x, y in zip(shards, shard_lengths(layout, other, ranks), strict=True))
+        for other in declared
+    )
+    if length in declared:
+        assert found == [REFUSED if look_alike else length] * ranks
+    elif not look_alike and len({*shards}) == 1:  # ranks x local length, unless each has as much as a whole buffer
+        assert found == [REFUSED if ranks > 1 and shards[0] in declared else length] * ranks
+    else:  # found by comparing the ranks' lengths
+        assert len({*found}) > 1 or found[0] in (REFUSED, length)

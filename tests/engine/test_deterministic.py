@@ -23,8 +23,7 @@ from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, uly
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.engine import planner
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec
-from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.call import Call
 from cp_dtensor.integrations.llama3_flash_attn_varlen import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_qkvpacked_func,
@@ -64,7 +63,7 @@ def calls_of_our_kernels() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("attend", [ring_attention, ulysses_attention], ids=["ring", "ulysses"])
 def test_a_call_that_says_so_is_computed_by_our_kernels(attend: Any, calls_of_our_kernels: list[str]) -> None:
-    problem = Problem(13, 13, is_causal=True)
+    problem = Problem(12, 12, is_causal=True)
     whole = problem.draw(0)
     expected = reference(problem, *whole)
 
@@ -116,15 +115,15 @@ ENTRIES: dict[str, Callable[[int, torch.Tensor, Options], object]] = {
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], object]) -> None:
-    original, said = AttentionConfig.of, []
+    original, said = Call.of, []
 
-    def recording(*args: Any, **options: Any) -> AttentionConfig:
-        settings = original(*args, **options)
-        said.append(settings.deterministic)
-        return settings
+    def recording(*args: Any, **options: Any) -> Call:
+        call = original(*args, **options)
+        said.append(call.deterministic)
+        return call
 
     qkv = torch.randn(4, 3, 2, 8)
-    with mock.patch.object(AttentionConfig, "of", recording):
+    with mock.patch.object(Call, "of", recording):
         for options in ({}, {"deterministic": True}):
             run_ranks(RANKS, lambda rank, options=options: entry(rank, qkv + rank, options))
     assert said == [False] * RANKS + [True] * RANKS
@@ -132,13 +131,10 @@ def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], 
 
 def test_it_is_part_of_what_compiled_code_stands_for() -> None:
     def body(_rank: int) -> list[str]:
-        return [
-            repr(CompiledCallSpec.of(AttentionConfig.of(dist.group.WORLD, "ring", None, None, debug=False, **options)))
-            for options in ({}, {"deterministic": True})
-        ]
+        return [Call.of(dist.group.WORLD, method="ring", **options).key for options in ({}, {"deterministic": True})]
 
     ((plain, deterministic),) = run_ranks(1, body)
-    assert deterministic == f"{plain}, deterministic"
+    assert deterministic == f"{plain}, deterministic True"
 
 
 def deterministic_or_not(rank: int) -> None:

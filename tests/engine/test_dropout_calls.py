@@ -49,8 +49,9 @@ def attend(
     leaves = [tensor.requires_grad_() for tensor in qkv]
     sinks = torch.tensor([0.5, -1.0, 1.0, 2.0], dtype=torch.float64, requires_grad=True)
     out = context_parallel_attention(
-        *leaves, mesh=mesh, layout=layout, dropout_p=DROPOUT, sinks=sinks, is_causal=True, enable_gqa=True, **options
-    )
+        *leaves, mesh=mesh, layout=layout, dropout_p=DROPOUT, sinks=sinks, is_causal=True, enable_gqa=True,
+        seq_len=LENGTH, **options,
+    )  # fmt: skip
     out.backward(grad_out)
     return here, (out.detach(), *(leaf.grad for leaf in (*leaves, sinks)))
 

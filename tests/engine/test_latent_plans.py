@@ -31,8 +31,9 @@ from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.engine import latent as latents
 from cp_dtensor.engine import planner
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.choose import EXPANDED, Estimate, estimates, expanded, fastest
-from cp_dtensor.engine.config import AttentionConfig
 from cp_dtensor.engine.latent import ExpandedPlan
 from cp_dtensor.engine.traffic import attention_bytes
 from cp_dtensor.plan.cost import Cluster, Hardware, Tier
@@ -72,10 +73,10 @@ def test_what_forward_saves_can_be_made_again(method: str) -> None:
     def body(rank: int) -> None:
         q, latent, k_rope, up, _ = problem.shards(problem.draw(0), HeadTail(), rank, 2)
         k, v, modifiers = latent.unsqueeze(1), k_rope.unsqueeze(1), Modifiers(up=up.unflatten(0, (4, -1)))
-        config = AttentionConfig.of(dist.group.WORLD, "auto", HeadTail(), None, debug=False)
-        call = planner.bound_call(q, k, v, config, (13, 13), Causal(), modifiers, 0.5)
-        out, lse, saved = call.plan.forward(q, k, v, call.values(modifiers), True)
-        again = call.plan.remake_saved(q, k, v, out, lse, call.values(modifiers))
+        call = Call.of(dist.group.WORLD, seq_len=13, is_causal=True, scale=0.5)
+        done = planner.planned(call, Tensors(q, k, v, up=modifiers.up))
+        out, lse, saved = done.plan.forward(q, k, v, done.values(modifiers), True)
+        again = done.plan.remake_saved(q, k, v, out, lse, done.values(modifiers))
         assert len(again) == len(saved)
         assert all(map(torch.equal, again, saved))
 

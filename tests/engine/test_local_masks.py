@@ -37,7 +37,7 @@ def test_one_column_for_all_keys_is_no_mask_of_a_single_local_key() -> None:
         mesh, rows = init_device_mesh("cpu", (2,)), slice(2, 3) if rank else slice(0, 2)
         mine, mask = q[:, :, rows], torch.ones(3, 1, dtype=torch.bool)[rows]
         out = context_parallel_attention(
-            mine, mine, mine, mesh=mesh, attn_mask=mask, layout=Contiguous(), method="ulysses"
+            mine, mine, mine, mesh=mesh, attn_mask=mask, layout=Contiguous(), method="ulysses", seq_len=3
         )
         torch.testing.assert_close(out, expected[:, :, rows], rtol=1e-10, atol=1e-10)
 

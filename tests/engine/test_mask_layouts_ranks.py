@@ -36,7 +36,6 @@ from cp_dtensor import (
     local_positions,
     ring_attention,
 )
-from cp_dtensor.engine import lengths as engine_lengths
 
 LENGTH = 37
 CU_SEQLENS = [2, 5, 5, 20, 21, 35]
@@ -123,20 +122,9 @@ def test_two_axes_equal_one_device(method: str, names: tuple[str, ...], layout: 
     check(CAUSAL, layout, names, (2, 2), method=method)
 
 
-@each_layout
-def test_lengths_are_known_without_an_exchange(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(*args: object) -> None:
-        raise AssertionError("the ranks exchange their lengths")
-
-    monkeypatch.setattr(engine_lengths, "facts_of_call", exchange)
-    monkeypatch.setattr(engine_lengths, "compare_first_call", lambda *_: None)
-    check_against_reference(CAUSAL, 2, layout)
-
-
 @each_layout_and_uneven
 def test_debug_mode_and_given_lengths_agree(layout: Layout) -> None:
     check_against_reference(CAUSAL, 2, layout, debug=True)
-    check_against_reference(CAUSAL, 2, layout, seq_len=LENGTH)
 
 
 @each_layout
@@ -151,7 +139,10 @@ def test_shards_of_other_lengths_are_refused_on_every_rank(layout: Layout, q_len
             with pytest.raises(ValueError, match=of_others if rank else message):
                 ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout, **options)
 
-        both, others = (q_len, kv_len), "local lengths: rank 1 says 'accepted', the others 'refused"
+        both, others = (
+            (q_len, kv_len),
+            rf"rank 1 says \({LENGTH}, {LENGTH}\), the others 'refused: {q_len} and {kv_len}",
+        )
         refused(rf"got {wrong} local tokens on rank 0 of 2, expected 19: .* of 37 tokens", others, both)
         refused(rf"length does not fit: got {wrong} local tokens .* expected 19", others, both, seq_len=LENGTH)
         same = r"key length: got 11 tokens, but this \w+ divides .* 37 tokens only"
@@ -159,17 +150,6 @@ def test_shards_of_other_lengths_are_refused_on_every_rank(layout: Layout, q_len
         if rank == 0:
             with pytest.raises(ValueError, match=r"got 18 local tokens on rank 0 of 2, expected 19"):
                 context_parallel_unshard(dist.group.WORLD, [torch.zeros(18)], [0], layout)
-
-    run_ranks(2, body)
-
-
-@each_layout
-def test_debug_mode_refuses_other_lengths_on_every_rank(layout: Layout) -> None:
-    def body(rank: int) -> None:
-        q = torch.zeros(1, 1, 19 - rank, 4)
-        k = torch.zeros(1, 1, 19, 4)
-        with pytest.raises(ValueError, match=r"key lengths are not those of .*got \[19, 19\].*expected \[19, 18\]"):
-            ring_attention(q, k, k, mesh=dist.group.WORLD, layout=layout, debug=True)
 
     run_ranks(2, body)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from cp_dtensor import (
     Batched,
-    Causal,
     ContextParallel,
     Documents,
     PeerError,
@@ -39,13 +39,15 @@ from cp_dtensor import (
 from cp_dtensor._torch import cuda_graph
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm import symm_mem_workspace
+from cp_dtensor.comm.calls import NO_SIGNATURE
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.engine import replay
-from cp_dtensor.engine.autograd import Attention, AttentionPlan, BoundCall, CallValues, Gradients, Result
-from cp_dtensor.engine.compiled_spec import CompiledCallSpec
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.planner import bound_call
+from cp_dtensor.engine.attend import Attention
+from cp_dtensor.engine.base import Done, Gradients, Plan, Result, Values
+from cp_dtensor.engine.base import Tensors as CallTensors
+from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.planner import planned
 from cp_dtensor.engine.replay import ReplayedPlan, refuse_unreplayable, replayed
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.spec.model_masks import Bands, Keys
@@ -153,20 +155,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symm_mem_workspace, "_is_capturing", lambda stream: False)
 
 
-class Products(AttentionPlan):
+class Products(Plan):
     """out = q k v sinks scale + softcap, and tensors that backward needs."""
 
     def __init__(self) -> None:
         self.passes: list[str] = []
 
-    def forward(self, q: Any, k: Any, v: Any, call: CallValues, needs_lse: bool) -> Result:
+    def forward(self, q: Any, k: Any, v: Any, call: Values, needs_lse: bool) -> Result:
         self.passes.append("forward")
         Machine.buffers[0].follow(Machine.stream, "K/V", q)
         sinks = 1.0 if call.modifiers.sinks is None else call.modifiers.sinks
         out, lse = q * k * v * sinks * call.scale + call.modifiers.softcap, q.sum(-1).float()
         return out, lse, (q, k, v, out, lse, k * v * sinks)
 
-    def backward(self, grad_out: Any, saved: Tensors, call: CallValues, grad_bias: Any) -> Gradients:
+    def backward(self, grad_out: Any, saved: Tensors, call: Values, grad_bias: Any) -> Gradients:
         self.passes.append("backward")
         q, k, v, _, lse, of_q = saved
         return (
@@ -183,14 +185,14 @@ def drawn(rows: int = 5, dtype: torch.dtype = DOUBLE) -> Tensors:
     return tuple(torch.randn(1, rows, 2, 3, dtype=dtype).transpose(1, 2) for _ in "qkvg")
 
 
-def both(plan: AttentionPlan, inputs: Tensors, call: CallValues, needs_lse: bool = True) -> tuple[Tensors, Tensors]:
+def both(plan: Plan, inputs: Tensors, call: Values, needs_lse: bool = True) -> tuple[Tensors, Tensors]:
     *qkv, grad_out = inputs
     out, lse, saved = plan.forward(*qkv, call, needs_lse)
     return (out, lse, *saved), plan.backward(grad_out, saved, call, None)
 
 
-def values(ranks: Any, scale: float = 0.5, modifiers: Modifiers = NO_MODIFIERS) -> CallValues:
-    return CallValues(modifiers, ranks, scale)
+def values(ranks: Any, scale: float = 0.5, modifiers: Modifiers = NO_MODIFIERS) -> Values:
+    return Values(modifiers, ranks, scale)
 
 
 def check(ours: Tensors, expected: Tensors) -> None:
@@ -224,7 +226,7 @@ def test_other_calls_have_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = ReplayedPlan(Products(), False), ReplayedPlan(Products(), False)
     fused = torch.randn(1, 5, 4, 2, 3, dtype=DOUBLE).permute(2, 0, 3, 1, 4)
     sinks = Modifiers(sinks=torch.randn(3, dtype=DOUBLE))
-    kinds: list[tuple[int, Any, CallValues, bool]] = [
+    kinds: list[tuple[int, Any, Values, bool]] = [
         (0, inputs, values(ranks), True), (0, drawn(7), values(ranks), True), (0, fused, values(ranks), True),
         (0, drawn(dtype=torch.float32), values(ranks), True), (0, inputs, values(ranks, 0.25), True),
         (0, inputs, values(ranks, modifiers=Modifiers(softcap=2.0)), True), (0, inputs, values(ranks), False),
@@ -391,20 +393,23 @@ def test_checkpoints_recompute_what_is_replayed(layers: int, grows: bool) -> Non
             return super().backward(*arguments)
 
     ranks: Any = Ranks()
-    calls = [BoundCall(ReplayedPlan(Growing(), False), ranks, 0.5), BoundCall(Products(), ranks, 0.5)]
+    plans = [ReplayedPlan(Growing(), False), Products()]
+    call = Call(ranks, scale=0.5)
     contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 
-    def layer(call: BoundCall, q: Any, k: Any, v: Any) -> torch.Tensor:
-        return Attention.apply(q * 1, k * 1, v * 1, None, None, NO_MODIFIERS, call, True)[0]
+    def layer(plan: Plan, q: Any, k: Any, v: Any) -> torch.Tensor:
+        done = Done(call, plan, (8, 8), 0.5, NO_SIGNATURE)
+        with mock.patch("cp_dtensor.engine.run.planned", return_value=done):
+            return Attention.apply(call, True, *CallTensors(q * 1, k * 1, v * 1))[0]
 
     for _ in range(4):
         gradients = []
         inputs = drawn()[:3]
-        for call in calls:
+        for plan in plans:
             leaves = [x.detach().requires_grad_() for x in inputs]
             x = leaves[0]
             for _ in range(layers):
-                x = checkpoint(layer, call, x, *leaves[1:], use_reentrant=False, context_fn=contexts)
+                x = checkpoint(layer, plan, x, *leaves[1:], use_reentrant=False, context_fn=contexts)
             x.sum().backward()
             gradients.append(tuple(leaf.grad for leaf in leaves if leaf.grad is not None))
         check(*gradients)
@@ -413,20 +418,22 @@ def test_checkpoints_recompute_what_is_replayed(layers: int, grows: bool) -> Non
 
 def test_calls_that_cannot_be_replayed_are_refused() -> None:
     on_gpu: Any = type("Tensor", (), {"is_cuda": True})()
-    for modifiers, mask, message in (
-        (Modifiers(bias=torch.zeros(1, 1, 2, 2)), SlidingWindow(2, 0), "attn_mask"),
-        (Modifiers(dropout_p=0.1), SlidingWindow(2, 0), "dropout_p"),
-        (Modifiers(up=torch.zeros(1, 2, 2)), SlidingWindow(2, 0), "latents"),
-        (NO_MODIFIERS, Documents((0, 3, 8)) & SlidingWindow(2, 0), "packed documents"),
-        (NO_MODIFIERS, Documents((0, 3, 8)) | SlidingWindow(2, 0), "packed documents"),
-        (NO_MODIFIERS, SlidingWindow(2, 0) & Keys(((0, 5),)), "packed documents and padding"),
-        (NO_MODIFIERS, Bands.of_rows([[(0, 1)], [(0, 2)]], 2), "packed documents and padding"),
-        (NO_MODIFIERS, Batched([Documents((0, 3, 8)), Documents((0, 5, 8))]), "packed documents"),
+    ranks: Any = Ranks()
+    for tensors, options, mask, message in (
+        ({"bias": torch.zeros(1, 1, 2, 2)}, {}, SlidingWindow(2, 0), "attn_mask"),
+        ({}, {"dropout_p": 0.1}, SlidingWindow(2, 0), "dropout_p"),
+        ({"up": torch.zeros(1, 2, 2)}, {}, SlidingWindow(2, 0), "latents"),
+        ({}, {}, Documents((0, 3, 8)) & SlidingWindow(2, 0), "packed documents"),
+        ({}, {}, Documents((0, 3, 8)) | SlidingWindow(2, 0), "packed documents"),
+        ({}, {}, SlidingWindow(2, 0) & Keys(((0, 5),)), "packed documents and padding"),
+        ({}, {}, Bands.of_rows([[(0, 1)], [(0, 2)]], 2), "packed documents and padding"),
+        ({}, {}, Batched([Documents((0, 3, 8)), Documents((0, 5, 8))]), "packed documents"),
     ):
         with pytest.raises(NotImplementedError, match=f"replay=True takes no {message}"):
-            refuse_unreplayable(on_gpu, mask, modifiers)
-    refuse_unreplayable(on_gpu, SlidingWindow(2, 0), Modifiers(softcap=5.0))
-    refuse_unreplayable(on_gpu, Batched([SlidingWindow(2, 0), SlidingWindow(3, 0)]), NO_MODIFIERS)
+            refuse_unreplayable(Call(ranks, mask=mask, **options), CallTensors(on_gpu, on_gpu, on_gpu, **tensors))
+    t = CallTensors(on_gpu, on_gpu, on_gpu)
+    refuse_unreplayable(Call(ranks, mask=SlidingWindow(2, 0), softcap=5.0), t)
+    refuse_unreplayable(Call(ranks, mask=Batched([SlidingWindow(2, 0), SlidingWindow(3, 0)])), t)
 
 
 class Sdpa(torch.nn.Module):
@@ -462,16 +469,13 @@ def _plans(rank: int) -> None:
         (dist.group.WORLD, "ring"), (dist.group.WORLD, "ulysses"),
         (init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses")), "ring"),
     ):  # fmt: skip
-        config = AttentionConfig.of(mesh, method, None, None, debug=False)
-        bound = functools.partial(
-            bound_call, x, x, x, lengths=(16, 16), mask=Causal(), modifiers=NO_MODIFIERS, scale=1.0
-        )
-        plan = bound(config=config).plan
+        call, t = Call.of(mesh, method=method, is_causal=True, seq_len=16, scale=1.0), CallTensors(x, x, x)
+        plan = planned(call, t).plan
         with pytest.raises(NotImplementedError, match="needs ranks that share GPU memory"):
-            bound(config=replace(config, replay=True))
+            planned(replace(call, replay=True), t)
         if isinstance(plan, RingPlan):
             replayed(replace(plan, transport=SymmetricMemory()))
-        assert CompiledCallSpec.of(replace(config, replay=True)) == CompiledCallSpec.of(config)
+        assert replace(call, replay=True).key == call.key
 
 
 def test_collectives_are_not_replayed() -> None:

@@ -97,7 +97,7 @@ def test_the_ring_runs_over_one_axis_of_a_mesh(rotate_method: str) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         replica, cp_rank = divmod(rank, 2)
         q, k, v, _ = (shard(tensor, HeadTail(), cp_rank, 2) for tensor in problem.draw(seed=replica))
-        return ring_attention(q, k, v, mesh=mesh["cp"], is_causal=True, rotate_method=rotate_method)
+        return ring_attention(q, k, v, mesh=mesh["cp"], is_causal=True, rotate_method=rotate_method, seq_len=21)
 
     for rank, out in enumerate(run_ranks(4, body)):
         replica, cp_rank = divmod(rank, 2)
@@ -116,8 +116,11 @@ def test_both_rotations_give_the_same() -> None:
 
 
 def with_lse(rank: int, world_size: int, tensors: Tensors, is_causal: bool, layout: Layout) -> Tensors:
+    pair = tensors[0].size(2), tensors[1].size(2)
     q, k, v = (shard(tensor, layout, rank, world_size).requires_grad_() for tensor in tensors)
-    out, lse = ring_attention(q, k, v, mesh=dist.group.WORLD, is_causal=is_causal, layout=layout, return_lse=True)
+    out, lse = ring_attention(
+        q, k, v, mesh=dist.group.WORLD, is_causal=is_causal, layout=layout, return_lse=True, seq_len=pair
+    )  # fmt: skip
     assert out.requires_grad
     assert not lse.requires_grad
     return out.detach(), lse

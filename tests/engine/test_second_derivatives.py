@@ -54,7 +54,7 @@ def refuses_all(function: Function, x: torch.Tensor) -> None:
     ids=str,
 )  # fmt: skip
 def test_of_attention(names: tuple[str, ...], shape: tuple[int, ...], method: str, which: str) -> None:
-    whole = dict(zip("qkv", Problem(10, 10, q_heads=4, kv_heads=4).draw(0)[:3], strict=True))
+    whole = dict(zip("qkv", Problem(16, 16, q_heads=4, kv_heads=4).draw(0)[:3], strict=True))
     size = torch.Size(shape).numel()
 
     def body(rank: int) -> None:
@@ -74,7 +74,7 @@ def test_of_attention(names: tuple[str, ...], shape: tuple[int, ...], method: st
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_of_attention_in_a_checkpoint_which_unpacks_what_was_saved_only_once(method: str) -> None:
-    q, k, v = Problem(10, 10, q_heads=4, kv_heads=4).draw(0)[:3]
+    q, k, v = Problem(16, 16, q_heads=4, kv_heads=4).draw(0)[:3]
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
@@ -124,7 +124,7 @@ def test_of_gathered_kv_of_flex_attention() -> None:
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_batches_of_gradients_are_refused_before_any_collective(method: str) -> None:
-    q, k, v = Problem(10, 10, q_heads=4, kv_heads=4).draw(0)[:3]
+    q, k, v = Problem(16, 16, q_heads=4, kv_heads=4).draw(0)[:3]
 
     def body(rank: int) -> None:
         shards = [shard(x, HeadTail(), rank, 4).requires_grad_() for x in (q, k, v)]

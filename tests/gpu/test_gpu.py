@@ -47,8 +47,9 @@ def _ring_errors(rank: int, problem: Problem, backend: str, transport: str, seed
     with sdpa_kernel(BACKENDS[backend]):
         local = [shard(tensor, layout, rank, WORLD_SIZE).requires_grad_() for tensor in (q, k, v)]
         out = ring_attention(
-            *local, mesh=_group(), is_causal=problem.is_causal, enable_gqa=gqa, rotate_method=transport
-        )
+            *local, mesh=_group(), is_causal=problem.is_causal, enable_gqa=gqa, rotate_method=transport,
+            seq_len=(problem.q_len, problem.kv_len),
+        )  # fmt: skip
         out.backward(shard(grad_out, layout, rank, WORLD_SIZE))
         whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         if backend == "efficient":  # no GQA on one device
@@ -86,7 +87,7 @@ def _recompute_body(rank: int, how: str, backward_inside: bool) -> list[float]:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    with context_parallel(_group(), layout=layout):
+    with context_parallel(_group(), layout=layout, seq_len=37):
         out = RECOMPUTE[how](attention, *local)
         if backward_inside:
             out.backward(local_grad)

@@ -48,7 +48,6 @@ def _in_shared_memory(rank: int, fault: str, way: str) -> tuple[int, str]:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     with mock.patch.object(comm_calls, "_WAITS_PER_LOOK", 0):
         found = steps_until_found(rank, group, fault, "cuda", **WAYS[way])
-    torch.cuda.synchronize()  # streams that wait go on after the deadline
     if table()[fault, "shared memory"] == "a step later":
         check_named(fault, found)
     return found.step, str(found.error)

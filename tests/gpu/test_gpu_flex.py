@@ -28,8 +28,9 @@ def _model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: 
 
 def _function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, score: Any) -> torch.Tensor:
     out = context_parallel_flex_attention(
-        q * 1.0, k, v, mesh=dist.group.WORLD, block_mask=mask, score_mod=score, scale=SCALE, enable_gqa=True
-    )
+        q * 1.0, k, v, mesh=dist.group.WORLD, block_mask=mask, score_mod=score, scale=SCALE, enable_gqa=True,
+        seq_len=mask.seq_lengths,
+    )  # fmt: skip
     assert isinstance(out, torch.Tensor)
     return out * 1.0
 
@@ -71,7 +72,7 @@ def _errors(
     truth = one_device([tensor.double() for tensor in whole], mask_mod, score)[:4]
     mask = None if mask_mod is None else block_mask(mask_mod, length, 128, device="cuda")
     *local, grad = (shard(tensor, layout, rank, RANKS) for tensor in whole)
-    with context(layout=layout):
+    with context(layout=layout, seq_len=length):
         ours = _results(WAYS[way](), local, grad, mask, score)
     one = _model if way == "uncompiled" else torch.compile(_model)
     # Compiled once, since that takes as long as all the rest.
@@ -89,7 +90,7 @@ CASES = {
     "model": ("model", HeadTail(), 1001, documents, distance, BF16),
     "stripes": ("model", Striped(1), 900, window, distance, BF16),
     "mirrored": ("model", MirroredBatch(), 900, documents, None, BF16),
-    "length found at run time": ("model", Contiguous(), 901, None, distance, BF16),
+    "no mask": ("model", Contiguous(), 1024, None, distance, BF16),
     "function": ("function", HeadTail(), 1001, documents, distance, BF16),
     "function compiled inside": ("function compiled inside", HeadTail(), 1024, documents, distance, BF16),
     "uncompiled": ("uncompiled", HeadTail(), 301, documents, distance, torch.float64),

@@ -24,8 +24,8 @@ from cp_dtensor import (
     mamba2,
     shift,
 )
-from cp_dtensor.attention import fla_recurrence
-from cp_dtensor.attention.fla_recurrence import _small_error
+from cp_dtensor.layers import fla
+from cp_dtensor.layers.fla import _small_error
 
 if torch.cuda.is_available() and find_spec("fla") is not None:
     from triton.runtime.autotuner import Autotuner
@@ -87,7 +87,7 @@ def _compare(rank: int, dtype: torch.dtype) -> None:
     whole += [-0.1 * torch.rand(1, LENGTH, 2, generator=random), torch.rand(1, LENGTH, 2, generator=random)]
     weight = torch.randn(2 * WIDTH, 4, generator=random)
     results = []
-    with mock.patch.object(fla_recurrence, "_kernel", side_effect=fla_recurrence._kernel) as kernels:
+    with mock.patch.object(fla, "_kernel", side_effect=fla._kernel) as kernels:
         for used, kind in ((mesh, dtype), (alone, torch.float64)):
             leaves = [x.to(dtype).to("cuda", kind).requires_grad_() for x in whole]
             here = context_parallel_shard(used, leaves, [1] * 5, HeadTail())

@@ -98,14 +98,12 @@ def test_out_and_gradients_are_those_of_one_device(
 @pytest.mark.parametrize("length", [1, 3, 4, 17, 30])
 def test_any_length(ring_impl_type: str, length: int, causal: bool) -> None:
     for ulysses, ring in ((2, 2), (1, 3), (3, 1)):
-        check(ring_impl_type, Problem(length, length, is_causal=causal), ulysses, ring)
-    check(ring_impl_type, Problem(length, length, is_causal=causal), 2, 2, seq_len=length)
+        check(ring_impl_type, Problem(length, length, is_causal=causal), ulysses, ring, seq_len=length)
 
 
 @each_type
 def test_scale_cross_attention_and_one_key_head(ring_impl_type: str) -> None:
-    check(ring_impl_type, Problem(14, 23, q_heads=4, kv_heads=1, scale=0.3), 2, 2)
-    check(ring_impl_type, Problem(14, 23, q_heads=4, kv_heads=1), 2, 2, seq_len=(14, 23))
+    check(ring_impl_type, Problem(14, 23, q_heads=4, kv_heads=1, scale=0.3), 2, 2, seq_len=(14, 23))
 
 
 @each_type

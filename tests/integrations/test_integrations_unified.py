@@ -31,7 +31,7 @@ each_mask = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "ca
 def check(mode: Callable[..., Mode], problem: Problem, layout: Layout | None = None) -> None:
     whole = problem.draw(0)
     expected = reference(problem, *whole)
-    options = {} if layout is None else {"layout": layout}
+    options: dict[str, Any] = {"seq_len": (problem.q_len, problem.kv_len)} | ({"layout": layout} if layout else {})
 
     def body(rank: int) -> None:
         def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,9 @@ def test_functions(function: Callable[..., torch.Tensor], is_causal: bool) -> No
         for group, layout in ((None, None), (init_device_mesh("cpu", (WORLD,)), HeadTail())):
             *leaves, grad_out = (shard(tensor, layout or Contiguous(), rank, WORLD) for tensor in whole)
             q, k, v = (leaf.requires_grad_() for leaf in leaves)
-            out = function(q, k, v, None, 0.0, is_causal, scale=0.4, enable_gqa=True, mesh=group, layout=layout)
+            out = function(
+                q, k, v, None, 0.0, is_causal, scale=0.4, enable_gqa=True, mesh=group, layout=layout, seq_len=19
+            )
             out.backward(grad_out)
             for got, wanted in zip((out, q.grad, k.grad, v.grad), reference(problem, *whole), strict=True):
                 assert_close(got, shard(wanted, layout or Contiguous(), rank, WORLD))
@@ -136,7 +138,7 @@ def test_masks_of_local_queries_and_all_keys(mode: Callable[..., Mode], bias: st
         for (problem, layout, whole), (out, *grads) in zip(drawn, expected, strict=True):
             q, k, v, grad_out, local_bias = problem.shard(whole, layout, place, WORLD)
             leaves = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in (q, k, v, local_bias)]
-            with mode(layout=layout):
+            with mode(layout=layout, seq_len=(problem.q_len, problem.kv_len)):
                 got = F.scaled_dot_product_attention(*leaves, is_causal=problem.is_causal, enable_gqa=True)
             got.backward(grad_out)
             for leaf, wanted, name in zip((got, *leaves), (out, *grads[:3]), ("out", "dq", "dk", "dv"), strict=False):
@@ -161,11 +163,11 @@ def test_masks_and_dropout_of_functions(function: Callable[..., torch.Tensor]) -
 
     def dropped(rank: int, ranks: int) -> torch.Tensor:
         q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, ranks)
-        return function(q, k, v, mask, 0.5, enable_gqa=True)
+        return function(q, k, v, mask, 0.5, enable_gqa=True, seq_len=11)
 
     def body(rank: int) -> None:
         q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, WORLD)
-        assert_close(function(q, k, v, mask, enable_gqa=True), shard(expected, Contiguous(), rank, WORLD))
+        assert_close(function(q, k, v, mask, enable_gqa=True, seq_len=11), shard(expected, Contiguous(), rank, WORLD))
         assert_close(dropped(rank, WORLD), shard(alone, Contiguous(), rank, WORLD))
 
     with equal_generators():
@@ -184,7 +186,7 @@ def test_dropout_is_that_of_one_device(mode: Callable[..., Mode]) -> None:
 
     def body(rank: int, expected: torch.Tensor) -> None:
         place = rank_in_sequence(mode, rank)
-        with mode():
+        with mode(seq_len=13):
             local = (shard(tensor, Contiguous(), place, WORLD) for tensor in (q, k, v))
             out = F.scaled_dot_product_attention(*local, dropout_p=0.3, is_causal=True)
         assert_close(out, shard(expected, Contiguous(), place, WORLD))

@@ -10,9 +10,8 @@ import torch
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import HeadTail
-from cp_dtensor.engine.config import AttentionConfig
-from cp_dtensor.engine.named_masks import named_mask
+from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.handles import value_of
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
@@ -105,8 +104,8 @@ def test_a_mask_that_counts_cached_keys_is_for_one_process_only() -> None:
     name = transformers.masking_utils.create_causal_mask(model.config, **given)
 
     def body(rank: int) -> None:
-        config = AttentionConfig.of(init_device_mesh("cpu", (2,)), "auto", HeadTail(), None, debug=False)
+        call = Call.of(init_device_mesh("cpu", (2,)))
         with pytest.raises(NotImplementedError, match="takes no cache of keys that has tokens"):
-            named_mask(name).mask_for(config)
+            value_of(name).of_call(call)
 
     run_ranks(2, body)

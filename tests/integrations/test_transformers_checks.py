@@ -11,8 +11,8 @@ from support.models import tiny_model
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
-from cp_dtensor.api.transformers_private import TESTED, warn_of_version
 from cp_dtensor.integrations.transformers import check_model, register
+from cp_dtensor.integrations.transformers.private import TESTED, warn_of_version
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from cp_dtensor.api.active_context import innermost_context
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Causal, Contiguous, Full, HeadTail, Mask, SlidingWindow, context_parallel
-from cp_dtensor.api.transformers_masks import MaskRequest, ModelMask
+from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, Mask, SlidingWindow, context_parallel
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.engine.config import AttentionConfig
+from cp_dtensor.engine.call import Call
+from cp_dtensor.integrations.transformers import masks
+from cp_dtensor.integrations.transformers.masks import MaskRequest, ModelMask
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
@@ -58,8 +61,8 @@ def model_mask(case: Case, length: int, request: MaskRequest, rows: int = 2) -> 
     return ModelMask(case[0], request, rows, (length, length), torch.device("cpu"), case[1])
 
 
-def config_of_two_ranks() -> AttentionConfig:
-    return AttentionConfig.of(init_device_mesh("cpu", (2,)), "auto", HeadTail(), None, debug=False)
+def config_of_two_ranks() -> Call:
+    return Call.of(init_device_mesh("cpu", (2,)))
 
 
 @pytest.mark.parametrize("name", functions())
@@ -137,3 +140,28 @@ def test_counted_positions_are_refused_on_every_rank_though_a_buffer_has_those_o
             utils.create_causal_mask(position_ids=packed, **given)
 
     run_ranks(2, body)
+
+
+def test_position_ids_travel_again_once_those_of_any_rank_are_others() -> None:
+    """A mask is that of the present position ids; ranks gather them alike, also if only one of them has others."""
+    one, two, three = [*range(8)], [*range(3), *range(5)], [*range(5), *range(3)]
+    case = functions()["causal"]
+
+    def body(rank: int) -> tuple[list[Mask], list[bool]]:
+        config = replace(config_of_two_ranks(), layout=Contiguous())
+        values, travelled, local = [], [], torch.zeros(1, 4, dtype=torch.int64)
+        with context_parallel(init_device_mesh("cpu", (2,)), layout=Contiguous(), seq_len=8):
+            context = innermost_context()
+            assert context is not None
+            for ids in (one, one, three, three, two, one):  # from one to three only rank 1 has others
+                local.copy_(torch.tensor([ids[4 * rank : 4 * rank + 4]]))  # in place, as a collective would
+                request = MaskRequest(local, None, None, False, is_packed=True, context=context)
+                before = masks._latest.get(context)
+                values.append(model_mask(case, 4, request, rows=1).mask_for(config))
+                travelled.append(masks._latest[context] is not before)
+        return values, travelled
+
+    documents = [Documents.from_lengths(lengths, within=Causal()) for lengths in ((5, 3), (3, 5))]
+    for values, travelled in run_ranks(2, body):
+        assert values == [Causal(), Causal(), documents[0], documents[0], documents[1], Causal()]
+        assert travelled == [True, False, True, False, True, True]

@@ -14,10 +14,10 @@ from test_interval_tiling import Case, cases
 
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transport import KVTransport
+from cp_dtensor.layers.rows import Relayout, RowMap, SequenceLayout, Shift, row_route
 from cp_dtensor.plan import tiling as tilings
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, OuterPartition, inner_partitions, masking_of
 from cp_dtensor.plan.plan import ring_plan
-from cp_dtensor.plan.rows import Relayout, RowMap, SequenceLayout, Shift, row_route
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped

@@ -18,8 +18,7 @@ from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import context_parallel
-from cp_dtensor.api import transformers_hooks
-from cp_dtensor.integrations.transformers import ModelBatch, register
+from cp_dtensor.integrations.transformers import ModelBatch, hooks, register
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,7 +122,7 @@ def test_both_caches_of_cross_attention_are_refused_outside(two_processes: Proce
 
 
 def joined_documents(rank: int) -> None:
-    transformers_hooks._warn_of_joined_documents.cache_clear()
+    hooks._warn_of_joined_documents.cache_clear()
     model: Any = tiny_model("Llama", "sdpa").eval()
     for positions, expected in ((None, 0), (packed(), 1)):
         with warnings.catch_warnings(record=True) as caught:

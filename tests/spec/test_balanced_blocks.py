@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import BalancedBlocks, Causal, Documents, HeadTail, _torch, imbalance
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.flex import BLOCK, whole_mask
+from cp_dtensor.tools.cases import Case, Heads
+from cp_dtensor.tools.flex import BLOCK, whole_mask
 from cp_dtensor.tools.parsing import mask_by_name
 
 CPU = torch.device("cpu")
@@ -141,12 +141,6 @@ def test_values() -> None:
 def test_refusals(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_the_name_of_old_still_makes_it_with_a_warning() -> None:
-    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 32, 32, device="cpu", BLOCK_SIZE=8)
-    with pytest.warns(DeprecationWarning, match=r"is now BalancedBlocks\(block_mask\)"):
-        assert BalancedBlocks.of(mask, tolerance=0.1) == BalancedBlocks(mask, tolerance=0.1)
 
 
 def test_masks_of_other_keys_are_refused() -> None:

@@ -27,7 +27,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 class Shards:
     """A rank's shards of a problem, and the out, dq, dk and dv of `causal` on one device."""
 
-    def __init__(self, rank: int, length: int = 9, layout: Layout | None = None, ranks: int = 2) -> None:
+    def __init__(self, rank: int, length: int = 8, layout: Layout | None = None, ranks: int = 2) -> None:
         problem = Problem(length, length, batch=2, q_heads=4, kv_heads=2, is_causal=True, scale=2.0 * 8**-0.5)
         q, k, v, grad = self.whole = problem.draw(length)
         out, dq, dk, dv = reference(problem, q, k, v, grad * 3.0)

@@ -17,8 +17,9 @@ FLOORS = {
     "comm": 2,
     "engine": 3,
     "api": 4,
-    "integrations": 5,
-    "tools": 5,
+    "layers": 5,
+    "integrations": 6,
+    "tools": 6,
 }
 
 WITHOUT_TORCH = ("spec", "plan")
@@ -34,6 +35,12 @@ FORBIDDEN_TORCH = {
 # data, the choice of kernels, the measurement of links, and for benchmarks of internals the kernels of one device and
 # the size of symmetric memory.
 TOOLS_IMPORT = ("plan", "spec", "attention.backends", "attention.masked", "comm.links", "comm.symm_mem_workspace")
+
+# Modules (prefixes) that layers may import besides themselves: masks and layouts, and the seam for building blocks.
+LAYERS_IMPORT = ("spec", "api.extension")
+
+# Modules of other rooms than the seam that the integration of transformers still imports.
+TRANSFORMERS_STILL_IMPORT = ("layers.arguments",)
 
 # Modules (prefixes) that may import triton.
 TRITON = ("_torch", "attention.triton", "comm.triton_kernels")

@@ -102,7 +102,8 @@ def attend(mesh: DeviceMesh, here: int, case: LatentCase) -> tuple[int, Tensors,
     out, lse = context_parallel_mla(
         q, latent, k_rope, up=up, mesh=mesh, layout=case.layout, mask=case.problem.mask,
         is_causal=case.problem.is_causal, attn_mask=bias[0] if bias else None, scale=case.problem.scale,
-        sinks=case.problem.draw_sinks(case.seed), softcap=case.problem.softcap, return_lse=True, **dict(case.options),
+        sinks=case.problem.draw_sinks(case.seed), softcap=case.problem.softcap, return_lse=True,
+        **{"seq_len": (case.problem.q_len, case.problem.kv_len), **dict(case.options)},
     )  # fmt: skip
     *grads, of_up = torch.autograd.grad(out, leaves, grad_out)
     return here, (out.detach(), *grads, lse), of_up

@@ -87,7 +87,8 @@ def _attend_all(
         out, lse = context_parallel_attention(
             *leaves[:3], mesh=mesh, layout=case.layout, mask=case.problem.mask, is_causal=case.problem.is_causal,
             attn_mask=leaves[3] if bias else None, sinks=None if sinks is None else sinks.requires_grad_(),
-            softcap=case.problem.softcap, enable_gqa=True, return_lse=True, **dict(case.options),
+            softcap=case.problem.softcap, enable_gqa=True, return_lse=True,
+            seq_len=(case.problem.q_len, case.problem.kv_len), **dict(case.options),
         )  # fmt: skip
         out.backward(grad_out)
         grads = [leaf.grad for leaf in (*leaves, *([] if sinks is None else [sinks])) if leaf.requires_grad]

@@ -44,7 +44,8 @@ def attend(
         tensor.requires_grad_()
     out, lse = context_parallel_attention(
         q, k, v, mesh=mesh, layout=layout, is_causal=problem.is_causal, scale=problem.scale,
-        enable_gqa=problem.q_heads != problem.kv_heads, return_lse=True, **options,
+        enable_gqa=problem.q_heads != problem.kv_heads, return_lse=True,
+        **{"seq_len": (problem.q_len, problem.kv_len), **options},
     )  # fmt: skip
     out.backward(grad_out)
     return here, (out.detach(), q.grad, k.grad, v.grad, lse)

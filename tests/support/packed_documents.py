@@ -15,7 +15,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from cp_dtensor import Documents
-from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.engine import attend
 from cp_dtensor.spec.layouts import Layout
 from support.masked_problems import fits
 
@@ -127,12 +127,12 @@ def shard_packed(tensor: torch.Tensor, layout: Layout, rank: int, size: int, dim
 @contextmanager
 def equal_generators() -> Iterator[None]:
     """Makes all ranks draw equal seeds of dropout, like processes with equal generators; threads share one."""
-    lock, original = threading.Lock(), Modifiers.drawn
+    lock, original = threading.Lock(), attend.drawn_seed
 
     def seeded(*args: Any) -> Any:
         with lock:
             torch.manual_seed(7)
             return original(*args)
 
-    with mock.patch.object(Modifiers, "drawn", seeded):
+    with mock.patch.object(attend, "drawn_seed", seeded):
         yield

@@ -15,7 +15,7 @@ from cp_dtensor import (
 )
 from support.problems import assert_close, shard
 
-BATCH, LENGTH, HEADS, WIDTH = 2, 11, 2, 8
+BATCH, LENGTH, HEADS, WIDTH = 2, 12, 2, 8
 WORLD = 2
 LAYOUTS = [Contiguous(), HeadTail(), Striped(2), MirroredBatch()]
 

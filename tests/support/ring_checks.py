@@ -30,7 +30,7 @@ def attend(
         is_causal=problem.is_causal,
         scale=problem.scale,
         enable_gqa=problem.q_heads != problem.kv_heads,
-        **options,
+        **{"seq_len": (problem.q_len, problem.kv_len), **options},
     )
     out.backward(grad_out)
     return out.detach(), q.grad, k.grad, v.grad

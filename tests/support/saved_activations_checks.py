@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from cp_dtensor.comm.head_exchange import CollectiveHeads
-from cp_dtensor.engine import operators as kept_rows
+from cp_dtensor.engine import compiled
 
 Rows = list[weakref.ref[torch.Tensor]]
 
@@ -20,7 +20,7 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
     """Yields the number of tensors of each exchange (negative: from heads back to rows), and all saved tensors."""
     exchanges: list[int] = []
     rows: Rows = []
-    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, kept_rows.SavedCall.__init__
+    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, compiled.keep_beside
 
     def counted(self: Any, bundles: Any, *args: Any) -> Any:
         exchanges.append(sum(map(len, bundles)))
@@ -30,14 +30,14 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
         exchanges.append(-sum(map(len, bundles)))
         return to_rows(self, bundles, *args)
 
-    def noted(self: Any, call: Any = None, kept: Any = ()) -> None:
-        rows.extend(map(weakref.ref, kept))
-        keep(self, call, kept)
+    def noted(tensor: torch.Tensor, kept: Any) -> None:
+        rows.extend(map(weakref.ref, kept[1]))
+        keep(tensor, kept)
 
     with (
         mock.patch.object(CollectiveHeads, "to_heads", counted),
         mock.patch.object(CollectiveHeads, "to_rows", counted_home),
-        mock.patch.object(kept_rows.SavedCall, "__init__", noted),
+        mock.patch.object(compiled, "keep_beside", noted),
     ):
         yield exchanges, rows
 

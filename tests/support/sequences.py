@@ -46,8 +46,6 @@ class Sequence:
     layout: Layout
     batch: int = 1
     edges: tuple[int, ...] | None = None
-    declared: bool = True
-    """True if calls pass the length."""
 
     def shard(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's rows of dim 1."""
@@ -59,9 +57,7 @@ class Sequence:
 
     def options(self) -> dict[str, object]:
         """Arguments of a call."""
-        return {
-            "layout": self.layout, "cu_seqlens": self.edges, "seq_len": self.length if self.declared else None
-        }  # fmt: skip
+        return {"layout": self.layout, "cu_seqlens": self.edges, "seq_len": self.length}
 
     def runs(self, rank: int, group: int = 0) -> list[tuple[int, int]]:
         """Ranges of positions, found one position at a time."""
@@ -88,7 +84,7 @@ def sequences(
     layout = draw(st.sampled_from(layouts))
     if length and draw(st.integers(0, 5)) == 0:
         layout = Balanced(Documents(cu_seqlens or (0, length), within=Causal()), length)
-    return Sequence(length, ranks, layout, draw(st.integers(1, 3)), cu_seqlens, draw(st.booleans()))
+    return Sequence(length, ranks, layout, draw(st.integers(1, 3)), cu_seqlens)
 
 
 def _is_taken_for_positions(edges: tuple[int, ...], length: int) -> bool:

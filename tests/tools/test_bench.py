@@ -15,13 +15,13 @@ import torch
 from support.forked_programs import launch
 
 from cp_dtensor.comm.select import TRANSPORTS
-from cp_dtensor.tools.bench import command
-from cp_dtensor.tools.bench.cases import Case, Heads, grid
-from cp_dtensor.tools.bench.command import announcement, parse_options, progress
-from cp_dtensor.tools.bench.measure import Effort
-from cp_dtensor.tools.bench.methods import _compiled, methods_by_name
-from cp_dtensor.tools.bench.picture import METHODS, draw, label_and_colour
-from cp_dtensor.tools.bench.report import REFUSED, Results, Row, markdown
+from cp_dtensor.tools import bench
+from cp_dtensor.tools.bench import announcement, parse_options, progress
+from cp_dtensor.tools.cases import Case, Heads, grid
+from cp_dtensor.tools.measure import Effort
+from cp_dtensor.tools.methods import _compiled, methods_by_name
+from cp_dtensor.tools.picture import METHODS, draw, label_and_colour
+from cp_dtensor.tools.report import REFUSED, Results, Row, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
@@ -273,11 +273,11 @@ def test_a_run_with_errors_ends_with_status_1(
     status: str, traced: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [dataclasses.replace(row("ideal", (4.0,)), status=each) for each in ("measured", status)]
-    monkeypatch.setattr(command, "start", lambda *_: (SimpleNamespace(rank=0, world_size=2), None, "torchrun ..."))
-    monkeypatch.setattr(command, "_measure", lambda *_: (rows, None, traced))
-    monkeypatch.setattr(command, "end", lambda *_: None)
+    monkeypatch.setattr(bench, "start", lambda *_: (SimpleNamespace(rank=0, world_size=2), None, "torchrun ..."))
+    monkeypatch.setattr(bench, "_measure", lambda *_: (rows, None, traced))
+    monkeypatch.setattr(bench, "end", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
-        command.main(["--device", "cpu"])
+        bench.main(["--device", "cpu"])
     assert int(ended.value.code or 0) == code
     assert "# Benchmark, 2 ranks" in capsys.readouterr().out
 

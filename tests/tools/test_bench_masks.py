@@ -14,12 +14,12 @@ from support.masked_problems import shown
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.bench import torch_methods
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.flex import mask_mod, whole_mask
-from cp_dtensor.tools.bench.methods import methods_by_name
-from cp_dtensor.tools.bench.report import Results
-from cp_dtensor.tools.bench.torch_methods import VarlenArguments
+from cp_dtensor.tools import torch_methods
+from cp_dtensor.tools.cases import Case, Heads
+from cp_dtensor.tools.flex import mask_mod, whole_mask
+from cp_dtensor.tools.methods import methods_by_name
+from cp_dtensor.tools.report import Results
+from cp_dtensor.tools.torch_methods import VarlenArguments
 
 CPU = torch.device("cpu")
 

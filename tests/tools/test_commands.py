@@ -15,9 +15,9 @@ from support.pretended_packages import FlashModule, FlexModule, fresh_process, i
 from cp_dtensor.__main__ import COMMANDS, main
 from cp_dtensor.attention.backends.aten import CudnnAttention
 from cp_dtensor.tools.accuracy import cases, report
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.report import Results, Row
+from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.info import facts, kernels, versions_of_packages
+from cp_dtensor.tools.report import Results, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
-from cp_dtensor.tools import soak
-from cp_dtensor.tools.doctor import command, exchange, machine
-from cp_dtensor.tools.doctor.machine import NOTE, OK, PROBLEM, Finding
+from cp_dtensor.tools import doctor, exchange, machine, soak
+from cp_dtensor.tools.machine import NOTE, OK, PROBLEM, Finding
 from cp_dtensor.tools.ranks import Ranks
 
 
@@ -44,8 +43,8 @@ def test_four_ranks_have_hybrids_and_nested_rings() -> None:
     store = dist.HashStore()
 
     def body(rank: int) -> list[Finding]:
-        report = command._Report(as_json=True, visible=False)
-        command._check_methods(report, Ranks(store, rank, 4), torch.device("cpu"), shares_memory=False)
+        report = doctor._Report(as_json=True, visible=False)
+        doctor._check_methods(report, Ranks(store, rank, 4), torch.device("cpu"), shares_memory=False)
         return report.findings
 
     ((finding,), *_) = run_ranks(4, body)
@@ -55,9 +54,9 @@ def test_four_ranks_have_hybrids_and_nested_rings() -> None:
 
 def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     def body(rank: int) -> list[Finding]:
-        report = command._Report(as_json=False, visible=True)
-        options = command._parser().parse_args([])
-        command._check(report, Ranks(dist.HashStore(), rank, 1), torch.device("cpu"), options)
+        report = doctor._Report(as_json=False, visible=True)
+        options = doctor._parser().parse_args([])
+        doctor._check(report, Ranks(dist.HashStore(), rank, 1), torch.device("cpu"), options)
         return report.findings
 
     hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
@@ -84,8 +83,8 @@ def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[s
         return out
 
     def body(rank: int) -> int:
-        report = command._Report(as_json=False, visible=rank == 0)
-        command._check_methods(report, Ranks(store, rank, 2), torch.device("cpu"), shares_memory=False)
+        report = doctor._Report(as_json=False, visible=rank == 0)
+        doctor._check_methods(report, Ranks(store, rank, 2), torch.device("cpu"), shares_memory=False)
         return report.end()
 
     with mock.patch.object(exchange, "context_parallel_attention", attention):
@@ -100,7 +99,7 @@ def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[s
     assert lines[-1].startswith("3 problems: ulysses, causal, ulysses, documents, correctness")
 
 
-@pytest.mark.parametrize("run", [command.main, soak.main])
+@pytest.mark.parametrize("run", [doctor.main, soak.main])
 def test_ranks_are_those_of_torchrun(
     run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +115,7 @@ def test_ranks_that_crash_are_a_problem(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "executable", "false")  # ends with 1, as an uncaught exception
     with pytest.raises(SystemExit) as ended:
-        command.main(["--device", "cpu", "--json"])
+        doctor.main(["--device", "cpu", "--json"])
     assert ended.value.code == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["status"] == PROBLEM
@@ -132,9 +131,9 @@ def test_ranks_that_hang_are_a_problem(
     program.chmod(0o755)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(command, "_SECONDS", 0.3)
+    monkeypatch.setattr(doctor, "_SECONDS", 0.3)
     with pytest.raises(SystemExit) as ended:
-        command.main(["--device", "cpu", "--ranks", "3"])
+        doctor.main(["--device", "cpu", "--ranks", "3"])
     assert ended.value.code == 1
     assert "ranks [1, 2] did not end within 0.3 s" in capsys.readouterr().out
 
@@ -148,7 +147,7 @@ def test_ranks_that_would_share_a_gpu_are_a_problem(
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit) as ended:
-        command.main([])
+        doctor.main([])
     assert ended.value.code == status
     printed = capsys.readouterr().out
     assert ("2 ranks on this host for 1 GPU: " in printed) == (rank == 0)

@@ -12,7 +12,7 @@ from support.docs_scripts import FOLDER, docs_script
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
-from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.cases import Heads
 
 
 def test_tables_of_two_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.docs_scripts import docs_script
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.plan.tiles import FULL_TILE
-from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.cases import Heads
 from cp_dtensor.tools.ranks import Device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes on a GPU")

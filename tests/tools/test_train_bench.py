@@ -21,15 +21,15 @@ from support.masked_problems import shown
 from support.processes import Processes
 
 from cp_dtensor import HeadTail, context_parallel_attention
-from cp_dtensor.tools.bench import llama, train_command
-from cp_dtensor.tools.bench.cases import Case, Heads
-from cp_dtensor.tools.bench.llama import PRESETS, Llama, Size, initialise
-from cp_dtensor.tools.bench.methods import mesh_of_ranks
-from cp_dtensor.tools.bench.torch_methods import torch_context_parallel
-from cp_dtensor.tools.bench.train import OPTIMIZERS, Job, TrainMethod, Turn, take_turn, tokens_of, train_methods
-from cp_dtensor.tools.bench.train_command import main, parse_options
-from cp_dtensor.tools.bench.train_report import TrainResults, TrainRow, train_markdown
+from cp_dtensor.tools import llama, train_bench
+from cp_dtensor.tools.cases import Case, Heads
+from cp_dtensor.tools.llama import PRESETS, Llama, Size, initialise
+from cp_dtensor.tools.methods import mesh_of_ranks
 from cp_dtensor.tools.ranks import Device, Ranks
+from cp_dtensor.tools.torch_methods import torch_context_parallel
+from cp_dtensor.tools.train import OPTIMIZERS, Job, TrainMethod, Turn, take_turn, tokens_of, train_methods
+from cp_dtensor.tools.train_bench import main, parse_options
+from cp_dtensor.tools.train_report import TrainResults, TrainRow, train_markdown
 
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)
@@ -235,11 +235,9 @@ def test_a_run_with_errors_or_without_measurements_ends_with_status_1(
     statuses: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [dataclasses.replace(row(name, 1.0), status=name) for name in statuses]
-    monkeypatch.setattr(
-        train_command, "start", lambda *_: (SimpleNamespace(rank=0, world_size=2), None, "torchrun ...")
-    )
-    monkeypatch.setattr(train_command, "_rows", lambda *_: iter(rows))
-    monkeypatch.setattr(train_command, "end", lambda *_: None)
+    monkeypatch.setattr(train_bench, "start", lambda *_: (SimpleNamespace(rank=0, world_size=2), None, "torchrun ..."))
+    monkeypatch.setattr(train_bench, "_rows", lambda *_: iter(rows))
+    monkeypatch.setattr(train_bench, "end", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         main(["--device", "cpu"])
     assert int(ended.value.code or 0) == code

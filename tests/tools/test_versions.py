@@ -16,7 +16,7 @@ from support.forked_programs import launch
 from support.ranks import run_ranks
 
 import cp_dtensor
-from cp_dtensor.tools.bench.cases import Heads
+from cp_dtensor.tools.cases import Heads
 
 
 def test_a_row_for_each_call_and_version(tmp_path: Path) -> None:

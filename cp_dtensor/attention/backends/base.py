@@ -20,8 +20,10 @@ class AttentionBackend(ABC):
     strides are free. Implementations are stateless and do not inherit from each other.
     """
 
+    takes_intervals = False
+    """True if tiles may be masked by intervals; of backends that are registered, others get full and causal ones."""
     takes_modifiers = False
-    """True if tiles may have bias, dropout and softcap; the ring then calls `with_modifiers` for each tile."""
+    """True if tiles may have modifiers; the ring then calls `with_modifiers` for each tile."""
 
     @property
     def joins_intervals(self) -> bool:

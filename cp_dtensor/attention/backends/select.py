@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -62,6 +63,31 @@ class Allowed(NamedTuple):
     """True after `torch.use_deterministic_algorithms(True)`."""
     torch_flash: bool = False
     """True if the user has activated another implementation of torch's flash than FlashAttention-4."""
+    registered: tuple[AttentionBackend, ...] = ()
+    """Backends of `register_backend`, the latest first."""
+
+
+_registered: list[AttentionBackend] = []
+
+
+def register_backend(backend: AttentionBackend) -> ExitStack:
+    """Let a backend compute the calls that it does not refuse, before those of this package and earlier ones.
+
+    Args:
+        backend: a frozen value; calls whose settings allow a single backend (`sdpa_kernel`) may still take it.
+
+    Returns:
+        a lease: the backend is removed by its `close()`, or at the end of a `with` block of it.
+
+    Raises:
+        TypeError: anything but an `AttentionBackend`.
+    """
+    if not isinstance(backend, AttentionBackend):
+        raise TypeError(f"expected an AttentionBackend, got {type(backend).__name__}")
+    _registered.insert(0, backend)
+    lease = ExitStack()
+    lease.callback(_registered.remove, backend)
+    return lease
 
 
 def allowed_backends() -> Allowed:
@@ -72,6 +98,7 @@ def allowed_backends() -> Allowed:
         None if order is None else tuple(order),
         torch.are_deterministic_algorithms_enabled(),
         _torch.activated_flash_attention() not in (None, "FA4"),
+        tuple(_registered),
     )
 
 
@@ -96,6 +123,9 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
         NotImplementedError: every allowed backend refuses; the message has the reason of each.
     """
     allowed = allowed or allowed_backends()
+    for backend in allowed.registered:
+        if (spec.masking is Masking.BY_SHAPE or backend.takes_intervals) and backend.refusal(spec) is None:
+            return backend
     if has_package_kernels(spec.capability) and spec.dtype in ("bfloat16", "float16"):
         log_missing(tuple(package.distribution for package in PACKAGES if not package.version))
     if spec.masking is Masking.BY_SHAPE and spec.deterministic:

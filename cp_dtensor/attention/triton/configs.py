@@ -83,7 +83,7 @@ def default_backward_config(
 ) -> BackwardConfig:
     """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv).
 
-    `takes_registers`: True with softcap, and with dropout as in `default_config`.
+    `takes_registers`: True with capped logits, and with dropout as in `default_config`.
     """
     large = _is_large(k.device)
     dim = padded(max(k.size(3), v.size(3)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ class RowMask:
         captured = self.lo is not None and self.lo.is_cuda and is_in_cuda_graph(self.lo.device)
         object.__setattr__(self, "_captured", captured)
 
-    @property
+    @cached_property
     def intervals(self) -> tuple[Tensor, Tensor] | None:
         """`(lo, hi)`, None for the other kinds of masks."""
         return None if self.lo is None or self.hi is None else (self.lo, self.hi)

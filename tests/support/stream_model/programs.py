@@ -16,7 +16,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import gather_kv
-from cp_dtensor.engine.autograd import AttentionPlan, CallValues
+from cp_dtensor.engine.base import Plan, Values
 from cp_dtensor.engine.gather_kv import KVGather
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.engine.ring import RingPlan
@@ -33,7 +33,7 @@ Program = Callable[[Rank], None]
 
 
 @dataclass(frozen=True)
-class Stage(AttentionPlan):
+class Stage(Plan):
     """Attention of some heads to all rows; records the tensors that it uses."""
 
     rank: Rank
@@ -103,13 +103,13 @@ def ulysses(stages: int, two_streams: bool, backward: bool) -> Program:
         group: Any = rank
         one_axis = SequenceRanks(group, members=tuple(range(rank.size())))
         q, k, v = tensors(rank, 3)
-        call = CallValues(NO_MODIFIERS, one_axis, 1.0)
-        out, lse, _ = plan.forward(q, k, v, call, backward)
+        values = Values(NO_MODIFIERS, one_axis, 1.0)
+        out, lse, _ = plan.forward(q, k, v, values, backward)
         rank.use(out)
         if backward:
-            plan.remake_saved(q, k, v, out, lse, call)  # as compiled code does in graphs
+            plan.remake_saved(q, k, v, out, lse, values)  # as compiled code does in graphs
             saved = tuple(tensor for stage in inner for tensor in stage.saved)
-            rank.use(*plan.backward(*tensors(rank, 1), saved, call, None))
+            rank.use(*plan.backward(*tensors(rank, 1), saved, values, None))
 
     return program
 
@@ -124,10 +124,10 @@ def ring(stages: int, mask: Mask, layout: Layout, backward: bool) -> Program:
         group: Any = rank
         one_axis = SequenceRanks(group, members=tuple(range(rank.size())))
         q, k, v, grad_out = tensors(rank, 4)
-        call = CallValues(NO_MODIFIERS, one_axis, 1.0)
-        _, _, saved = ring.forward(q, k, v, call, False)
+        values = Values(NO_MODIFIERS, one_axis, 1.0)
+        _, _, saved = ring.forward(q, k, v, values, False)
         if backward:
-            ring.backward(grad_out, saved, call, None)
+            ring.backward(grad_out, saved, values, None)
 
     return program
 

@@ -1,0 +1,171 @@
+"""`F.scaled_dot_product_attention` inside of `context_parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_dtensor import _torch
+from cp_dtensor.api.buffers import refuse_shards_of_other_dims
+from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
+from cp_dtensor.api.interception import SdpaArguments
+from cp_dtensor.engine.arguments import check_qkv, refuse_sinks, tensors_of
+from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.contexts import OpenContext, current, queries_alone, warn_of_other_threads
+from cp_dtensor.spec.masks import Causal, Mask
+
+
+def sdpa_in_context(arguments: SdpaArguments) -> torch.Tensor | None:
+    """SDPA of this rank's shards, or of DTensors; torch's own in `local_sdpa`.
+
+    None outside of contexts and where torch has a rule for DTensors.
+    """
+    if arguments.q.is_meta:
+        return None
+    context = current()
+    if context is None:
+        if not isinstance(arguments.q, DTensor):  # those are served in all threads
+            warn_of_other_threads()
+        return None
+    context.seen.add("attention")
+    queries_are_shards = queries_alone(context)
+    if queries_are_shards is not None:
+        if queries_are_shards and arguments.is_causal:
+            raise NotImplementedError(
+                "is_causal is not supported between sharded queries and keys that every rank has whole: got "
+                "is_causal=True, expected False (an attn_mask of the local queries is allowed)"
+            )
+        return arguments.attend_by_torch()
+    if arguments.under_vmap:
+        raise NotImplementedError(
+            "context_parallel takes no scaled_dot_product_attention under torch.vmap; it takes any number of "
+            "leading dims itself: call it on the whole batch"
+        )
+    if arguments.q.is_nested:
+        refuse_nested()
+    if isinstance(arguments.q, DTensor) or isinstance(arguments.k, DTensor) or isinstance(arguments.v, DTensor):
+        # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
+        # DTensors over the ranks of the context have their own placements.
+        result = local_only_sdpa(arguments, context.call.ranks.global_ranks(), partial(sdpa_of_shards, context))
+        if result is not None:
+            return result
+        if context.sinks is not None:
+            raise NotImplementedError(
+                "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
+                "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
+            )
+        around = context.call
+        result = dtensor_sdpa(arguments, around.mask, around.deterministic, around.replay)
+        if result is None and around.mask is not None:
+            raise NotImplementedError(
+                f"the mask of this context ({around.mask}) applies to plain tensors and to DTensors that are "
+                "sharded along the sequence: got other DTensors over the ranks of the context"
+            )
+        return result
+    return sdpa_of_shards(context, arguments)
+
+
+def refuse_nested() -> None:
+    """Refuses SDPA of nested tensors, unless there is no context."""
+    context = current()
+    if context is not None and queries_alone(context) is None:
+        raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
+
+
+def sdpa_of_shards(
+    context: OpenContext, a: SdpaArguments, mask: Mask | None = None, sinks: torch.Tensor | None = None,
+    **options: float,
+) -> torch.Tensor:  # fmt: skip
+    """Compute SDPA of plain tensors, shards of the sequence.
+
+    Args:
+        context: the open context.
+        a: arguments of SDPA.
+        mask: combined with those of the call and the context.
+        sinks: those of the call; None for those of the context.
+        options: of `context_parallel_attention`, which SDPA does not have.
+    """
+    q, k, v, bias, sinks = a.q, a.k, a.v, a.attn_mask, context.sinks if sinks is None else sinks
+    traced = _torch.is_traced(q)
+    if traced:
+        refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        if len(context.call.layout.batch_groups(2)) > 1:
+            raise NotImplementedError(
+                f"{context.call.layout} divides batch rows differently, so it needs q of four dims (batch, heads, "
+                f"sequence, head_dim); got {tuple(q.shape)}"
+            )
+        q, k, v, bias = _four_dims(q), _four_dims(k), _four_dims(v), _mask_for_four_dims(a)
+    kind = None if traced else (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    if traced or (a.enable_gqa, kind) not in context.seen:
+        check_qkv(q, k, v, a.enable_gqa)
+        if not traced:
+            refuse_shards_of_other_dims(context.buffers, context.call, a.q, a.k)
+            context.seen.add((a.enable_gqa, kind))
+    call = context.inside(
+        mask, a.is_causal, a.first, traced=traced, scale=a.scale, dropout_p=a.dropout_p, **options
+    )  # fmt: skip
+    t = Tensors(q, k, v) if bias is None and sinks is None else tensors_of(q, k, v, bias, sinks)
+    out, _ = attend(call, t, traced=traced)
+    return out.view(*a.q.shape[:-1], a.v.size(-1)) if a.q.dim() != 4 else out
+
+
+def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
+    """(..., S, D) as (B, H, S, D)."""
+    return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor.flatten(0, -4)
+
+
+def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
+    """The mask (..., S, T) for queries of (B, H, S, D)."""
+    if call.attn_mask is None or call.q.dim() <= 4:
+        return call.attn_mask
+    if call.attn_mask.dim() > call.q.dim():
+        raise ValueError(
+            f"expected attn_mask to broadcast to {(*call.q.shape[:-1], 'keys')}, got {call.attn_mask.shape}"
+        )
+    mask = call.attn_mask[(None,) * (call.q.dim() - call.attn_mask.dim())]
+    return mask.expand(*call.q.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
+
+
+def lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """SDPA with `causal_lower_right` of unequal lengths; torch calls kernels below SDPA for it.
+
+    In contexts the last query of the whole sequence is at its last key.
+    """
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        context = current()
+        if context is None or queries_alone(context) is not None:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
+            raise NotImplementedError(
+                "causal_lower_right of unequal lengths takes plain tensors inside of context_parallel, this rank's "
+                "shards; got DTensors"
+            )
+        call = SdpaArguments(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
+        return sdpa_of_shards(context, call, Causal("bottom_right"))
+
+    return attend
+
+
+def check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:
+    """Refuses `nn.MultiheadAttention` that does not end in SDPA of the shards."""
+    if not (need_weights or extra_keys) or current() is None:
+        return
+    if extra_keys:
+        raise NotImplementedError(
+            "nn.MultiheadAttention got add_bias_kv=True or add_zero_attn=True inside of context_parallel, where every "
+            "rank would append the extra key to its own shard; build it without"
+        )
+    raise NotImplementedError(
+        "nn.MultiheadAttention got need_weights=True (its default) inside of context_parallel, but no rank has the "
+        "attention weights of the whole sequence; pass need_weights=False"
+    )

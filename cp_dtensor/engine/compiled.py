@@ -1,0 +1,198 @@
+"""Operators that torch.compile captures: `torch.ops.cp_dtensor.attention` and `attention_backward`.
+
+Their bodies are `run` and `run_backward`. Constants of compiled code are the key of the call, and numbers that may be
+symbols. What a call finds when it runs (the mask and lengths of the open context) goes to its backward in a handle.
+Calls that find something are the overload `live`, which Inductor leaves out of CUDA graphs: a replay would use what the
+capture found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_dtensor import _torch
+from cp_dtensor._torch.autograd import Tensors as Saved
+from cp_dtensor._torch.autograd import differentiated_once, refuse_traced_transforms
+from cp_dtensor._torch.tensors import split_rows, wide_dtype
+from cp_dtensor.attention.backends.select import allowed_backends
+from cp_dtensor.attention.lse import dense_lse, empty_lse, rounded_lse
+from cp_dtensor.attention.modifiers import Modifiers
+from cp_dtensor.engine.arguments import drawn_seed, positive_scale
+from cp_dtensor.engine.base import Done, Tensors, need_lse
+from cp_dtensor.engine.call import Call, call_of
+from cp_dtensor.engine.contexts import live, pending
+from cp_dtensor.engine.handles import fake_handle, handle_of, keep_beside, kept_beside, value_of
+from cp_dtensor.engine.planner import planned
+from cp_dtensor.engine.run import run, run_backward
+
+Constants = tuple[str, bool]
+"""Constants of a call in compiled code: its key, and True if it is live."""
+
+
+def constants_of(call: Call) -> Constants:
+    """Return the constants of a call that is traced, with the backends that are allowed now."""
+    if call.backends is None:
+        call = replace(call, backends=allowed_backends())  # Dynamo recompiles on a change
+    return call.key, call.is_live
+
+
+def attend_traced(
+    constants: Constants, t: Tensors, factors: list[float], numbers: list[int], needs_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `(out, lse)` of a call in a program that is being captured: one operator.
+
+    Args:
+        constants: of the call, by `constants_of`.
+        t: checked tensors.
+        factors: as `Call.factors`.
+        numbers: as `Call.numbers`.
+        needs_lse: False if lse may be empty.
+    """
+    refuse_traced_transforms()
+    (key, is_live), (q, k, v, bias, sinks, seed, up, mask) = constants, t
+    q, scale = positive_scale(q, factors[0])
+    if factors[2] and seed is None:
+        seed = drawn_seed(q.device)
+    operator = torch.ops.cp_dtensor.attention
+    out, lse, _ = (operator.live if is_live or mask is not None else operator.default)(
+        q, k, v, bias, sinks, seed, up, mask, key, [scale, *factors[1:]], numbers, needs_lse or need_lse(sinks),
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out, rounded_lse(lse)
+
+
+@dataclass(eq=False)
+class _Left:
+    """What a live forward leaves for its backward."""
+
+    done: Done
+    asked: tuple[str, Call] | None
+    """Key and call of the context that was asked."""
+    begun_in: int | None
+    """The backward in which this forward was a recompute."""
+
+
+def _keeps_rows(done: Done, q: Tensor) -> bool:
+    """Return whether the rows of other ranks are kept: if the plan saves them, unless a CUDA graph is captured.
+
+    A graph's memory is written again at each replay, and Inductor has to know all of it.
+    """
+    return done.plan.saves_rows_of_others and not (q.is_cuda and _torch.is_in_cuda_graph(q.device))
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, key, factors, numbers, needs_lse, needs_backward = arguments
+    t, call, asked = Tensors(*tensors), call_of(key, factors, numbers), None
+    is_live = call.is_live or t.mask is not None
+    if call.context:
+        asked = call.context, live(call.context, t.q.size(2), t.k.size(2))
+        call = call.under(asked[1])
+    # Also where rows are kept: all ranks send LSE, and a single rank may lose its rows before backward.
+    gives_lse = needs_lse or needs_backward
+    out, lse, saved, done = run(call, t, gives_lse)
+    out, lse = _row_after_row(out), dense_lse(lse) if gives_lse else lse.new_empty(0)
+    left = t.q.new_empty(0, dtype=torch.int64)
+    if is_live:
+        begun_in = pending.begin(*asked) if asked and needs_backward else None
+        left = handle_of(_Left(done, asked if needs_backward else None, begun_in), for_copies=needs_backward)
+    if needs_backward:
+        keep_beside(left, (done, saved if _keeps_rows(done, t.q) else ()))
+    return out, lse, left
+
+
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, _key, _factors, _numbers, needs_lse, needs_backward = arguments
+    t = Tensors(*tensors)
+    batch, heads, length, _ = t.q.shape
+    lse = t.q.new_empty(0, dtype=wide_dtype(t.q))
+    if needs_lse or needs_backward:
+        lse = empty_lse(t.q, (batch, heads, length), wide_dtype(t.q), Modifiers(t.bias).split_lse)
+    out = t.q.new_empty(batch, heads, length, Modifiers(up=t.up).value_dim(t.q, t.v))
+    return _row_after_row(out), lse, t.q.new_empty(0, dtype=torch.int64)
+
+
+def _fake_live_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_forward(*arguments)[:2], fake_handle()
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, ...]:
+    grad_out, out, lse, left, *tensors, key, factors, numbers, needed = arguments
+    t, (done, rows) = Tensors(*tensors), kept_beside(left) or (None, ())
+    if left.numel():
+        found: _Left = value_of(left)
+        done = found.done
+        if found.asked is not None:
+            pending.end(*found.asked, found.begun_in)
+    if done is None:  # a copy in a CUDA graph: the same plan as in forward, found without communication
+        done = planned(call_of(key, factors, numbers), t)
+    saved = rows if _keeps_rows(done, t.q) else ()
+    if not saved:
+        q, k, v, whole_out, whole_lse = (split_rows(x, done.rows) for x in (t.q, t.k, t.v, out, dense_lse(lse)))
+        with _torch.below_autograd(), done:
+            values = done.values(t.modifiers(done.call))
+            saved = done.plan.remake_saved(q, k, v, whole_out, whole_lse, values)
+    grads = run_backward(done, t, saved, grad_out, (out, lse), tuple(needed))
+    of_qkv = [_row_after_row(grad) for grad in grads[:3] if grad is not None]
+    return *of_qkv, *(t.q.new_empty(0) if grad is None else grad for grad in grads[3:])
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    _grad_out, _out, _lse, _left, *tensors, _key, _factors, _numbers, needed = arguments
+    t = Tensors(*tensors)
+    of_qkv = [_row_after_row(x.new_empty(x.shape)) for x in t[:3]]
+    others = zip((t.bias, t.sinks, t.up), needed, strict=True)
+    return *of_qkv, *(torch.empty_like(x) if need and x is not None else t.q.new_empty(0) for x, need in others)
+
+
+def _row_after_row(tensor: Tensor) -> Tensor:
+    """Return (B, H, S, D) in memory (B, S, H, D), as most backends give and projections take it, and fakes are."""
+    row_after_row = tensor.transpose(1, 2)
+    return tensor if row_after_row.is_contiguous() else row_after_row.contiguous().transpose(1, 2)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Without the handle of a mask, which code may make once more in backward, from tensors that have changed.
+    *tensors, _mask, ctx.key, ctx.factors, ctx.numbers, _needs_lse, _needs_backward = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Return the backward of the overload of that name."""
+
+    @differentiated_once
+    def gradients(ctx: Any, saved: Saved, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        needed = [ctx.needs_input_grad[place] for place in (3, 4, 6)]  # bias, sinks, up
+        operator = getattr(torch.ops.cp_dtensor.attention_backward, overload)
+        *grads, bias, sinks, up = operator(grad_out, *saved, ctx.key, ctx.factors, ctx.numbers, needed)
+        bias, sinks, up = (x if need else None for x, need in zip((bias, sinks, up), needed, strict=True))
+        return *grads, bias, sinks, None, up, *[None] * 6
+
+    return gradients
+
+
+def _define() -> None:
+    tensors = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? seed, Tensor? up"
+    constants = "str key, float[] factors, SymInt[] numbers"
+    results = "Tensor out, Tensor lse, Tensor left"
+    grads = "Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, Tensor grad_up"
+    for name, fake in (("default", _fake_forward), ("live", _fake_live_forward)):
+        suffix, in_graphs = "" if name == "default" else f".{name}", name == "default"
+        _torch.define_operator(
+            f"attention{suffix}({tensors}, Tensor? mask, {constants}, bool needs_lse, bool needs_backward) -> "
+            f"({results})",
+            _forward, fake, gradients=_gradients_by(name), save=_save_for_backward, in_graphs=in_graphs,
+        )  # fmt: skip
+        _torch.define_operator(
+            f"attention_backward{suffix}(Tensor grad_out, {results}, {tensors}, {constants}, bool[] needed) -> "
+            f"({grads})",
+            _backward, _fake_backward, in_graphs=in_graphs,
+        )  # fmt: skip
+
+
+_define()

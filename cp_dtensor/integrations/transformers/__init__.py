@@ -1,0 +1,16 @@
+"""Provider for transformers: `attn_implementation="cp_dtensor"`, buffers of a batch, and the loss of all ranks' tokens.
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cp_dtensor")
+    batch = ModelBatch(input_ids=input_ids, labels=labels)
+    with context_parallel(mesh, **batch.buffers):
+        loss = causal_lm_loss(model(**batch.inputs, use_cache=False).logits, batch.shift_labels)
+        loss.backward()  # of gradients that are averaged over ranks afterwards
+
+Masks (windows, chunks, packed documents, padding) are those of the model, found by its own mask functions; sinks are
+the model's. Source: transformers' AttentionInterface and AttentionMaskInterface.
+"""
+
+from cp_dtensor.integrations.transformers.provider import ModelBatch, causal_lm_loss, check_model, register
+
+__all__ = ["ModelBatch", "causal_lm_loss", "check_model", "register"]

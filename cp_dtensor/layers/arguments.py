@@ -1,0 +1,298 @@
+"""Arguments of sequence operations: local tensors or DTensors, the context around a call, eager or compiled code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from cp_dtensor.api.extension import (
+    Mesh,
+    Parts,
+    SequenceRanks,
+    around,
+    check_devices,
+    check_tensors,
+    checked_layout,
+    checked_length,
+    checked_sequence_dim,
+    constant_in_trace,
+    current,
+    from_local,
+    indexable,
+    local_beside,
+    made_of,
+    no_autocast,
+    parts_of,
+    refuse_first_dim,
+    refuse_other_place,
+    refuse_traced_transforms,
+    sequence_ranks,
+    to_local,
+)
+from cp_dtensor.layers.call import SequenceCall, document_edges, moved, traced_moved
+from cp_dtensor.layers.layer import Inputs, traced_layer
+from cp_dtensor.layers.rows import Halo, Relayout, SequenceLayout, Shift
+from cp_dtensor.spec.documents import ascending, edges_of_documents
+from cp_dtensor.spec.layouts import Layout, TorchChunk
+from cp_dtensor.spec.masks import Mask, is_integer
+
+IN_CONTEXT = "the ranks of the context"
+"""A `mesh` of calls that models make inside of a context."""
+
+
+def checked_number(owner: str, name: str, value: Any, *, least: int | None = None) -> int:
+    """An integer argument; refuses anything else, and numbers below `least`."""
+    if not is_integer(value) or (least is not None and value < least):
+        at_least = "" if least is None else f" >= {least}"
+        raise ValueError(f"{owner} expects {name} to be an integer{at_least}, got {value!r}")
+    return index(value)
+
+
+def moved_rows(
+    owner: str, x: torch.Tensor, dim: int, operation: Parts, mesh: Mesh | None, layout: Layout | None,
+    cu_seqlens: Any, seq_len: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """The result of a public function, `owner`; `operation` is the class of a row map and its fields."""
+    check_tensors(owner, x=x)
+    check_devices(owner, [x])
+    dim = checked_sequence_dim(owner, x, dim)
+    place = _Place.of(owner, x, dim, mesh, layout, seq_len)
+    given = place.local(x)
+    local, rows = given if given.requires_grad else indexable(given), -1
+    if torch.compiler.is_dynamo_compiling():
+        key, rows = _traced_call(owner, place, operation, cu_seqlens is None, dim == 0)
+        known = -1 if place.seq_len is None else place.seq_len
+        out = traced_moved(key, local, _edges_in_trace(owner, cu_seqlens), dim, known, rows)
+    else:
+        call, edges = _call(owner, place, made_of(operation), cu_seqlens, dim == 0)
+        out = moved(call, local, dim, call.length(local, dim, place.seq_len, edges), edges)
+    out = out if out.dtype == given.dtype else out.view(given.dtype)
+    return place.global_result(out, x, dim, None if operation[0] is Shift else out.size(dim))
+
+
+def layer(
+    owner: str, tensors: Inputs, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
+    cu_seqlens: Any, seq_len: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The output of a layer, and its final state if it has one; `operation` is its class and fields.
+
+    Args:
+        tensors: the first one is (B, this rank's tokens, ...), and so is the output.
+        dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
+    """
+    x = tensors[0]
+    check_devices(owner, tensors)
+    place = _Place.of(owner, x, 1, mesh, layout, seq_len)
+    local: list[Any] = [
+        None if each is None else place.local_beside(owner, x, dims[0], each, letters)
+        for each, letters in zip(tensors, dims, strict=True)
+    ]
+    if torch.compiler.is_dynamo_compiling():
+        key, _ = _traced_call(owner, place, operation, cu_seqlens is None, False)
+        known = -1 if place.seq_len is None else place.seq_len
+        out, state = traced_layer(key, local, _edges_in_trace(owner, cu_seqlens), known)
+        final = state if state.numel() else None
+    else:
+        call, edges = _call(owner, place, made_of(operation), cu_seqlens, False)
+        length = call.operation.length(call, local, place.seq_len, edges)
+        with no_autocast(local[0]):
+            out, final = call.operation.forward(call, local, length, edges)
+    return place.global_result(out, x, 1, None), final
+
+
+def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
+    """The runs of this rank within documents, for `local_runs`."""
+    place = _Place(mesh, None, layout, index(checked_length(seq_len)))
+    call, edges = _call("local_runs", place, None, cu_seqlens, dim_is_first=True)
+    call.check_edges(edges, seq_len)
+    return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
+
+
+# Ranks, layout and documents
+
+
+def _call(
+    owner: str, place: _Place, operation: Any, cu_seqlens: Any, dim_is_first: bool
+) -> tuple[SequenceCall, tuple[int, ...]]:
+    """The call with what it takes over from the context around it, and the edges of its documents."""
+    ranks, layout, mask = place.ranks(), place.layout, None
+    lengths: tuple[int, ...] = ()
+    edges = document_edges(owner, cu_seqlens)
+    context = around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
+    if context is not None:
+        outer = context.call
+        layout = outer.layout if layout is None else layout
+        lengths = outer.lengths
+        if cu_seqlens is None and outer.mask is not None:
+            edges = _documents_of(owner, outer.mask)
+            mask = outer.mask if edges else None
+    layout = checked_layout(layout)
+    for each in (layout, *([operation.target] if isinstance(operation, Relayout) else [])):
+        if dim_is_first:
+            refuse_first_dim(owner, each)
+    return SequenceCall(ranks, layout, lengths, owner=owner, operation=operation, mask=mask), edges
+
+
+def _traced_call(
+    owner: str, place: _Place, operation: Parts, inherits_documents: bool, dim_is_first: bool
+) -> tuple[str, int]:
+    """The key of a call in compiled code, and the rows of its result, -1 if these are the rows of its argument."""
+    layout = parts_of(place.layout)
+    return _constants(owner, place.mesh, place.axes, layout, place.seq_len, operation, inherits_documents, dim_is_first)
+
+
+@constant_in_trace
+def _constants(
+    owner: str, mesh: Any, axes: tuple[int, ...] | None, layout: Parts | None, seq_len: int | None, operation: Parts,
+    inherits_documents: bool, dim_is_first: bool,
+) -> tuple[str, int]:  # fmt: skip
+    refuse_traced_transforms()
+    place = _Place(mesh, axes, made_of(layout), seq_len)
+    ranks = place.ranks()
+    context = around(owner, ranks, layout=layout is None, mask=inherits_documents)
+    if context is not None and context.varies and (inherits_documents or context.call.layout.only_length is not None):
+        raise NotImplementedError(
+            f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, takes "
+            "over neither: pass layout= and cu_seqlens= ([0] for one document)"
+        )
+    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,), dim_is_first)
+    if edges:
+        raise NotImplementedError(
+            f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
+        )
+    rows = -1
+    if isinstance(call.operation, (Halo, Relayout)):
+        if seq_len is None:
+            raise NotImplementedError(
+                f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
+            )
+        rows = call.operation.rows_out(SequenceLayout(call.layout, seq_len, ranks.size), ranks.rank)
+    return call.key, rows
+
+
+def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
+    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
+        return cu_seqlens
+    return torch.tensor(ascending(cu_seqlens, owner, "cu_seqlens"), dtype=torch.int64, device="cpu")
+
+
+def _documents_of(owner: str, mask: Mask) -> tuple[int, ...]:
+    """The edges of the documents in the mask of a context; () if there are none.
+
+    Raises:
+        NotImplementedError: documents that `cu_seqlens` cannot have.
+    """
+    try:
+        edges = edges_of_documents(mask)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{owner} takes over documents of a context that follow one another and are the same in all batch rows; "
+            f"got {error}, in the mask {mask}: pass cu_seqlens= ([0] for one document)"
+        ) from None
+    return () if edges == (0,) else edges
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The ranks, the layout and the length of a call's tensors, as far as the arguments have them."""
+
+    mesh: Any
+    axes: tuple[int, ...] | None
+    """Mesh axes over which DTensors are sharded along the sequence; None for local tensors."""
+    layout: Layout | None
+    seq_len: int | None
+
+    @classmethod
+    def of(
+        cls, owner: str, x: torch.Tensor, dim: int, mesh: Mesh | None, layout: Layout | None, seq_len: int | None
+    ) -> _Place:
+        """Refuses arguments that do not fit a DTensor, which knows its mesh, its layout and its length."""
+        if layout is not None:
+            checked_layout(layout)
+        if seq_len is not None:
+            seq_len = index(checked_length(seq_len))
+        if not isinstance(x, DTensor):
+            return cls(mesh, None, layout, seq_len)
+        length = x.size(dim)
+        refuse_other_place(owner, x, mesh, layout, seq_len, length)
+        axes = tuple([axis for axis, each in enumerate(x.placements) if isinstance(each, Shard) and each.dim == dim])
+        ranks = math.prod([x.device_mesh.size(axis) for axis in axes])
+        if (
+            not axes
+            or len(axes) > 2
+            or not all([isinstance(each, (Shard, Replicate, Partial)) for each in x.placements])  # noqa: C419, for Dynamo
+        ):
+            raise ValueError(
+                f"{owner} expects a DTensor placed Shard({dim}), sharded along the sequence over one or two mesh axes; "
+                f"got {x.placements}"
+            )
+        if len(axes) == 2 and length % ranks:
+            raise NotImplementedError(
+                f"{owner} of a DTensor that is sharded along the sequence over two mesh axes expects a multiple of the "
+                f"{ranks} ranks as length, got {length}"
+            )
+        return cls(x.device_mesh, axes, TorchChunk(), length)
+
+    def ranks(self) -> SequenceRanks:
+        """The ranks that share the sequence."""
+        if self.mesh == IN_CONTEXT:
+            context = current()
+            assert context is not None
+            return context.call.ranks
+        if self.axes is None:
+            return sequence_ranks(self.mesh)
+        return SequenceRanks.along(self.mesh, self.axes)
+
+    def local(self, x: torch.Tensor) -> torch.Tensor:
+        """The local part of x, which has no partial sums."""
+        if not isinstance(x, DTensor):
+            return x
+        return to_local(x, _without_partial(x))
+
+    def local_beside(
+        self, owner: str, x: torch.Tensor, dims_of_x: str, tensor: torch.Tensor, dims: str
+    ) -> torch.Tensor:
+        """The local part of a tensor whose dims are those of x by their letters.
+
+        Its gradient is a share of this rank wherever x is sharded along a dim that the tensor does not have.
+        """
+        if not isinstance(x, DTensor):
+            if isinstance(tensor, DTensor):
+                raise TypeError(f"{owner} expects all tensors to be plain or all to be DTensors, got both")
+            return tensor
+        if not isinstance(tensor, DTensor):
+            if any(isinstance(each, Shard) and dims_of_x[each.dim] in dims for each in x.placements):
+                raise TypeError(
+                    f"{owner} expects a DTensor for each tensor with a dim along which x is sharded, x placed "
+                    f"{x.placements}; got a plain tensor of shape {tuple(tensor.shape)}"
+                )
+            return tensor
+        if tensor.device_mesh != x.device_mesh:
+            raise ValueError(f"{owner} expects DTensors on one mesh, got {x.device_mesh} and {tensor.device_mesh}")
+
+        def dim_of(dim_of_x: int) -> int | None:
+            return dims.index(dims_of_x[dim_of_x]) if dims_of_x[dim_of_x] in dims else None
+
+        return local_beside(tensor, x.placements, dim_of)
+
+    def global_result(self, out: torch.Tensor, x: torch.Tensor, dim: int, rows: int | None) -> torch.Tensor:
+        """A result as a DTensor placed as x, if x is one. `rows` are those of every rank, None for those of x."""
+        if not isinstance(x, DTensor):
+            return out
+        shape = list(out.shape)
+        for placement in x.placements:
+            if isinstance(placement, Shard):
+                shape[placement.dim] = x.size(placement.dim)
+        if rows is not None:
+            shape[dim] = rows * math.prod([x.device_mesh.size(axis) for axis in self.axes or ()])
+        return from_local(out, x.device_mesh, _without_partial(x), tuple(shape))
+
+
+def _without_partial(x: DTensor) -> list[Placement]:
+    return [Replicate() if isinstance(each, Partial) else each for each in x.placements]

@@ -1,0 +1,178 @@
+"""Chunked linear recurrences of one device in torch operations: gated linear attention and gated delta rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_dtensor.api.extension import wide_dtype
+
+Maps = tuple[Tensor, Tensor]
+"""`(transition, state)` of some pieces: a piece maps the state S that enters it to M S + state. M is a matrix (K, K) or
+a diagonal (K,)."""
+
+
+CHUNK = 64
+"""Tokens of a chunk."""
+BY_CHANNEL_CHUNK = 16
+"""Tokens of a chunk whose decays differ by channel: C C K decays of a chunk and head are in memory."""
+
+
+@dataclass(frozen=True)
+class ChunkedRecurrence:
+    """S_t = exp(g_t) S_{t-1} + k_t^T v'_t and o_t = scale q_t S_t, in chunks of the pieces of a shard.
+
+    v'_t = v_t, or beta_t (v_t - k_t exp(g_t) S_{t-1}) with a beta (the delta rule). Chunks are padded with tokens that
+    leave the state as it is. All tensors are (chunks, B, H, C, ...), C tokens in a chunk; arithmetic is in float32, or
+    float64 for float64.
+
+    Source: Gated Delta Networks (arXiv 2412.06464), section 3.3; Kimi Linear (arXiv 2510.26692), section 3; Mamba-2
+    (arXiv 2405.21060), section 6.
+    """
+
+    rows: Tensor
+    """(T,): the place of each token of the shard among all tokens of chunks."""
+    chunks: tuple[range, ...]
+    """For each piece, its chunks."""
+    q: Tensor
+    """Queries, scaled and decayed from the chunk's start."""
+    k: Tensor
+    """Keys, decayed to the chunk's end."""
+    v: Tensor
+    """Values; with the delta rule: what a state of zero leaves of them."""
+    erased: Tensor | None
+    """(..., C, K): with the delta rule, v' = v - erased S for the state S that enters the chunk."""
+    weights: Tensor
+    """(..., C, C): of the chunk's values v' in its outputs."""
+    decay: Tensor
+    """(..., K or 1, 1): of the state over the chunk."""
+    dtype: torch.dtype
+    """Of the output."""
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
+        lengths: Sequence[int],
+    ) -> ChunkedRecurrence:  # fmt: skip
+        """Prepares the chunks of a shard.
+
+        Args:
+            q, k: (B, T, H, K).
+            v: (B, T, H, V).
+            g: (B, T, H) or (B, T, H, K), logarithms of decays, <= 0; None for none.
+            beta: (B, T, H), or None for no delta rule.
+            lengths: tokens of each piece; their sum is T.
+        """
+        by_channel = g is not None and g.dim() == 4
+        chunk = BY_CHANNEL_CHUNK if by_channel else CHUNK
+        places, rows, chunks = _grid(lengths, chunk, q.device)
+        wide = wide_dtype(q)
+
+        def in_chunks(x: Tensor) -> Tensor:
+            padded = torch.cat([x.to(wide), x.new_zeros(x.size(0), 1, *x.shape[2:], dtype=wide)], 1)
+            of_chunks = padded.index_select(1, places.view(-1)).unflatten(1, tuple(places.shape))
+            return of_chunks.transpose(0, 1).transpose(2, 3)  # (chunks, B, H, C, ...)
+
+        q_, k_, v_ = in_chunks(q) * scale, in_chunks(k), in_chunks(v)
+        g_ = torch.zeros_like(q_[..., :1]) if g is None else in_chunks(g if by_channel else g.unsqueeze(-1))
+        place = torch.arange(chunk, device=q.device)
+        ahead = (place.unsqueeze(-1) - place).unsqueeze(-1)  # (C, C, 1)
+        # A sum for each pair of tokens: differences of sums from the chunk's start are NaN after a decay of -inf, and
+        # have lost the digits of small decays after a strong one.
+        sums = g_.unsqueeze(-2).where(ahead > 0, 0).cumsum(-3)
+        between = sums.masked_fill(ahead < 0, float("-inf")).exp()
+
+        def products(x: Tensor) -> Tensor:
+            if by_channel:
+                return torch.einsum("...ik,...jk,...ijk->...ij", x, k_, between)
+            return x @ k_.transpose(-1, -2) * between.squeeze(-1)
+
+        weights, erased, since_start = products(q_), None, g_.cumsum(-2).exp()
+        if beta is not None:
+            beta_ = in_chunks(beta.unsqueeze(-1))
+            system = (beta_ * products(k_)).tril(-1)  # its diagonal counts as ones
+            both = torch.cat([beta_ * v_, beta_ * k_ * since_start], -1)
+            solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+            v_, erased = solved.split([v.size(-1), k.size(-1)], -1)
+        decay = since_start[..., -1:, :].transpose(-1, -2)
+        to_end = k_ * between[..., -1, :, :]
+        return cls(rows, chunks, q_ * since_start, to_end, v_, erased, weights, decay, v.dtype)
+
+    def maps(self, pieces: Sequence[int]) -> Maps:
+        """Maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
+        found = [self._map(self.chunks[piece]) for piece in pieces]
+        transitions, states = zip(*found, strict=True) if found else ((), ())
+        _, batch, heads, _, width = self.q.shape
+        if not found:
+            shape = (0, batch, heads, width) if self.erased is None else (0, batch, heads, width, width)
+            nothing = zero_of(self.k, self.v, self.decay)
+            return self.q.new_zeros(shape) + nothing, self.q.new_zeros(
+                0, batch, heads, width, self.v.size(-1)
+            ) + nothing
+        return torch.stack(transitions), torch.stack(states)
+
+    def _map(self, chunks: range) -> Maps:
+        _, batch, heads, _, width = self.q.shape
+        state = self._no_state()
+        if self.erased is None:
+            decay = self.decay.new_ones(batch, heads, self.decay.size(-2))
+            for each in chunks:
+                state = self.decay[each] * state + self.k[each].transpose(-1, -2) @ self.v[each]
+                decay = decay * self.decay[each].squeeze(-1)
+            return decay.expand(batch, heads, width), state
+        # The columns of the identity enter beside a state of zero, and become those of the transition.
+        identity = torch.eye(width, dtype=state.dtype, device=state.device).expand(batch, heads, width, width)
+        state = torch.cat([state, identity], -1)
+        for each in chunks:
+            values = torch.nn.functional.pad(self.v[each], (0, width)) - self.erased[each] @ state
+            state = self.decay[each] * state + self.k[each].transpose(-1, -2) @ values
+        return state[..., -width:], state[..., :-width]
+
+    def outputs(self, states: Sequence[Tensor | None], final: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece.
+
+        Also the state that leaves each piece, if `final`.
+        """
+        outs, leaving = [], []
+        for chunks, entering in zip(self.chunks, states, strict=True):
+            state = self._no_state() if entering is None else entering
+            for each in chunks:
+                values = self.v[each] if self.erased is None else self.v[each] - self.erased[each] @ state
+                outs.append(self.q[each] @ state + self.weights[each] @ values)
+                state = self.decay[each] * state + self.k[each].transpose(-1, -2) @ values
+            leaving += [state] * final
+        if not outs:
+            given = [state for state in states if state is not None]
+            nothing = zero_of(self.q, self.k, self.v, self.weights, self.decay, *given)
+            nothing = nothing * nothing  # saves a tensor: a checkpoint recomputes up to here, past the exchange
+            return (self.v.transpose(0, 1).transpose(2, 3).flatten(1, 2) + nothing).to(self.dtype), leaving
+        of_chunks = torch.stack(outs, 1).transpose(2, 3).flatten(1, 2)
+        return of_chunks.index_select(1, self.rows).to(self.dtype), leaving
+
+    def _no_state(self) -> Tensor:
+        _, batch, heads, _, width = self.q.shape
+        return self.q.new_zeros(batch, heads, width, self.v.size(-1))
+
+
+def zero_of(*arguments: Tensor) -> Tensor:
+    """Zero that depends on the arguments: gradients on a rank without tokens take part in the same collectives."""
+    return torch.stack([x.flatten()[:0].sum() for x in arguments]).sum()
+
+
+def _grid(lengths: Sequence[int], chunk: int, device: torch.device) -> tuple[Tensor, Tensor, tuple[range, ...]]:
+    """Tokens of each chunk (chunks, C), the number of all tokens for padding; the inverse; the chunks of each piece."""
+    places: list[Tensor] = []
+    rows: list[Tensor] = []
+    chunks: list[range] = []
+    first, last, total = 0, 0, sum(lengths)
+    for length in lengths:
+        count = -(-length // chunk)
+        tokens = torch.arange(count * chunk, device=device)
+        rows.append(tokens[:length] + chunk * last)
+        places.append(torch.where(tokens < length, tokens + first, total))
+        chunks.append(range(last, last + count))
+        first, last = first + length, last + count
+    return torch.cat(places).view(-1, chunk), torch.cat(rows), tuple(chunks)

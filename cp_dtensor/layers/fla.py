@@ -1,0 +1,301 @@
+"""Linear recurrences of one device by the kernels of flash-linear-attention, where the package is installed."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cp_dtensor.api.extension import Shared, autograd_recorded, capturing, first_use, quiet, wrong_result
+from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, zero_of
+from cp_dtensor.spec.cache import LRUCache
+
+_FLA_AVAILABLE = find_spec("fla") is not None
+LARGEST_ERROR = 3e-2
+"""Relative to the largest element; rounding to bfloat16 explains a third of it."""
+CHECKED = (1948, 100)
+"""Tokens of the pieces that the first use of a kernel computes."""
+_ZERO = -104.0
+"""exp of it is 0 in float32. Kernels subtract sums of decays, so -inf would be NaN."""
+_KERNELS = {
+    (True, False): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    (True, True): ("fla.ops.kda", "chunk_kda"),
+    (False, False): ("fla.ops.simple_gla", "chunk_simple_gla"),
+    (False, True): ("fla.ops.gla", "chunk_gla"),
+}
+"""By (delta rule, decays by channel): module and function."""
+
+
+@dataclass
+class FlaRecurrence:
+    """The recurrence of `ChunkedRecurrence`, whose pieces are sequences of variable length to a kernel.
+
+    The map of a piece is the state at its end from a state of zero, and its transition, with the delta rule, the state
+    at its end from the identity and values of zero: both are columns of one run, which does the work within chunks
+    once. Without the delta rule the transition is the product of the decays. Outputs are linear in the entering state
+    S: those of a state of zero, plus `queries` S. The outputs from the identity are these queries (without the delta
+    rule: decayed q), so that pieces whose maps are known do not go through a kernel again.
+
+    Maps have gradients for what `layers.scan` makes of them, the state M S + B that leaves a piece: see `_FromZero`.
+    """
+
+    q: Tensor
+    """(1, B * T, H, K), batch row after batch row, as k, v (..., V), g and beta."""
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    scale: float
+    batch: int
+    lengths: tuple[int, ...]
+    """Tokens of each piece, the same in each batch row; none is empty."""
+    _of_maps: tuple[Sequence[int], Tensor, Tensor, list[Tensor | None]] | None = None
+    """The pieces whose maps are known, their outputs from a state of zero, their queries, and the states that enter."""
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
+        lengths: Sequence[int],
+    ) -> FlaRecurrence:  # fmt: skip
+        """Takes the arguments of `ChunkedRecurrence.of`."""
+        given = (q.to(v.dtype), k.to(v.dtype), v, g, beta)
+        flat: list[Any] = [x if x is None else x.flatten(0, 1).unsqueeze(0) for x in given]
+        return cls(flat[0], flat[1], flat[2], flat[3], flat[4], scale, q.size(0), tuple(lengths))
+
+    def maps(self, pieces: Sequence[int]) -> Maps:
+        """Maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
+        heads, width, columns = self.q.size(2), self.k.size(-1), self.v.size(-1)
+        if not pieces:  # a rank that sends nothing has the gradients of those that do
+            zero = zero_of(*[x for x in (self.k, self.v, self.g, self.beta) if x is not None]).float()
+            shape = (0, self.batch, heads, width) if self.beta is None else (0, self.batch, heads, width, width)
+            state = torch.zeros(0, self.batch, heads, width, columns, device=self.v.device)
+            return torch.zeros(shape, device=self.v.device) + zero, state + zero
+        some = self._of_pieces(pieces)
+        static, entered = (some.scale, some.batch, some.lengths), list[Tensor | None]()
+        out, ends, queries, transition = _FromZero.apply(static, entered, some.q, some.k, some.v, some.g, some.beta)
+        self._of_maps = tuple(pieces), out, queries, entered
+        by_piece = [x.unflatten(0, (self.batch, -1)).transpose(0, 1) for x in (transition, ends)]
+        return by_piece[0], by_piece[1]
+
+    def _from_zero(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Outputs and last states from a state of zero; queries and transitions."""
+        columns, width = self.v.size(-1), self.k.size(-1)
+        if self.beta is None:
+            out, ends = self._run(self.v, None, True)
+            queries, transition = self._decayed()
+            return out, ends, queries.to(out.dtype), transition
+        identity = torch.eye(width, dtype=torch.float32, device=self.v.device)
+        identity = identity.expand(self.batch * len(self.lengths), self.k.size(2), width, width).contiguous()
+        found = self._run(F.pad(self.v, (0, width)), F.pad(identity, (columns, 0)), True)
+        (out, queries), (ends, transition) = (x.split([columns, width], -1) for x in found)
+        return out, ends, queries, transition
+
+    def _of_pieces(self, pieces: Sequence[int]) -> FlaRecurrence:
+        """The tokens of some pieces."""
+        if len(pieces) == len(self.lengths):
+            return self
+        firsts = [0, *accumulate(self.lengths)]
+        tokens = torch.cat(
+            [
+                torch.arange(firsts[piece], firsts[piece + 1], device=self.v.device) + row * firsts[-1]
+                for row in range(self.batch)
+                for piece in pieces
+            ]
+        )
+        g, beta = (x if x is None else x.index_select(1, tokens) for x in (self.g, self.beta))
+        q, k, v = (x.index_select(1, tokens) for x in (self.q, self.k, self.v))
+        return FlaRecurrence(q, k, v, g, beta, self.scale, self.batch, tuple(self.lengths[piece] for piece in pieces))
+
+    def outputs(self, states: Sequence[Tensor | None], final: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """As `ChunkedRecurrence.outputs`; no states leave after `maps`."""
+        if self._of_maps is None:
+            out, ends = self._run(self.v, self._entering(states), final)
+            leaving = [] if not final else list(ends.unflatten(0, (self.batch, -1)).unbind(1))
+            return out.squeeze(0).unflatten(0, (self.batch, -1)), leaving
+        assert not final
+        pieces, from_zero, queries, entered = self._of_maps
+        state = self._entering([states[piece] for piece in pieces])
+        entered[:] = [None if state is None else state.detach()]
+        others = [piece for piece in range(len(self.lengths)) if piece not in pieces]
+        outs = self._by_piece(pieces, from_zero)
+        for (row, piece), of_piece in self._by_piece(pieces, queries).items():
+            state = states[piece]
+            if state is not None:
+                out, of_piece = (x.transpose(0, 1) for x in (outs[row, piece], of_piece))
+                outs[row, piece] = torch.baddbmm(out, of_piece, state[row].to(out.dtype)).transpose(0, 1)
+        if others:
+            some = self._of_pieces(others)
+            out, _ = some._run(some.v, some._entering([states[piece] for piece in others]), False)
+            outs |= self._by_piece(others, out)
+        return torch.cat([outs[each] for each in sorted(outs)]).unflatten(0, (self.batch, -1)), []
+
+    def _by_piece(self, pieces: Sequence[int], x: Tensor) -> dict[tuple[int, int], Tensor]:
+        """Tokens (1, tokens of some pieces, ...) by batch row and piece."""
+        places = [(row, piece) for row in range(self.batch) for piece in pieces]
+        return dict(zip(places, x.squeeze(0).split([self.lengths[piece] for _, piece in places]), strict=True))
+
+    def _entering(self, states: Sequence[Tensor | None]) -> Tensor | None:
+        """The states that enter the pieces, as kernels take them; None if all are zeros."""
+        given = [state for state in states if state is not None]
+        if not given:
+            return None
+        entering = [torch.zeros_like(given[0]) if state is None else state for state in states]
+        return torch.stack(entering, 1).flatten(0, 1).float().contiguous()
+
+    def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
+        """Outputs, and the last states (sequences, H, K, V) if `final`."""
+        options = {"scale": self.scale, "initial_state": initial, "output_final_state": final}
+        options["cu_seqlens"] = _edges(self.lengths * self.batch, v.device)
+        by_channel = self.g is not None and self.g.dim() == 4
+        kernel = _kernel(self.beta is not None, by_channel)
+        g = self.g
+        if g is None and self.beta is not None:
+            g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
+        decays = {} if g is None else {"g": g.float().clamp(min=_ZERO)}
+        rates = {} if self.beta is None else {"beta": self.beta}
+        result: tuple[Tensor, Any] = kernel(self.q, self.k, v, **decays, **rates, **options)
+        return result
+
+    def _decayed(self) -> tuple[Tensor, Tensor]:
+        """Queries, scaled and decayed from the start of their piece, and (B * pieces, H, K): each piece's decay."""
+        if self.g is None:
+            decays = self.k.new_ones(self.batch * len(self.lengths), *self.k.shape[2:], dtype=torch.float32)
+            return self.q * self.scale, decays
+        sums = [x.cumsum(0) for x in self.g.squeeze(0).float().split(list(self.lengths * self.batch))]
+        by_channel = [x if x.dim() == 3 else x.unsqueeze(-1) for x in sums]
+        decays = torch.stack([x[-1] for x in by_channel]).exp().expand(-1, -1, self.k.size(-1))
+        return self.q * self.scale * torch.cat(by_channel).exp().unsqueeze(0), decays
+
+
+class _FromZero(torch.autograd.Function):
+    """`FlaRecurrence._from_zero`, with the backward of one run.
+
+    Let do be the gradient of out = out(0) + queries S, and dB that of the leaving state M S + B. Then gradients of
+    queries are do S^T, and those of M dB S^T: all of them together are the gradients of one run from S, with do and dB.
+    So queries and transitions need none of their own, and the pieces run once more, from the states that entered them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, static: tuple[Any, ...], entered: list[Tensor | None], *tensors: Any) -> tuple[Tensor, ...]:
+        ctx.static, ctx.entered = static, entered  # `outputs` writes the states that enter
+        ctx.save_for_backward(*tensors)
+        out, ends, queries, transition = FlaRecurrence(*tensors, *static)._from_zero()
+        # Ranks join the same collectives: for q alone, maps have no gradient, as those of a rank that sends none. Then
+        # queries have one, ignored: it saves the states, so that a checkpoint computes them again, by an exchange.
+        ctx.mark_non_differentiable(transition, queries if any(ctx.needs_input_grad[3:]) else ends)
+        return out, ends, queries, transition
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_ends: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        tensors: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
+        leaves = [x.requires_grad_() for x, is_needed in zip(tensors, needed, strict=True) if is_needed]
+        with torch.enable_grad():
+            again = FlaRecurrence(*tensors, *ctx.static)
+            found = again._run(again.v, ctx.entered[0] if ctx.entered else None, True)
+        given = [pair for pair in zip(found, (grad_out, grad_ends), strict=True) if pair[0].requires_grad]
+        results, sizes = zip(*given, strict=True)
+        grads = iter(torch.autograd.grad(results, leaves, sizes, allow_unused=True))
+        return None, None, *[next(grads) if is_needed else None for is_needed in needed]
+
+
+_cached_edges = LRUCache[Shared[Tensor]](pins=capturing)
+
+
+def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """(1 + sequences,) int64: where sequences begin and end.
+
+    All layers get one object: its upload makes the host wait for the device, and the package reads each new one back.
+    """
+    key = lengths, device
+    edges = _cached_edges.get(key)
+    if edges is None:
+
+        def made() -> Tensor:
+            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
+
+        edges = _cached_edges.add(key, Shared(device, made, lambda tensor: (tensor,)))
+    return edges.read()
+
+
+def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: Sequence[int]) -> bool:
+    """True if kernels of the package compute a recurrence in q's dtype; at first use a small one is compared.
+
+    Only whether there are decays `g`, and whether they differ by channel, matters of them.
+    """
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.size(-1) > 256:
+        return False
+    if not all(lengths) or not _FLA_AVAILABLE:
+        return False
+    decays = "" if g is None else "by channel" if g.dim() == 4 else "by head"
+    key = ("fla", is_delta, decays, q.dtype, q.size(-1), v.size(-2), v.size(-1))
+    return first_use(key, q.device, lambda: _small_error(q, v, decays, is_delta), _warn) == ""
+
+
+def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    module, name = _KERNELS[is_delta, by_channel]
+    function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _warn(reason: str) -> None:
+    advice = " (torch 2.13 is the first that installs this version)" if "upgrade Triton to >= 3.7.1" in reason else ""
+    warnings.warn(
+        f"flash-linear-attention's kernels are not used for a recurrent layer, torch operations are: {reason}{advice}",
+        stacklevel=2,
+    )
+
+
+@quiet()  # the package is imported and compiles
+def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
+    """Compares outputs, maps and gradients of two pieces in two batch rows with float64; "" if they are right.
+
+    `decays` is "by head", "by channel", or "" for none.
+    With as many heads as the call: the package compiles and tunes its kernels for a number of heads, once.
+    """
+    width, heads, columns = q.size(-1), v.size(-2), v.size(-1)
+    generator = torch.Generator(v.device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, generator=generator, device=v.device)
+
+    tokens = sum(CHECKED)
+    k = F.normalize(normal(tokens, heads, width), dim=-1)
+    small = [x.to(q.dtype) for x in (normal(tokens, heads, width), k, normal(tokens, heads, columns))]
+    by_channel, g = decays == "by channel", None
+    if decays:
+        g = F.logsigmoid(normal(tokens, heads, width) if by_channel else normal(tokens, heads))
+        g[:, :, ::2] *= 0.02  # so that much of a state passes through a piece
+    beta = normal(tokens, heads).sigmoid().to(q.dtype) if is_delta else None
+    given = (*small, g, beta, normal(2, heads, width, columns))
+    results: list[list[Tensor]] = []
+    weights: list[Tensor] = []
+    for kind, dtype in ((FlaRecurrence, None), (ChunkedRecurrence, torch.float64)):
+        with autograd_recorded():  # the first call may be an operator of compiled code
+            # All tensors have heads in dim 2. Two of them are compared.
+            mine = [x if x is None else x.detach()[:, :, : 2 if dtype else heads].to(dtype or x.dtype) for x in given]
+            leaves = [x.requires_grad_() for x in mine if x is not None]
+            q_, k_, v_, g_, beta_, states = mine
+            recurrence = kind.of(q_, k_, v_, g_, beta_, 0.5, CHECKED)  # type: ignore[arg-type]
+            assert states is not None
+            transition, state = recurrence.maps([1])
+            entering = states[1:].to(transition.dtype)
+            passed = transition @ entering if is_delta else transition.unsqueeze(-1) * entering
+            found = [recurrence.outputs(list(states))[0], passed + state, transition, state]
+            weights = weights or [torch.randn(x.shape, generator=generator, device=v.device) for x in found[:2]]
+            sums = [(x.double() * weight[:, :, : x.size(2)]).sum() for x, weight in zip(found, weights, strict=False)]
+            grads = torch.autograd.grad(torch.stack(sums).sum(), leaves)
+            results.append([x.detach()[:, :, :2] for x in (*found, *grads)])
+    of_grads = ["dq", "dk", "dv", *["dg"] * bool(decays), *["dbeta"] * is_delta, "d(state)"]
+    names = ["out", "leaving state", "transition", "state", *of_grads]
+    return wrong_result(names, results[0], results[1], LARGEST_ERROR)

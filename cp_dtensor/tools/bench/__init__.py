@@ -1,1 +1,0 @@
-"""Benchmark of context-parallel attention: `torchrun --nproc-per-node N -m cp_dtensor bench`."""

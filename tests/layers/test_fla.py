@@ -1,0 +1,321 @@
+"""Recurrences through functions with the signatures of flash-linear-attention, implemented in plain torch on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.ranks import run_ranks
+from support.sequences import Sequence, recurrence
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
+from cp_dtensor.attention.backends import first_use
+from cp_dtensor.layers import chunked, fla
+from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.spec.cache import LRUCache
+
+KINDS = [(delta, channel) for delta in (True, False) for channel in (True, False)]
+each_kind = pytest.mark.parametrize(("is_delta", "by_channel"), KINDS)
+
+
+def pretended(factor: float = 1.0) -> Callable[..., Any]:
+    """Stands for the functions of the package: sequences of variable length in one row, states by sequence."""
+
+    def chunk(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None, *, scale: float, initial_state: torch.Tensor | None,
+        output_final_state: bool, cu_seqlens: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        assert q.size(0) == 1
+        assert q.dtype == k.dtype == v.dtype
+        if v.dtype == torch.bfloat16:
+            q, k, v = q.float(), k.float(), v.float()
+        edges = tuple(cu_seqlens.tolist())
+        initial = None if initial_state is None else initial_state.unsqueeze(1).to(v.dtype)
+        out, finals = recurrence(Sequence(edges[-1], 1, Contiguous(), 1, edges), q, k, v, g, beta, scale, initial)
+        return out * factor, finals.squeeze(1) if output_final_state else None
+
+    return chunk
+
+
+def problem(is_delta: bool, by_channel: bool, batch: int, length: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, length, *shape, generator=generator, dtype=torch.float64)
+
+    tensors = {"q": normal(2, 3), "k": F.normalize(normal(2, 3), dim=-1), "v": normal(2, 4)}
+    tensors["g"] = F.logsigmoid(normal(2, 3) if by_channel else normal(2))
+    return {**tensors, "beta": normal(2).sigmoid()} if is_delta else tensors
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla, "CHECKED", (70, 33))
+
+
+def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    if "beta" not in tensors:
+        return linear_attention(**tensors, **options)  # type: ignore[arg-type, return-value]
+    rule: Any = kda if tensors["g"].dim() == 4 else gated_delta_rule
+    return rule(**tensors, **options)  # type: ignore[no-any-return]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("method", "sequence"),
+    [
+        ("scan", Sequence(11, 3, HeadTail(), 2)),
+        ("scan", Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12))),
+        ("scan", Sequence(8, 2, Striped(2), 2, (0, 3, 8))),
+        ("heads", Sequence(9, 2, Striped(2), 1, (0, 3, 9))),
+    ],
+    ids=str,
+)
+def test_ranks_have_the_results_and_gradients_of_one(
+    is_delta: bool, by_channel: bool, method: str, sequence: Sequence
+) -> None:
+    whole = {
+        name: x.requires_grad_() for name, x in problem(is_delta, by_channel, sequence.batch, sequence.length).items()
+    }
+    wanted, ends = recurrence(sequence, whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5)
+    grad_out = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.autograd.grad(wanted, list(whole.values()), grad_out)
+
+    def body(rank: int) -> None:
+        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "scale": 0.5, "method": method, **sequence.options()}
+        if method == "heads":
+            final: Any = layer(mine, output_final_state=True, **options)[1]
+            torch.testing.assert_close(final.detach(), ends.detach().squeeze(1), rtol=1e-5, atol=1e-5)
+        out = layer(mine, **options)
+        grads = torch.autograd.grad(out, list(mine.values()), sequence.shard(grad_out, rank))
+        torch.testing.assert_close(out.detach(), sequence.shard(wanted.detach(), rank), rtol=1e-5, atol=1e-5)
+        for got, of_whole in zip(grads, expected, strict=True):
+            torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
+
+    used: list[tuple[bool, bool]] = []
+
+    def kernel(*kind: bool) -> Callable[..., Any]:
+        used.append(kind)  # type: ignore[arg-type]
+        return pretended()
+
+    with (
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", kernel),
+    ):
+        run_ranks(sequence.ranks, body)
+    assert {*used} == {(is_delta, by_channel)}
+
+
+def test_one_run_gives_outputs_and_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients. Backward has no more columns than the layer."""
+    monkeypatch.setattr(chunked, "CHUNK", 4)
+    monkeypatch.setattr(chunked, "BY_CHANNEL_CHUNK", 4)
+    columns: list[int] = []
+
+    def kernel(*arguments: torch.Tensor, **options: Any) -> Any:
+        columns.append(arguments[2].size(-1))
+        return pretended()(*arguments, **options)
+
+    monkeypatch.setattr(fla, "_kernel", lambda *kind: kernel)
+    lengths, results = (5, 9), []
+    for by_channel in (True, False):
+        leaves = [x.requires_grad_() for x in problem(True, by_channel, 2, 14).values()]
+        entering = torch.randn(2, 2, 2, 3, 4, dtype=torch.float64).requires_grad_()
+        q, k, v, g, beta = leaves
+        for kind in (fla.FlaRecurrence, ChunkedRecurrence):
+            layer = kind.of(q, k, v, g, beta, 0.5, lengths)
+            transition, state = layer.maps([0, 1])
+            found = [transition @ entering + state, layer.outputs([entering[0], entering[1]])[0]]
+            grads = torch.autograd.grad([x.square().sum() for x in found], [*leaves, entering])
+            results.append([transition, state, *found, *grads])
+    for got, expected in (results[:2], results[2:]):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert columns == [7, 4, 7, 4]
+
+
+@pytest.mark.parametrize("decays", ["", "by head", "by channel"])
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_the_first_use_compares_outputs_maps_and_gradients(is_delta: bool, decays: str) -> None:
+    q, v = torch.zeros(1, 1, 3, 8, dtype=torch.float64), torch.zeros(1, 1, 3, 4, dtype=torch.float64)
+    with mock.patch.object(fla, "_kernel", return_value=pretended()):
+        assert fla._small_error(q, v, decays, is_delta) == ""
+    with mock.patch.object(fla, "_kernel", return_value=pretended(1.1)):
+        assert "out of a small problem is wrong by" in fla._small_error(q, v, decays, is_delta)
+
+
+def test_layers_share_the_edges_of_their_sequences() -> None:
+    """Each new tensor makes the host wait for the device."""
+    x = torch.zeros(2, 8, 1, 4)
+    seen: list[torch.Tensor] = []
+
+    def kernel(*arguments: torch.Tensor, cu_seqlens: torch.Tensor, **options: Any) -> Any:
+        seen.append(cu_seqlens)
+        return arguments[2], None
+
+    with mock.patch.object(fla, "_kernel", return_value=kernel):
+        for lengths in ((5, 3), (5, 3), (4, 4)):
+            fla.FlaRecurrence.of(x, x, x, None, None, 1.0, lengths).outputs([None, None])
+    assert seen[0] is seen[1]
+    assert [each.tolist() for each in seen[1:]] == [[0, 5, 8, 13, 16], [0, 4, 8, 12, 16]]
+
+
+def test_a_recurrence_without_decays_has_a_first_use_of_its_own() -> None:
+    """The package compiles another kernel for it."""
+    tried: list[str] = []
+    q, g = torch.zeros(1, 4, 2, 8).bfloat16(), torch.zeros(1, 4, 2)
+
+    def small_error(q: torch.Tensor, v: torch.Tensor, decays: str, is_delta: bool) -> str:
+        tried.append(decays)
+        return ""
+
+    with (
+        mock.patch.object(fla, "_FLA_AVAILABLE", True),
+        mock.patch.object(fla, "_small_error", small_error),
+        mock.patch.object(first_use, "_verdicts", LRUCache()),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+    ):
+        for decays in (g, None, g.unsqueeze(-1), g, None):
+            assert fla.fla_serves(q, q, decays, False, [4])
+    assert tried == ["by head", "", "by channel"]
+
+
+def test_kernels_get_finite_decays_and_one_dtype() -> None:
+    """Kernels subtract sums of decays. The values of mamba2 are x dt in float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, b = (torch.randn(1, 6, 1, 3, generator=generator).bfloat16() for _ in range(2))
+    dt = torch.tensor([1.0, 2.0, float("inf"), 1.0, 1.0, 1.0]).view(1, 6, 1)
+    seen: list[torch.Tensor] = []
+
+    def kernel(*arguments: torch.Tensor, g: torch.Tensor, **options: Any) -> Any:
+        seen.append(g)
+        out, final = pretended()(*arguments, g=g, **options)
+        return out.bfloat16(), final
+
+    def body(rank: int) -> None:
+        out = linear_attention(b, b, x, -dt, mesh=dist.group.WORLD)
+        assert torch.isfinite(out).all()  # type: ignore[arg-type]
+        assert mamba2(x, dt.clamp(max=2), -torch.ones(1), b, b, mesh=dist.group.WORLD).dtype == torch.bfloat16  # type: ignore[union-attr]
+
+    with (
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=kernel),
+    ):
+        run_ranks(1, body)
+    assert len(seen) > 1
+    assert all(torch.isfinite(g).all() for g in seen)
+
+
+def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:
+    q, v = torch.zeros(1, 1, 1, 8, dtype=torch.float64), torch.zeros(1, 1, 1, 4, dtype=torch.float64)
+    with mock.patch.object(fla, "_kernel", return_value=pretended()), _torch.below_autograd():
+        assert fla._small_error(q, v, "by head", True) == ""
+
+
+@each_kind
+def test_initial_and_final_states_have_gradients(is_delta: bool, by_channel: bool) -> None:
+    """Maps have none but through the states that they give. Rank 1 alone uses the final states."""
+    sequence = Sequence(11, 3, HeadTail(), 1, (0, 2, 11))
+    whole = {name: x.requires_grad_() for name, x in problem(is_delta, by_channel, 1, 11).items()}
+    initial = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
+    parts = whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5, initial.unsqueeze(1)
+    wanted, ends = recurrence(sequence, *parts)
+    generator = torch.Generator().manual_seed(1)
+    of_out, of_ends = (
+        torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (wanted, ends.squeeze(1))
+    )
+    expected = torch.autograd.grad([wanted, ends.squeeze(1)], [*whole.values(), initial], [of_out, of_ends])
+    of_initial: dict[int, torch.Tensor] = {}
+
+    def body(rank: int) -> None:
+        mine = [sequence.shard(x.detach(), rank).requires_grad_() for x in whole.values()]
+        states = initial.detach().requires_grad_()
+        options = {"initial_state": states, "output_final_state": True, "method": "scan", "scale": 0.5}
+        named = dict(zip(whole, mine, strict=True))
+        out, final = layer(named, mesh=dist.group.WORLD, **options, **sequence.options())
+        sizes = [sequence.shard(of_out, rank), (of_ends * (rank == 1)).to(final.dtype)]
+        *grads, of_initial[rank] = torch.autograd.grad([out, final], [*mine, states], sizes)
+        torch.testing.assert_close(final.double(), ends.squeeze(1), rtol=1e-5, atol=1e-5)
+        for got, of_whole in zip(grads, expected, strict=False):
+            torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
+
+    with (
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=pretended()),
+    ):
+        run_ranks(3, body)
+    torch.testing.assert_close(torch.stack(list(of_initial.values())).sum(0), expected[-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 11])
+def test_checkpoints_and_second_backward_passes(length: int) -> None:
+    """Also on a rank without tokens; a retained graph gives the same gradients again."""
+    sequence, whole = Sequence(length, 3, Contiguous(), 1), problem(True, False, 1, length)
+
+    def body(rank: int) -> None:
+        mine = {each: sequence.shard(x, rank).requires_grad_() for each, x in whole.items()}
+
+        def out() -> torch.Tensor:
+            return layer(mine, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=length)
+
+        results = [out(), checkpoint(out, use_reentrant=False)]
+        first, again = (
+            torch.autograd.grad(results[0].square().sum(), list(mine.values()), retain_graph=True) for _ in "12"
+        )
+        other = torch.autograd.grad(results[1].square().sum(), list(mine.values()))  # type: ignore[union-attr]
+        torch.testing.assert_close([again, other], [first, first], rtol=0, atol=0)
+
+    with (
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=pretended()),
+    ):
+        run_ranks(3, body)
+
+
+@pytest.mark.parametrize(("length", "edges"), [(2, (0,)), (5, (0, 1, 5))], ids=["no tokens", "a document of one rank"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_one_tensor_alone_has_a_gradient(kernels: bool, name: str, length: int, edges: tuple[int, ...]) -> None:
+    """Ranks join the same collectives, also in a checkpoint, which computes again up to the last tensor it saved.
+
+    Without documents, the last rank has no tokens. With documents, no rank needs the map of the first rank's piece.
+    """
+    sequence, whole = Sequence(length, 3, Contiguous(), 1, edges), problem(True, False, 1, length)
+
+    def body(rank: int) -> None:
+        mine = {each: sequence.shard(x, rank) for each, x in whole.items()}
+        mine[name].requires_grad_()
+
+        def out() -> torch.Tensor:
+            return layer(mine, mesh=dist.group.WORLD, **sequence.options())
+
+        grads = []
+        for result in (out(), checkpoint(out, use_reentrant=False)):
+            grads.append(torch.autograd.grad(result.square().sum(), mine[name]))  # type: ignore[union-attr]
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+    with (
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: kernels and all(lengths)),
+        mock.patch.object(fla, "_kernel", return_value=pretended()),
+    ):
+        run_ranks(3, body)
+
+
+def test_the_warning_says_which_torch_brings_the_triton_that_the_package_asks_for() -> None:
+    reason = "RuntimeError: incorrect results. Please upgrade Triton to >= 3.7.1 or install tilelang"
+    with pytest.warns(UserWarning, match=r"or install tilelang \(torch 2\.13 is the first that installs this version"):
+        fla._warn(reason)
+    with pytest.warns(UserWarning, match="torch operations are: dv is wrong$"):
+        fla._warn("dv is wrong")
+
+
+def test_cpus_and_float32_do_not_use_the_package() -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    assert not fla.fla_serves(q, q, None, True, [1])

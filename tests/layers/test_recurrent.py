@@ -1,0 +1,492 @@
+"""Gated delta rule, KDA, Mamba-2 and linear attention of sharded sequences, on ranks that are threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.collectives import kinds, recorded_collectives
+from support.ranks import run_ranks
+from support.sequences import Sequence, normal, recurrence, sequences
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    Striped,
+    affine_scan,
+    gated_delta_rule,
+    kda,
+    linear_attention,
+    local_runs,
+    mamba2,
+)
+
+KINDS = ("gated_delta_rule", "delta_rule", "kda", "linear_attention", "simple_gla", "gla")
+K, V, HEADS = 3, 2, 2
+
+
+def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def problem(kind: str, batch: int, length: int, heads: int = HEADS) -> dict[str, torch.Tensor]:
+    """The tensors of a layer, whole."""
+    of_keys = 1 if kind in ("gated_delta_rule", "gla") else heads
+    tensors = {"q": normal(batch, length, of_keys, K), "k": normal(batch, length, of_keys, K, seed=1)}
+    tensors["v"] = normal(batch, length, heads, V, seed=2)
+    if kind in ("gated_delta_rule", "simple_gla"):
+        tensors["g"] = F.logsigmoid(normal(batch, length, heads, seed=3))
+    if kind in ("kda", "gla"):
+        tensors["g"] = 3 * F.logsigmoid(normal(batch, length, heads, K, seed=3))
+    if kind in ("gated_delta_rule", "delta_rule", "kda"):
+        tensors["beta"] = normal(batch, length, heads, seed=4).sigmoid()
+        tensors["k"] = F.normalize(tensors["k"], dim=-1)
+    return tensors
+
+
+def layer(kind: str, tensors: dict[str, torch.Tensor], **options: Any) -> Any:
+    if kind == "kda":
+        return kda(**tensors, **options)  # type: ignore[arg-type]
+    if "beta" in tensors:
+        return gated_delta_rule(**{"g": None, **tensors}, **options)  # type: ignore[arg-type]
+    return linear_attention(**tensors, **options)  # type: ignore[arg-type]
+
+
+def check(
+    kind: str, sequence: Sequence, with_states: bool, mesh_shape: tuple[int, ...] = (),
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None, method: str = "scan",
+) -> None:  # fmt: skip
+    """Compares out, final states and all gradients on every rank with one process, token by token."""
+    batch = 1 if with_states and sequence.edges else sequence.batch
+    heads = HEADS if method != "heads" else sequence.ranks * (1 + sequence.length % 2)
+    whole = problem(kind, batch, sequence.length, heads)
+    change(whole)
+    for leaf in whole.values():
+        leaf.requires_grad_()
+    documents = len(sequence.edges) - 1 if sequence.edges and len(sequence.edges) > 1 else 1
+    initial = normal(documents, batch, heads, K, V, seed=5).requires_grad_() if with_states else None
+    reference = Sequence(**{**vars(sequence), "edges": None if sequence.edges == (0,) else sequence.edges})
+    wanted, finals = recurrence(
+        reference, whole["q"], whole["k"], whole["v"], whole.get("g"), whole.get("beta"), 0.5, initial
+    )
+    grad_out, used = normal(*wanted.shape, seed=6), list(whole.values())
+    outputs, grads, grad_finals = [wanted], [grad_out], None
+    if initial is not None:
+        non_empty = finals.numel() > 0
+        used.append(initial)
+        if non_empty:
+            grad_finals = normal(*finals.shape, seed=7)
+            outputs.append(finals)
+            grads.append(grad_finals)
+    expected = torch.autograd.grad(outputs, used, grads, materialize_grads=True, allow_unused=True)
+
+    def body(rank: int) -> Any:
+        mesh: Any = dist.group.WORLD
+        if mesh_shape:
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("cp_node", "cp_gpu"))
+        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
+        leaves, options = list(mine.values()), {}
+        if initial is not None:
+            state = initial.detach().squeeze(1 if sequence.edges and len(sequence.edges) > 1 else 0)
+            leaves.append(state.clone().requires_grad_())
+            options = {"initial_state": leaves[-1], "output_final_state": True}
+        result = layer(kind, mine, mesh=mesh, scale=0.5, method=method, **options, **sequence.options())
+        if initial is None:
+            return result.detach(), None, torch.autograd.grad(result, leaves, sequence.shard(grad_out, rank))
+        out, ends = result
+        outs, grads = [out], [sequence.shard(grad_out, rank)]
+        if grad_finals is not None:  # a share of each rank
+            outs.append(ends)
+            grads.append(grad_finals.view(ends.shape) * (rank + 1) / sum(range(sequence.ranks + 1)))
+        used = torch.autograd.grad(outs, leaves, grads, allow_unused=True, materialize_grads=True)
+        return out.detach(), ends.detach(), used
+
+    results = run_ranks(sequence.ranks, body)
+    for rank, (out, ends, grads_here) in enumerate(results):
+        equal(out, sequence.shard(wanted.detach(), rank))
+        if ends is not None and grad_finals is not None:
+            equal(ends, finals.detach().view(ends.shape))
+        for got, of_whole in zip(grads_here, expected[: len(whole)], strict=False):
+            equal(got, sequence.shard(of_whole, rank))
+    if initial is not None:
+        total = sum((each[2][-1] for each in results), torch.zeros(()))
+        equal(total, expected[-1].view(total.shape))  # type: ignore[union-attr]
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(KINDS), sequences(longest=20), st.booleans())
+def test_layers(kind: str, sequence: Sequence, with_states: bool) -> None:
+    check(kind, sequence, with_states)
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(KINDS), sequences(longest=16, most_ranks=4), st.booleans(), st.sampled_from(["heads", "relayout"])
+)
+def test_other_methods(kind: str, sequence: Sequence, with_states: bool, method: str) -> None:
+    check(kind, sequence, with_states, method=method)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_heads_along_an_axis_beside_one_of_one_rank(shape: tuple[int, int]) -> None:
+    check("kda", Sequence(7, 2, HeadTail(), 1, (0, 3, 7)), True, shape, method="heads")
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    def body(rank: int) -> None:
+        mesh: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_node", "cp_gpu"))
+        options: dict[str, Any] = {"layout": Contiguous(), "method": "heads"}
+        with pytest.raises(ValueError, match=r'"heads" expects .* one mesh axis .* got 2 heads and 4 ranks along 1'):
+            layer("kda", problem("kda", 1, 3), mesh=dist.group.WORLD, **options)
+        with pytest.raises(ValueError, match="got 4 heads and 4 ranks along 2"):
+            layer("kda", problem("kda", 1, 3, 4), mesh=mesh, **options)
+        with pytest.raises(
+            ValueError, match=r"method to be one of \('auto', 'scan', 'relayout', 'heads'\), got 'ring'"
+        ):
+            layer("kda", problem("kda", 1, 3), mesh=dist.group.WORLD, method="ring")
+
+    with recorded_collectives() as collectives:
+        run_ranks(4, body)
+    assert not [each for each in collectives if "AllToAll" in each.kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_chunks(kind: str) -> None:
+    check(kind, Sequence(150, 2, HeadTail(), 1, (0, 70, 150)), True)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "simple_gla", "gla"])
+def test_decays_of_minus_infinity(kind: str) -> None:
+    """exp of them is 0: the state begins again."""
+
+    def forgets(tensors: dict[str, torch.Tensor]) -> None:
+        for position in (0, 3, 4, 69, 80, 149):
+            tensors["g"][:, position] = float("-inf")
+
+    check(kind, Sequence(150, 2, HeadTail(), 1, (0, 70, 150)), True, change=forgets)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "simple_gla", "gla"])
+def test_small_decays_keep_their_digits_after_strong_ones(kind: str) -> None:
+    tensors = problem(kind, 1, 64)
+    tensors["g"] = tensors["g"] * 1e-3
+    tensors["g"][:, ::8] = -1e4
+    wanted, _ = recurrence(Sequence(64, 1, Contiguous()), **{"g": None, "beta": None, **tensors}, scale=1.0)  # type: ignore[arg-type]
+
+    def body(rank: int) -> None:
+        single = {name: x.float() for name, x in tensors.items()}
+        out = layer(kind, single, mesh=dist.group.WORLD, layout=Contiguous(), scale=1.0)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(("kind", "method"), [("gated_delta_rule", "scan"), ("gla", "scan"), ("kda", "relayout")])
+def test_two_axes(kind: str, method: str) -> None:
+    check(kind, Sequence(13, 4, HeadTail(), 1, (2, 5, 13)), True, (2, 2), method=method)
+
+
+@settings(max_examples=20)
+@given(sequences(longest=16))
+def test_mamba2(sequence: Sequence) -> None:
+    batch, length = sequence.batch, sequence.length
+    x, dt = normal(batch, length, 2, 3), normal(batch, length, 2, seed=1)
+    b, c = normal(batch, length, 1, 4, seed=2), normal(batch, length, 1, 4, seed=3)
+    a, d, bias = -normal(2, seed=4).exp(), normal(2, seed=5), normal(2, seed=6)
+    whole = [leaf.requires_grad_() for leaf in (x, dt, b, c, a, d, bias)]
+    step = F.softplus(dt + bias)
+    reference = Sequence(**{**vars(sequence), "edges": None if sequence.edges == (0,) else sequence.edges})
+    wanted, _ = recurrence(reference, c, b, x * step.unsqueeze(-1), step * a, None, 1.0)
+    wanted = wanted + d.unsqueeze(-1) * x
+    grad_out = normal(*wanted.shape, seed=7)
+    expected = torch.autograd.grad(wanted, whole, grad_out, materialize_grads=True, allow_unused=True)
+
+    def body(rank: int) -> Any:
+        mine = [sequence.shard(each.detach(), rank).requires_grad_() for each in whole[:4]]
+        mine += [each.detach().clone().requires_grad_() for each in whole[4:]]
+        x, dt, b, c, a, d, bias = mine
+        out = mamba2(
+            x, dt, a, b, c, D=d, dt_bias=bias, dt_softplus=True, mesh=dist.group.WORLD, **sequence.options()  # type: ignore[arg-type]
+        )  # fmt: skip
+        return out.detach(), torch.autograd.grad(out, mine, sequence.shard(grad_out, rank))  # type: ignore[union-attr]
+
+    results = run_ranks(sequence.ranks, body)
+    for rank, (out, grads) in enumerate(results):
+        equal(out, sequence.shard(wanted.detach(), rank))
+        for got, of_whole in zip(grads[:4], expected[:4], strict=True):
+            equal(got, sequence.shard(of_whole, rank))
+    for index in range(4, 7):
+        equal(sum((each[1][index] for each in results), torch.zeros(())), expected[index])
+
+
+def test_bfloat16_of_mamba2_is_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 40, 2, 3), (1, 40, 1, 4), (1, 40, 1, 4))
+    x, b, c = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+    dt, a = torch.rand(1, 40, 2, generator=generator), -torch.ones(2)
+
+    def body(rank: int) -> None:
+        got = mamba2(x, dt, a, b, c, mesh=dist.group.WORLD, D=torch.ones(2))
+        wide = mamba2(x.float(), dt, a, b.float(), c.float(), mesh=dist.group.WORLD, D=torch.ones(2))
+        assert torch.equal(got, wide.bfloat16())  # type: ignore[arg-type, union-attr]
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_one_tensor_alone_has_a_gradient(name: str) -> None:
+    """Ranks without tokens take part in the collectives of the others, and in no others."""
+    whole = problem("gated_delta_rule", 1, 2)
+    sequence = Sequence(2, 4, Contiguous())
+    whole[name].requires_grad_()
+    wanted, _ = recurrence(sequence, **whole, scale=0.5)
+    (expected,) = torch.autograd.grad(wanted.sum(), whole[name])
+
+    def body(rank: int) -> None:
+        mine = {each: sequence.shard(x.detach(), rank) for each, x in whole.items()}
+        mine[name].requires_grad_()
+        out = layer("gated_delta_rule", mine, scale=0.5, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=2)
+        equal(torch.autograd.grad(out.sum(), mine[name])[0], sequence.shard(expected, rank))
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("method", ["scan", "relayout"])
+def test_a_checkpoint_that_ends_with_the_layer_repeats_its_exchanges_on_ranks_without_tokens(method: str) -> None:
+    """A checkpoint stops its recompute when it has every saved tensor again, perhaps before an exchange."""
+    whole, sequence = problem("gated_delta_rule", 1, 2), Sequence(2, 3, Contiguous())
+    for x in whole.values():
+        x.requires_grad_()
+    wanted, _ = recurrence(sequence, **whole, scale=0.5)
+    expected = torch.autograd.grad(wanted.sum(), list(whole.values()))
+
+    def body(rank: int) -> None:
+        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            options: dict[str, Any] = {"mesh": dist.group.WORLD, "layout": Contiguous(), "method": method, "seq_len": 2}
+            return layer("gated_delta_rule", dict(zip(mine, tensors, strict=True)), scale=0.5, **options)
+
+        out: Any = checkpoint(call, *mine.values(), use_reentrant=False)
+        grads = torch.autograd.grad(out.sum(), list(mine.values()))
+        for got, of_whole in zip(grads, expected, strict=True):
+            equal(got, sequence.shard(of_whole, rank))
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("kind", ["matrices", "diagonals", "numbers", "one number"])
+@pytest.mark.parametrize("edges", [None, (0, 5, 6, 17)], ids=str)
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(3)], ids=str)
+def test_affine_scan(layout: Layout, edges: tuple[int, ...] | None, kind: str) -> None:
+    """Against the runs of all ranks in the order of positions."""
+    sequence, documents = Sequence(17, 3, layout, 1, edges), len(edges or (0, 0)) - 1
+    shape = {"matrices": (2, 3, 3), "diagonals": (2, 3), "numbers": (2,), "one number": ()}[kind]
+    heads = () if kind == "one number" else (2,)
+    runs = run_ranks(3, lambda rank: local_runs(dist.group.WORLD, 17, layout, cu_seqlens=edges))
+    transitions = [normal(len(of_rank), *shape, seed=rank).requires_grad_() for rank, of_rank in enumerate(runs)]
+    states = [normal(len(of_rank), *heads, 3, 2, seed=9 + rank).requires_grad_() for rank, of_rank in enumerate(runs)]
+    initial = normal(documents, *heads, 3, 2, seed=20).requires_grad_()
+    entering = [[torch.empty(0)] * len(of_rank) for of_rank in runs]
+    finals = []
+    for document, (start, stop) in enumerate(pairwise(edges or (0, 17))):
+        current = initial[document]
+        places = [(at, rank, i) for rank, of_rank in enumerate(runs) for i, (at, _) in enumerate(of_rank)]
+        for _, rank, i in sorted(each for each in places if start <= each[0] < stop):
+            entering[rank][i] = current
+            matrix = transitions[rank][i]
+            moved = (
+                matrix @ current
+                if kind == "matrices"
+                else matrix[(..., *[None] * (current.dim() - matrix.dim()))] * current
+            )
+            current = moved + states[rank][i]
+        finals.append(current)
+    wanted = [*[torch.stack(each) for each in entering], torch.stack(finals)]
+    grads = [normal(*each.shape, seed=30 + i) for i, each in enumerate(wanted)]
+    expected = torch.autograd.grad(wanted, [*transitions, *states, initial], grads)
+
+    def body(rank: int) -> torch.Tensor:
+        leaves = [x.detach().clone().requires_grad_() for x in (transitions[rank], states[rank], initial)]
+        out, ends = affine_scan(
+            *leaves[:2], mesh=dist.group.WORLD, seq_len=17, layout=sequence.layout, cu_seqlens=edges,
+            initial_state=leaves[2], output_final_state=True,
+        )  # fmt: skip
+        equal(out.detach(), wanted[rank].detach())
+        equal(ends.detach(), wanted[-1].detach())
+        found = torch.autograd.grad([out, ends], leaves, [grads[rank], grads[-1] / 3])
+        equal(found[0], expected[rank])
+        equal(found[1], expected[3 + rank])
+        return found[2]
+
+    equal(sum(run_ranks(3, body), torch.zeros(())), expected[-1])
+
+
+@pytest.mark.parametrize("with_gradient", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_checkpoint_that_ends_with_a_scan_repeats_its_exchange_on_every_rank(with_gradient: tuple[int, ...]) -> None:
+    """The states that enter the first runs need nothing of other ranks."""
+
+    def body(rank: int) -> None:
+        given = [normal(1, 3, 3, seed=rank), normal(1, 3, 2, seed=9 + rank), normal(1, 3, 2, seed=20)]
+        leaves = [given[index].requires_grad_() for index in with_gradient]
+
+        def scan(transition: torch.Tensor, state: torch.Tensor, initial: torch.Tensor) -> Any:
+            options: dict[str, Any] = {"mesh": dist.group.WORLD, "seq_len": 6, "layout": Contiguous()}
+            return affine_scan(transition, state, initial_state=initial, **options)
+
+        expected = torch.autograd.grad(scan(*given).square().sum(), leaves)
+        out: Any = checkpoint(scan, *given, use_reentrant=False)
+        for got, wanted in zip(torch.autograd.grad(out.square().sum(), leaves), expected, strict=True):
+            equal(got, wanted)
+
+    run_ranks(3, body)
+
+
+def test_affine_scan_refuses_several_dtypes() -> None:
+    def body(rank: int) -> None:
+        transition, state = normal(1, 2), normal(1, 2, 2)
+        for name, changed in (("transition", (transition.float(), state, None)), ("initial_state", None)):
+            maps = changed or (transition, state, state.float())
+            with pytest.raises(ValueError, match=f"expects one dtype, got {name} torch.float32, state torch.float64"):
+                affine_scan(*maps[:2], mesh=dist.group.WORLD, seq_len=4, layout=Contiguous(), initial_state=maps[2])
+
+    run_ranks(1, body)
+
+
+def test_one_exchange_forward_and_one_backward_whose_size_does_not_grow() -> None:
+    sizes = []
+    for length in (64, 1024):
+
+        def body(rank: int, length: int = length) -> None:
+            tensors = problem("gated_delta_rule", 1, length // 4)
+            mine = {name: x.requires_grad_() for name, x in tensors.items()}
+            layer("gated_delta_rule", mine, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=length).sum().backward()
+
+        with recorded_collectives() as collectives:
+            run_ranks(4, body)
+        assert kinds(collectives) == ["AllGather", "ReduceScatter"]
+        sizes.append([each.sent[0].numel() for each in collectives if each.rank == 0])
+    assert sizes[0] == sizes[1]
+    assert sizes[0][0] == HEADS * K * (K + V)
+
+
+def test_documents_within_one_rank_send_nothing() -> None:
+    def body(rank: int) -> None:
+        tensors = problem("kda", 1, 4)
+        layer("kda", tensors, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=8, cu_seqlens=[0, 1, 4, 8])
+
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert not collectives
+
+
+def test_strong_decays_stay_finite() -> None:
+    """exp of decays over a chunk is zero, and its inverse infinite."""
+
+    def body(rank: int) -> None:
+        tensors = {name: x.float() for name, x in problem("kda", 1, 40).items()}
+        tensors["g"] = tensors["g"] * 0 - 60
+        leaves = [x.requires_grad_() for x in tensors.values()]
+        out = layer("kda", tensors, mesh=dist.group.WORLD, seq_len=80)
+        assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.sum(), leaves)))
+
+    run_ranks(2, body)
+
+
+def test_dtensors() -> None:
+    tensors, sequence = problem("gated_delta_rule", 2, 11, 4), Sequence(11, 2, Contiguous())
+    tensors["q"], tensors["k"] = (tensors[name].expand(2, 11, 2, K) for name in "qk")
+    wanted, _ = recurrence(sequence, **tensors, scale=0.5)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        placed = {name: distribute_tensor(x, mesh, [Shard(1), Shard(2)]) for name, x in tensors.items()}
+        for method in ("scan", "heads"):
+            out = gated_delta_rule(**placed, scale=0.5, method=method)
+            assert isinstance(out, DTensor)
+            assert tuple(out.placements) == (Shard(1), Shard(2))
+            equal(out.full_tensor(), wanted)
+        with pytest.raises(NotImplementedError, match="takes and returns no states"):
+            gated_delta_rule(**placed, output_final_state=True)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("of_keys", [1, 3])
+def test_dtensors_whose_shards_of_heads_share_heads_of_keys(of_keys: int) -> None:
+    """12 heads over 2 ranks: with 3 heads of keys, the second is read on both."""
+    tensors, sequence = problem("gated_delta_rule", 1, 5, 12), Sequence(5, 2, Contiguous())
+    tensors |= {name: normal(1, 5, of_keys, K, seed=index) for index, name in enumerate("qk")}
+    for x in tensors.values():
+        x.requires_grad_()
+    wanted, _ = recurrence(sequence, **tensors, scale=0.5)
+    expected = torch.autograd.grad(wanted.square().sum(), list(tensors.values()))
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        placed = {
+            name: distribute_tensor(x.detach(), mesh, [Shard(1), Shard(2)]).requires_grad_()
+            for name, x in tensors.items()
+        }
+        out: Any = gated_delta_rule(**placed, scale=0.5)
+        equal(out.full_tensor(), wanted)
+        for got, of_all in zip(torch.autograd.grad(out.square().sum(), list(placed.values())), expected, strict=True):
+            equal(got.full_tensor(), of_all)  # type: ignore[attr-defined]
+
+    run_ranks(4, body)
+
+
+def test_norms_of_queries_and_keys() -> None:
+    def body(rank: int) -> None:
+        x = problem("delta_rule", 1, 5)
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "seq_len": 5}
+        normed = {**x, **{name: F.normalize(x[name], dim=-1) for name in "qk"}}
+        got = layer("delta_rule", {**x, "k": 7 * x["k"]}, use_qk_l2norm_in_kernel=True, **options)
+        torch.testing.assert_close(got, layer("delta_rule", normed, **options), rtol=1e-5, atol=1e-5)
+
+    run_ranks(1, body)
+
+
+def test_examples_of_docstrings() -> None:
+    def body(rank: int) -> None:
+        mesh = dist.group.WORLD
+        one, v = torch.ones(1, 2, 1, 1), torch.tensor([[[[2.0]], [[4.0]]]])
+        beta, half = torch.full((1, 2, 1), 0.5), torch.full((1, 2, 1, 1), math.log(0.5))
+        results = [
+            gated_delta_rule(one, one, v, None, beta, mesh=mesh),
+            kda(one, one, v, half, beta, mesh=mesh),
+            linear_attention(one, one, v, mesh=mesh),
+            mamba2(v, torch.ones(1, 2, 1), torch.tensor([-math.log(2)]), one, one, mesh=mesh),
+        ]
+        shown = torch.stack([x.flatten() for x in results])  # type: ignore[union-attr]
+        torch.testing.assert_close(shown, torch.tensor([[1, 2.5], [1, 2.25], [2, 6], [2, 5]]))
+
+    run_ranks(1, body)
+
+
+def test_example_of_affine_scan() -> None:
+    def body(rank: int) -> float:
+        two, added = torch.full((1,), 2.0), torch.tensor([[1.0], [5.0]][rank]).view(1, 1, 1)
+        return affine_scan(two, added, mesh=dist.group.WORLD, seq_len=2, layout=Contiguous()).item()  # type: ignore[union-attr]
+
+    assert run_ranks(2, body) == [0, 1]
+
+
+def test_mamba2_clamps_steps_below_zero() -> None:
+    def body(rank: int) -> list[float]:
+        one = torch.ones(1, 2, 1, 1)
+        return mamba2(one, -one[..., 0], -one[0, 0, 0], one, one, mesh=dist.group.WORLD).flatten().tolist()  # type: ignore[union-attr]
+
+    assert run_ranks(1, body) == [[0, 0]]

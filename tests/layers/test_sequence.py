@@ -1,0 +1,391 @@
+"""Halos, shifts, changes of layout and convolutions along sharded sequences, on ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import examples
+from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.ranks import run_ranks
+from support.sequences import LAYOUTS, GivenSegments, Sequence, convolved, halos, normal, sequences, shifted
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from cp_dtensor import (
+    Causal,
+    Contiguous,
+    Documents,
+    HeadTail,
+    Layout,
+    Striped,
+    causal_conv1d,
+    context_parallel,
+    halo,
+    relayout,
+    shift,
+)
+
+
+def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def check_rows(
+    sequence: Sequence, operation: Callable[[torch.Tensor], torch.Tensor],
+    expected: Callable[[torch.Tensor, int], torch.Tensor],
+) -> None:  # fmt: skip
+    """Compares results and gradients of a linear operation on shards with those of the whole sequence."""
+    whole = normal(sequence.batch, sequence.length, 2).requires_grad_()
+    wanted = [expected(whole, rank) for rank in range(sequence.ranks)]
+    grads = [normal(*each.shape, seed=1 + rank) for rank, each in enumerate(wanted)]
+    (whole_grad,) = torch.autograd.grad(wanted, whole, grads)
+
+    def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = sequence.shard(whole.detach(), rank).requires_grad_()
+        out = operation(x)
+        return out.detach(), torch.autograd.grad(out, x, grads[rank])[0]
+
+    for rank, (out, grad) in enumerate(run_ranks(sequence.ranks, body)):
+        assert out.is_contiguous()
+        equal(out, wanted[rank].detach())
+        equal(grad, sequence.shard(whole_grad, rank))
+
+
+@settings(max_examples=examples(60))
+@given(sequences(), st.integers(-9, 9))
+def test_shift(sequence: Sequence, n: int) -> None:
+    check_rows(
+        sequence,
+        lambda x: shift(x, n, mesh=dist.group.WORLD, dim=1, **sequence.options()),  # type: ignore[arg-type]
+        lambda whole, rank: sequence.shard(shifted(sequence, whole, n), rank),
+    )
+
+
+@settings(max_examples=examples(60))
+@given(sequences(), st.integers(0, 7))
+def test_halo(sequence: Sequence, left: int) -> None:
+    check_rows(
+        sequence,
+        lambda x: halo(x, left, mesh=dist.group.WORLD, dim=-2, **sequence.options()),  # type: ignore[arg-type]
+        lambda whole, rank: halos(sequence, whole, left, rank),
+    )
+
+
+@settings(max_examples=examples(60))
+@given(sequences(), st.sampled_from(LAYOUTS))
+def test_relayout(sequence: Sequence, target: Layout) -> None:
+    in_target = Sequence(sequence.length, sequence.ranks, target, sequence.batch)
+    check_rows(
+        sequence,
+        lambda x: relayout(x, sequence.layout, target, mesh=dist.group.WORLD, dim=1, seq_len=sequence.length),
+        lambda whole, rank: in_target.shard(whole, rank),
+    )
+
+
+def test_relayout_to_a_layout_that_has_segments() -> None:
+    def body(rank: int) -> torch.Tensor:
+        x, own = torch.arange(7).tensor_split((4,))[rank], GivenSegments.of(HeadTail(), 7, 2)
+        return relayout(x, Contiguous(), own, mesh=dist.group.WORLD, dim=0, seq_len=7)
+
+    assert [x.tolist() for x in run_ranks(2, body)] == [[0, 1, 6], [2, 3, 4, 5]]
+
+
+@settings(max_examples=examples(60))
+@given(sequences(), st.integers(1, 5), st.booleans(), st.sampled_from([None, "silu", "swish"]))
+def test_causal_conv1d(sequence: Sequence, width: int, has_bias: bool, activation: str | None) -> None:
+    leaves = [normal(sequence.batch, sequence.length, 3), normal(3, width, seed=1), normal(3, seed=2)]
+    whole, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    used = [whole, weight, bias] if has_bias else [whole, weight]
+    wanted = convolved(sequence, whole, weight, bias if has_bias else None, activation)
+    grad_out = normal(*wanted.shape, seed=3)
+    expected = torch.autograd.grad(wanted, used, grad_out, materialize_grads=True)
+
+    def body(rank: int) -> tuple[torch.Tensor, ...]:
+        x = sequence.shard(whole.detach(), rank).requires_grad_()
+        mine = [x, *[each.detach().clone().requires_grad_() for each in used[1:]]]
+        out = causal_conv1d(*mine, mesh=dist.group.WORLD, activation=activation, **sequence.options())  # type: ignore[arg-type]
+        return out.detach(), *torch.autograd.grad(out, mine, sequence.shard(grad_out, rank))
+
+    results = run_ranks(sequence.ranks, body)
+    for rank, (out, grad, *_) in enumerate(results):
+        equal(out, sequence.shard(wanted.detach(), rank))
+        equal(grad, sequence.shard(expected[0], rank))
+    for of_all, of_ranks in zip(expected[1:], zip(*[each[2:] for each in results], strict=True), strict=True):
+        equal(sum(of_ranks, torch.zeros_like(of_all)), of_all)
+
+
+def test_one_exchange_each() -> None:
+    def body(rank: int) -> None:
+        x = torch.ones(2, 4, 3)
+        options: dict[str, Any] = {"mesh": dist.group.WORLD, "layout": Striped(1), "seq_len": 16}
+        shift(x, -1, dim=1, **options)
+        halo(x, 3, dim=1, **options)
+        causal_conv1d(x, torch.ones(3, 4), **options)
+        relayout(x, Striped(1), Contiguous(), mesh=dist.group.WORLD, dim=1, seq_len=16)
+
+    with recorded_collectives() as collectives:
+        run_ranks(4, body)
+    assert len(kinds(collectives)) == 4
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2)])
+def test_two_axes(shape: tuple[int, int]) -> None:
+    length = 17
+    sequence = Sequence(length, shape[0] * shape[1], HeadTail(), 2, (0, 5, 6, 17))
+    whole = normal(2, length, 3).requires_grad_()
+    wanted = shifted(sequence, whole, -2)
+    grad_out = normal(2, length, 3, seed=1)
+    (expected,) = torch.autograd.grad(wanted, whole, grad_out)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+        x = sequence.shard(whole.detach(), rank).requires_grad_()
+        out = shift(x, -2, mesh=mesh, dim=1, **sequence.options())  # type: ignore[arg-type]
+        equal(out.detach(), sequence.shard(wanted.detach(), rank))
+        equal(torch.autograd.grad(out, x, sequence.shard(grad_out, rank))[0], sequence.shard(expected, rank))
+
+    run_ranks(sequence.ranks, body)
+
+
+def test_second_derivatives() -> None:
+    """The gradient of a gradient of a linear operation is the operation."""
+
+    def body(rank: int) -> None:
+        x = normal(1, 4, 2, seed=rank).requires_grad_()
+        y = shift(x**3, 1, mesh=dist.group.WORLD, dim=1, layout=HeadTail())
+        (grad,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+        inner = shift(torch.ones_like(x), -1, mesh=dist.group.WORLD, dim=1, layout=HeadTail())
+        equal(second, 30 * x.detach() ** 4 * inner)
+
+    run_ranks(2, body)
+
+
+DTYPES = [torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.uint16, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes_and_first_dims(dtype: torch.dtype) -> None:
+    whole = torch.arange(11) % 2
+    sequence = Sequence(11, 3, Striped(2))
+
+    def body(rank: int) -> None:
+        x = sequence.shard(whole[None], rank)[0].to(dtype)
+        got = shift(x, 1, mesh=dist.group.WORLD, dim=0, layout=Striped(2), seq_len=11)
+        expected = sequence.shard(shifted(sequence, whole[None], 1), rank)[0].to(dtype)
+        assert got.dtype == dtype
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_a_checkpoint_of_a_convolution_repeats_its_exchange_on_ranks_without_tokens(name: str) -> None:
+    """Where one tensor alone has a gradient; a checkpoint stops its recompute when it has every saved tensor again."""
+    sequence = Sequence(2, 3, Contiguous())
+    whole = {"x": normal(1, 2, 3), "weight": normal(3, 4, seed=1), "bias": normal(3, seed=2)}
+    leaf = whole[name].requires_grad_()
+    (expected,) = torch.autograd.grad(convolved(sequence, **whole, activation="silu").sum(), leaf)
+
+    def body(rank: int) -> torch.Tensor:
+        mine = {**whole, "x": sequence.shard(whole["x"], rank)}
+        mine[name] = mine[name].detach().clone().requires_grad_()
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            return causal_conv1d(*tensors, mesh=dist.group.WORLD, layout=Contiguous(), activation="silu", seq_len=2)
+
+        out: Any = checkpoint(call, *mine.values(), use_reentrant=False)
+        return torch.autograd.grad(out.sum(), mine[name])[0]
+
+    got = run_ranks(3, body)
+    equal(torch.cat(got, 1) if name == "x" else sum(got, torch.zeros(())), expected)
+
+
+# DTensors
+
+
+@pytest.mark.parametrize("length", [8, 5, 1])
+def test_dtensors(length: int) -> None:
+    sequence = Sequence(length, 4, Contiguous(), 2, (0, length // 2, length))
+    whole, weight = normal(2, length, 6), normal(6, 3, seed=1)
+    grad_out = normal(2, length, 6, seed=2)
+    leaves = [whole.clone().requires_grad_(), weight.clone().requires_grad_()]
+    wanted = convolved(sequence, leaves[0], leaves[1], None, "silu")
+    expected = torch.autograd.grad(wanted, leaves, grad_out)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "tp"))
+        x = distribute_tensor(whole, mesh, [Shard(1), Shard(2)]).requires_grad_()
+        w = distribute_tensor(weight, mesh, [Replicate(), Shard(0)]).requires_grad_()
+        out = causal_conv1d(x, w, activation="silu", cu_seqlens=sequence.edges)
+        assert isinstance(out, DTensor)
+        assert tuple(out.placements) == (Shard(1), Shard(2))
+        grads = torch.autograd.grad(out, [x, w], distribute_tensor(grad_out, mesh, out.placements))
+        equal(out.full_tensor().detach(), wanted.detach())
+        for got, of_all in zip(grads, expected, strict=True):
+            assert isinstance(got, DTensor)
+            equal(got.full_tensor(), of_all)
+        moved = shift(x, -1, dim=1)
+        equal(moved.full_tensor().detach(), shifted(Sequence(length, 4, Contiguous()), whole, -1))
+        before = halo(x, 2, dim=1)
+        assert before.shape == (2, 8, 6)
+        assert before.to_local().shape == (2, 2, 3)
+
+    run_ranks(8, body)
+
+
+def test_partial_sums_are_reduced_first() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        x = DTensor.from_local(torch.tensor([1.0, 2.0]) + 2 * (rank // 2), mesh, [Shard(0), Partial()])
+        got = shift(x, 1, dim=0)
+        assert got.full_tensor().tolist() == [0, 2, 4, 6]
+
+    run_ranks(4, body)
+
+
+# Contexts
+
+
+def test_symmetric_padding_of_the_context() -> None:
+    """Its positions look like the lengths of documents."""
+
+    def body(rank: int) -> None:
+        mesh, mask = init_device_mesh("cpu", (2,)), Documents.for_length([2, 4], 6)
+        with context_parallel(mesh, layout=Contiguous(), mask=mask, seq_len=6):
+            got = shift(torch.arange(3) + 3 * rank + 1, 1, mesh=mesh, dim=0)
+        assert got.tolist() == ([0, 1, 0], [3, 0, 5])[rank]
+
+    run_ranks(2, body)
+
+
+def test_layout_documents_and_length_of_the_context() -> None:
+    whole = torch.arange(10.0).view(1, 10, 1)
+    edges = (0, 4, 10)
+    sequence = Sequence(10, 2, Striped(2), 1, edges)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = sequence.shard(whole, rank)
+        with context_parallel(mesh, layout=Striped(2), mask=Documents(edges, within=Causal()), seq_len=10):
+            assert torch.equal(shift(x, 1, mesh=mesh, dim=1), sequence.shard(shifted(sequence, whole, 1), rank))
+            alone = Sequence(10, 2, Striped(2))
+            one = shift(x, 1, mesh=mesh, dim=1, cu_seqlens=[0])
+            assert torch.equal(one, sequence.shard(shifted(alone, whole, 1), rank))
+
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert kinds(collectives) == ["AllToAllBase", "AllToAllBase"]
+
+
+# Refusals
+
+
+class NoDataclass(Layout):
+    def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> Any:
+        return Contiguous().segments(seq_len, rank, world_size)
+
+
+BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (TypeError, "expects x to be a torch.Tensor, got list", lambda: shift([1], 1, mesh=dist.group.WORLD, dim=0)),  # type: ignore[arg-type]
+    (ValueError, "expects n to be an integer, got 1.0", lambda: shift(torch.ones(2), 1.0, mesh=None, dim=0)),  # type: ignore[arg-type]
+    (ValueError, "left to be an integer >= 0, got -1", lambda: halo(torch.ones(2), -1, mesh=dist.group.WORLD, dim=0)),
+    (
+        ValueError, r"shift: sequence dim 2 is out of range for shape \(2, 2\)",
+        lambda: shift(torch.ones(2, 2), 1, mesh=dist.group.WORLD, dim=2),
+    ),
+    (TypeError, "expected mesh", lambda: shift(torch.ones(2), 1, dim=0)),
+    (
+        ValueError, "ascending",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=[3, 1]),
+    ),
+    (
+        ValueError, r"cu_seqlens up to 9, expected at most the length of the sequence, 4",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=[0, 9], seq_len=4),
+    ),
+    (
+        ValueError, "got 2 local tokens",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, seq_len=400),
+    ),
+    (
+        TypeError, "target to be a Layout",
+        lambda: relayout(torch.ones(2), None, "head", mesh=dist.group.WORLD, dim=0),  # type: ignore[arg-type]
+    ),
+    (
+        TypeError, "to be frozen dataclasses, got NoDataclass",
+        lambda: relayout(torch.ones(2), None, NoDataclass(), mesh=dist.group.WORLD, dim=0),
+    ),
+    (
+        ValueError, "weight",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(2, 4), mesh=dist.group.WORLD),
+    ),
+    (
+        ValueError, r"at least one of each; got x \(1, 2, 0\), weight \(0, 4\)",
+        lambda: causal_conv1d(torch.ones(1, 2, 0), torch.ones(0, 4), mesh=dist.group.WORLD),
+    ),
+    (
+        ValueError, "got tensors on cpu and meta",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4, device="meta"), mesh=dist.group.WORLD),
+    ),
+    (
+        ValueError, "documents of a tensor with values",
+        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=torch.ones(2, device="meta").int()),
+    ),
+    (
+        ValueError, "activation",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4), mesh=dist.group.WORLD, activation="relu"),
+    ),
+    (
+        ValueError, "one dtype, got torch.float32, torch.float64",
+        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4, dtype=torch.float64), mesh=dist.group.WORLD),
+    ),
+]  # fmt: skip
+
+
+def test_refused_before_any_exchange() -> None:
+    def body(rank: int) -> None:
+        for kind, message, call in BAD:
+            with pytest.raises(kind, match=message):
+                call()
+
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert not collectives
+
+
+def test_different_calls_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        shift(torch.ones(2, 3), 1 + (rank == 1), mesh=dist.group.WORLD, dim=0)
+
+    errors = errors_by_rank(3, body)
+    assert all(isinstance(error, ValueError) and "operation: rank 1 says" in str(error) for error in errors)
+
+
+def test_lengths_of_no_sequence_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        shift(torch.ones(2 + 5 * rank), 1, mesh=dist.group.WORLD, dim=0)
+
+    wanted = "global length: rank 1 says 14, the others 4. Where nothing declares"
+    assert all(wanted in str(error) for error in errors_by_rank(2, body))
+
+
+def test_gradients_of_rows_with_several_copies_are_rounded_once() -> None:
+    """Rows in the halos of many ranks, in bfloat16."""
+
+    def body(rank: int, dtype: torch.dtype) -> torch.Tensor:
+        x = torch.zeros(1, 8, 64, dtype=dtype).requires_grad_()
+        out = halo(x, 40, mesh=dist.group.WORLD, layout=Contiguous(), dim=1, seq_len=64)
+        grad_out = normal(*out.shape, seed=rank).bfloat16().to(dtype)  # type: ignore[union-attr]
+        return torch.autograd.grad(out, x, grad_out)[0]  # type: ignore[arg-type]
+
+    wanted = run_ranks(8, lambda rank: body(rank, torch.float64).float().bfloat16())
+    for got, rounded in zip(run_ranks(8, lambda rank: body(rank, torch.bfloat16)), wanted, strict=True):
+        different = (got != rounded).double().mean()  # float32 sums may round the other way in a tie
+        assert different < 0.01
