@@ -57,11 +57,12 @@ from cp_dtensor.attention.backends.select import only_backend, register_backend
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.comm.calls import Signature, begin_pass
+from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.links import cluster_of
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transports import register_transport, transport_by_name
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
 from cp_dtensor.engine.arguments import (
     check_devices,
@@ -86,6 +87,7 @@ from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of
 from cp_dtensor.engine.run import CallMask, NamedMask, run_backward_again
 from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
 from cp_dtensor.plan.partition import partition_heads
+from cp_dtensor.plan.plan import ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
@@ -103,7 +105,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
     # registries
-    "AttentionBackend", "register_backend",
+    "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
     "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
-from cp_dtensor.comm.select import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
+from cp_dtensor.comm.transports import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.engine.latent import EXPANDED_BYTES
 from cp_dtensor.plan.cost import (
     Cluster,

@@ -14,7 +14,7 @@ from cp_dtensor import Balanced, Batched, Documents, Full, PerDocument, explain
 from cp_dtensor.api import explain as api
 from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import Estimate, _by_heads, estimates, ring_estimate
 from cp_dtensor.engine.traffic import attention_bytes
 from cp_dtensor.plan.cost import Cluster, Hardware, Step, Tier, seconds

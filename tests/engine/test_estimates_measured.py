@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 from support.measured import Case, measured
 
-from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import estimates, ring_estimate
 from cp_dtensor.plan.cost import Cluster, Hardware, Tier
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of

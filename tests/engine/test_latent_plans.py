@@ -28,7 +28,7 @@ from cp_dtensor import (
 from cp_dtensor.api.explain import Explanation
 from cp_dtensor.attention.latent import expand_latents
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine import latent as latents
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.base import Tensors

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_dtensor.comm import select
+from cp_dtensor.comm import transports
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.comm.select import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
+from cp_dtensor.comm.transports import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.plan.cost import (
     BACKWARD,
     TOLERANCE,
@@ -157,10 +157,10 @@ def test_elsewhere_the_choice_is_near_the_best(length: int, link_speed: float) -
 
 
 def test_links_are_not_measured_where_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "p2p_obstacle", lambda *_: None)
-    monkeypatch.setattr(select, "cluster_of", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(transports, "p2p_obstacle", lambda *_: None)
+    monkeypatch.setattr(transports, "cluster_of", lambda *_: pytest.fail("measured"))
     ranks: Any = SimpleNamespace(size=lambda: 8)
-    assert select.Auto().for_call(shape(8192, 8), ranks, torch.device("cuda")) == SymmetricMemory()
+    assert transports.Auto().for_call(shape(8192, 8), ranks, torch.device("cuda")) == SymmetricMemory()
 
 
 def test_ranks_without_heads_and_ranks_alone() -> None:

@@ -1,8 +1,9 @@
-"""Choice of the KV transport: by name, or by predicted time over measured links (`rotate_method="auto"`)."""
+"""KV transports by name, and their choice by predicted time over measured links (`rotate_method="auto"`)."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -78,9 +79,40 @@ def plans_of_some_ranks(transport: KVTransport, spec: CallSpec, world_size: int)
     return tuple(transport.plan(spec, rank) for rank in sorted({0, between, world_size - 1}))
 
 
-TRANSPORTS: dict[str, KVTransport] = {each.name: each for each in (AllGather(), AllToAll(), SymmetricMemory())}
-ROTATE_METHODS: dict[str, TransportMethod] = {**TRANSPORTS, "auto": Auto()}
-_CHOICES = ", ".join(map(repr, ROTATE_METHODS))
+ROTATE_METHODS: dict[str, TransportMethod] = {
+    each.name: each for each in (AllGather(), AllToAll(), SymmetricMemory(), Auto())
+}
+"""Values of `rotate_method`; those of `register_transport` come last."""
+
+
+def register_transport(transport: TransportMethod) -> ExitStack:
+    """Make a transport a value of `rotate_method`, by its name.
+
+    Args:
+        transport: a frozen value with a name of its own; every rank registers an equal one.
+
+    Returns:
+        a lease: the transport is removed by its `close()`, or at the end of a `with` block of it.
+
+    Raises:
+        TypeError: anything but a transport with a name.
+        ValueError: a name that exists.
+    """
+    if not isinstance(transport, TransportMethod):
+        raise TypeError(f"expected a transport, a TransportMethod, got {type(transport).__name__}")
+    name = getattr(transport, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"expected the name of a transport to be a str, got {name!r}")
+    if name in ROTATE_METHODS:
+        raise ValueError(f"expected a transport with a new name, got {name!r}, one of {_choices()}")
+    ROTATE_METHODS[name] = transport
+    lease = ExitStack()
+    lease.callback(ROTATE_METHODS.pop, name)
+    return lease
+
+
+def _choices() -> str:
+    return ", ".join(map(repr, ROTATE_METHODS))
 
 
 @dataclass
@@ -102,7 +134,7 @@ def transport_by_name(name: str | None) -> TransportMethod:
     if name is None:
         name = _process_default.name
     if not isinstance(name, str) or name not in ROTATE_METHODS:
-        raise ValueError(f"unknown rotate method: got {name!r}, expected one of {_CHOICES}")
+        raise ValueError(f"unknown rotate method: got {name!r}, expected one of {_choices()}")
     return ROTATE_METHODS[name]
 
 
@@ -127,7 +159,8 @@ def set_rotate_method(rotate_method: str) -> None:
             "symm_mem": all ranks' K/V at once, by copy engines through memory that the GPUs of a node share; where
             they cannot share memory, as "allgather".
             "allgather": all ranks' K/V of some heads at a time, for few large attention calls.
-            "alltoall": a ring with one attention step for each rank; memory does not grow with the number of ranks.
+            "alltoall": a ring with one attention step for each rank; memory does not grow with the number of ranks;
+            or the name of a transport of `register_transport`.
 
     Raises:
         ValueError: an unknown name, or None.
@@ -137,5 +170,5 @@ def set_rotate_method(rotate_method: str) -> None:
         >>> set_rotate_method("auto")
     """
     if rotate_method is None:
-        raise ValueError(f"unknown rotate method: got None, expected one of {_CHOICES}")
+        raise ValueError(f"unknown rotate method: got None, expected one of {_choices()}")
     _process_default.name = transport_by_name(rotate_method).name
