@@ -330,15 +330,15 @@ LINES = {
     "plan": (1939, 1690),
     "attention": (4414, 4290),
     "comm": (3007, 2600),
-    "engine": (4061, 3120),
-    "api": (4353, 3480),
+    "engine": (4063, 3120),
+    "api": (4354, 3480),
     "layers": (3074, 2500),
     "integrations": (5837, 2920),
     "tools": (5403, 2400),
     "": (124, 121),
 }
-PACKAGE_LINES = (36194, 27000)
-TEST_LINES = (52000, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (36197, 27000)
+TEST_LINES = (50931, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (26, 8), "sinks": (26, 12), "deterministic": (26, 12)}
 

@@ -94,7 +94,8 @@ class InPlaceShard:
                     _torch.swap_identities(tensor, local)
                     _undelivered.setdefault(key, []).append((self, local))
                 for shard, late in _undelivered.pop(key, []):
-                    shard.deliver_gradient(late)
+                    if late.grad is not None:
+                        shard.deliver_gradient(late)
 
     def release_whole(self) -> None:
         """Frees the whole contents of a buffer that is not to be restored."""

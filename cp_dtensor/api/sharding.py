@@ -187,19 +187,19 @@ def checked_buffers(
             "expected buffer_seq_dims to have one sequence dim per buffer, got "
             f"{len(buffer_seq_dims)} for {len(buffers)}"
         )
-    dims = []
+    dims, differs_by_row = [], len(layout.batch_groups(2)) > 1
     for index, (tensor, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=True)):
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             kind = type(tensor).__name__
             raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
         dims.append(checked_sequence_dim(f"buffer {index}", tensor, dim))
-        if dims[-1] == 0:
+        if dims[-1] == 0 and differs_by_row:
             refuse_first_dim(f"buffer {index}", layout)
-    if len(layout.batch_groups(2)) > 1 and len({tensor.size(0) for tensor in buffers}) > 1:
+    if differs_by_row and len({tensor.size(0) for tensor in buffers}) > 1:
         shapes = [tuple(tensor.shape) for tensor in buffers]
         raise ValueError(f"{layout} expects one batch size (dim 0) in all buffers, got shapes {shapes}")
-    for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
-        if whole:
+    if whole and layout.only_length is not None:
+        for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
             refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
     return dims
 

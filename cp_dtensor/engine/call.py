@@ -342,7 +342,9 @@ def checked_length(length: int, what: str = "seq_len") -> int:
 
 def checked_lengths(layout: Layout, seq_len: int | Iterable[int] | None) -> tuple[int, ...]:
     """Return the global lengths that `seq_len` declares, ascending; refuse those that `layout` does not divide."""
-    several: Any = () if seq_len is None else seq_len
+    if seq_len is None:
+        return ()
+    several: Any = seq_len
     if not isinstance(several, Iterable) or isinstance(several, torch.Tensor):
         several = (several,)
     lengths = {checked_length(length) for length in several}
