@@ -13,11 +13,11 @@ from cp_dtensor.api.parallel_style import ContextParallel
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import ATTENTION_OPS, varlen_attention
 from cp_dtensor.comm.faults import PeerError
-from cp_dtensor.comm.select import set_rotate_method
+from cp_dtensor.comm.transports import set_rotate_method
 from cp_dtensor.layers.explain import explain_recurrence
 from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
-from cp_dtensor.plan.hardware import GPUS, LINKS, Hardware
+from cp_dtensor.plan.cost import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped

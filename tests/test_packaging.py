@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.ranks import run_ranks
+from support.processes import Processes
 
 import cp_dtensor
-from cp_dtensor.comm.select import ROTATE_METHODS
-from cp_dtensor.engine import planner
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
@@ -66,17 +64,15 @@ def test_workflows_cover_the_versions_that_the_package_names() -> None:
     assert [step["run"] for step in jobs["pinned"]["steps"] if "run" in step] == [".ci/run"]
 
 
-def test_the_examples_of_contributing_run_on_four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They compare with one device themselves, and put a backend and a transport in place."""
+def run_program(rank: int, program: str) -> bool:
+    """Run a program; return True if it came to its last variables."""
+    names: dict[str, object] = {"__name__": "contributing"}
+    exec(compile(program, "CONTRIBUTING.md", "exec"), names)
+    return isinstance(names["j"], torch.Tensor) and "LowMemoryRing" in names
+
+
+def test_the_examples_of_contributing_run_on_four_ranks(four_processes: Processes) -> None:
+    """They compare with one device themselves. In processes: a name of a transport is registered once in each."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
-    monkeypatch.setattr(planner, "choose_backend", planner.choose_backend)
-    rotate_methods = dict(ROTATE_METHODS)
-    program = compile("\n".join(blocks), "CONTRIBUTING.md", "exec")
-    namespaces: list[dict[str, object]] = [{"__name__": "contributing"} for _ in range(4)]
-    try:
-        run_ranks(4, lambda rank: exec(program, namespaces[rank]))
-    finally:
-        ROTATE_METHODS.clear()
-        ROTATE_METHODS.update(rotate_methods)
-    assert all(isinstance(each["j"], torch.Tensor) for each in namespaces)
+    assert all(four_processes.run(run_program, "\n".join(blocks)))

@@ -18,7 +18,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.interception import TORCHS_TOO, SdpaArguments
 from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, is_ulysses_axis
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_sinks, four_dims_of_mask
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors

@@ -31,7 +31,7 @@ from cp_dtensor.api.interception import (
     refuse_torchs_context_parallel,
 )
 from cp_dtensor.attention.backends.select import only_backend
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_qkv, refuse_unsupported_sdpa
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import checked_mask, softmax_scale

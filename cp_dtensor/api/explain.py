@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,13 +10,13 @@ import torch.distributed as dist
 
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ranks
+from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.engine.call import Call, checked_mask
+from cp_dtensor.engine.choose import Estimate, estimates, fastest
 from cp_dtensor.engine.contexts import inherited
-from cp_dtensor.engine.cost_model import Axis, estimates, fastest
-from cp_dtensor.engine.planner import axes_of, call_spec
-from cp_dtensor.engine.traffic import CountedEstimate, counted
-from cp_dtensor.plan.cost import TOLERANCE
-from cp_dtensor.plan.hardware import GPUS, NETWORK, NODE, Hardware, named
+from cp_dtensor.engine.planner import call_spec
+from cp_dtensor.engine.traffic import counted
+from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardware, Tier, named
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
@@ -38,7 +37,7 @@ class Explanation:
     """GPU and link of each axis, and the source of their speeds."""
     axes: tuple[str, ...]
     """Names of the axes, the outer one first."""
-    methods: dict[str, CountedEstimate]
+    methods: dict[str, Estimate]
     """Predictions by the value of `method=`. With latents also "expanded ring" and so on, which only "auto" takes: each
     rank expands its own latents, and K/V are sent."""
     chosen: str
@@ -67,7 +66,7 @@ class Explanation:
         ]
         return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), self.rule))
 
-    def _received(self, estimate: CountedEstimate) -> list[str]:
+    def _received(self, estimate: Estimate) -> list[str]:
         """Table cells: MiB that a rank receives over each axis."""
         received = (estimate.outer_bytes, estimate.inner_bytes)
         return [f"{count / 2**20:.0f} MiB" for count in (received if len(self.axes) == 2 else (sum(received),))]
@@ -150,15 +149,15 @@ def explain(
         value_dim=None if latent_dims is None else v_head_dim,
     )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
-    axes, names, assumption = axes_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    inner = axes[1] if len(axes) > 1 else None
-    found = estimates(spec, axes[0], inner, call.transport)
+    cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
+    found = estimates(spec, cluster, call.transport)
+    *inner, outer = (tier.ranks for tier in cluster.tiers)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
-    sizes = " x ".join(str(axis.size) for axis in axes)
+    sizes = " x ".join(map(str, (outer, *inner)))
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {counted_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
         f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {shortened(call.layout)}",
-        assumption, names, counted(found, spec, axes[0].size, None if inner is None else inner.size), fastest(found),
+        assumption, names, counted(found, spec, outer, *inner), fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)
@@ -178,10 +177,16 @@ def check_numbers(dtype: torch.dtype, **numbers: int) -> None:
         raise TypeError(f"expected dtype to be a floating torch.dtype, got {dtype!r}")
 
 
-def axes_of_mesh(
+def cluster_of_mesh(
     mesh: Mesh, ranks: SequenceRanks, hardware: Assumed | Mapping[str, Assumed] | None, itemsize: int
-) -> tuple[list[Axis], tuple[str, ...], str]:
-    """The axes, their names, and a line about their hardware, which is measured on GPUs if none is assumed."""
+) -> tuple[Cluster, tuple[str, ...], str]:
+    """Return the ranks' GPUs and links, the names of their axes, and a line about them.
+
+    They are measured on GPUs if none are assumed.
+
+    Raises:
+        TypeError, ValueError: hardware that is none, of an unknown name, or not of each axis.
+    """
     names, all_axes = axis_names(mesh), sequence_ranks(mesh)
     if all_axes.inner is not None and ranks.inner is None:  # an axis of one rank is left out
         names = names[:1] if all_axes.inner.size() == 1 else names[1:]
@@ -191,47 +196,36 @@ def axes_of_mesh(
         on_gpus = mesh.device_type == "cuda"
     if hardware is None and on_gpus:
         device = torch.device("cuda", torch.cuda.current_device())
-        axes = [axis for axis in axes_of(ranks, device, itemsize) if axis is not None]
+        cluster = cluster_of(ranks, device, itemsize)
         assumption = f"measured: {torch.cuda.get_device_name(device)}; " + "; ".join(
-            f"{name}: {axis.hardware.link_speed / 1e9:.0f} GB/s, {'' if axis.shares_memory else 'no '}shared memory"
-            for name, axis in zip(names, axes, strict=True)
+            f"{name}: {tier.speed / 1e9:.0f} GB/s, {'' if tier.shares_memory else 'no '}shared memory"
+            for name, tier in zip(names, reversed(cluster.tiers), strict=True)
         )
-        return axes, names, assumption
-    groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
+        return cluster, names, assumption
     if isinstance(hardware, Mapping) and not {*names} <= {*hardware} <= {*axis_names(mesh)}:
         expected, received = ", ".join(axis_names(mesh)), ", ".join(map(str, hardware)) or "none"
         raise ValueError(f"expected hardware of each mesh axis, {expected}; got that of {received}")
-    axes, assumption = _assumed(hardware, names, [group.size() for group in groups], itemsize)
-    return axes, names, assumption
-
-
-def _assumed(
-    hardware: Assumed | Mapping[str, Assumed] | None, names: tuple[str, ...], sizes: list[int], itemsize: int
-) -> tuple[list[Axis], str]:
-    """The axes of assumed hardware, and a line about it.
-
-    Raises:
-        TypeError, ValueError: hardware that is none, or of an unknown name.
-    """
     by_axis = hardware if isinstance(hardware, Mapping) else dict.fromkeys(names, hardware or "H200")
-    axes, lines = [], []
-    for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        assumed = by_axis[name]
-        if isinstance(assumed, str):
-            gpu, link = named(assumed)
-            if link is None:
-                link = GPUS[gpu].link if math.prod(sizes[index:]) <= NODE else NETWORK
-            found, text = Hardware.of(f"{gpu}, {link}").of_itemsize(itemsize), f"{gpu}, {link}"
-        elif isinstance(assumed, Hardware):
-            found = assumed
-            text = f"the Hardware that was passed, {'' if assumed.shares_memory else 'no '}shared memory"
-        else:
-            raise TypeError(
-                f"expected hardware to be a Hardware, the name of one, or a mapping to these, got {assumed!r}"
-            )
-        axes.append(Axis(size, found, found.shares_memory))
+    tiers, lines, across = [], [], 1
+    for name, group in zip(reversed(names), ranks.groups, strict=True):
+        across *= group.size()
+        found, text = _assumed(by_axis[name], across)
+        gpu = found.of_itemsize(itemsize) if isinstance(by_axis[name], str) else found
+        tiers.append((gpu, Tier.of(found, group.size())))
         lines.append(f"{name}: {text}, {found.link_speed / 1e9:.3g} GB/s")
-    return axes, "assumed: " + "; ".join(lines)
+    cluster = Cluster(tiers[0][0], tuple(tier for _, tier in tiers))
+    return cluster, names, "assumed: " + "; ".join(reversed(lines))
+
+
+def _assumed(hardware: Assumed, across: int) -> tuple[Hardware, str]:
+    """Return assumed hardware of an axis and its name; `across` is the number of ranks of it and of the inner axis."""
+    if isinstance(hardware, Hardware):
+        return hardware, f"the Hardware that was passed, {'' if hardware.shares_memory else 'no '}shared memory"
+    if not isinstance(hardware, str):
+        raise TypeError(f"expected hardware to be a Hardware, the name of one, or a mapping to these, got {hardware!r}")
+    gpu, link = named(hardware)
+    text = f"{gpu}, {link or (GPUS[gpu].link if across <= NODE else NETWORK)}"
+    return Hardware.of(text), text
 
 
 def _check_latents(latent_dims: tuple[int, int], q_heads: int, kv_heads: int, head_dim: int) -> None:

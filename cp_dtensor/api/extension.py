@@ -29,6 +29,15 @@ from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
+from cp_dtensor.api.explain import (
+    FIRST,
+    Assumed,
+    Explanation,
+    check_numbers,
+    cluster_of_mesh,
+    counted_ranks,
+    shortened,
+)
 from cp_dtensor.api.functional import cast_by_autocast
 from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
@@ -48,10 +57,12 @@ from cp_dtensor.attention.backends.select import only_backend, register_backend
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.comm.calls import Signature, begin_pass
+from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.links import cluster_of
+from cp_dtensor.comm.transports import register_transport, transport_by_name
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
 from cp_dtensor.engine.arguments import (
     check_devices,
@@ -70,9 +81,14 @@ from cp_dtensor.engine.call import (
     refuse_other_lengths,
     softmax_scale,
 )
+from cp_dtensor.engine.choose import Estimate, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
 from cp_dtensor.engine.run import CallMask, NamedMask, run_backward_again
+from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
+from cp_dtensor.plan.partition import partition_heads
+from cp_dtensor.plan.plan import ring_plan
+from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer
@@ -89,7 +105,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
     # registries
-    "AttentionBackend", "register_backend",
+    "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
     "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
@@ -98,11 +114,15 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts",
     "LENGTH", "Signature",
     "begin_pass",
+    # cost of the methods of a layer, and its table
+    "BACKWARD", "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
+    "FIRST", "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
     "from_local", "local_beside", "refuse_other_place", "to_local",
-    # exchange between ranks, tables that CUDA graphs read, and kernels of other packages
-    "all_to_all_single", "CollectiveHeads", "HeadRows", "Shared", "capturing", "first_use", "wrong_result", "quiet",
+    # heads and rows of ranks, their exchange, tables that CUDA graphs read, and kernels of other packages
+    "partition_heads", "rows_in_order", "all_to_all_single", "CollectiveHeads", "HeadRows",
+    "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
     "RankFunction", "autograd_recorded", "below_autograd", "constant_in_trace", "current_backward", "define_operator",
     "never_compiled", "refuse_traced_transforms", "version_of",

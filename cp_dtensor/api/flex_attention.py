@@ -26,7 +26,7 @@ from cp_dtensor.api.flex_block_mask import (
 from cp_dtensor.api.flex_operators import TableCall, agreed_lengths, check_context_mask, traced_tables
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.comm.groups import Mesh
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_batch_size, check_qkv, refuse_dtensors, refuse_sinks
 from cp_dtensor.engine.base import Tensors as CallTensors
 from cp_dtensor.engine.call import Call, call_of, checked_pair, softmax_scale

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor.api.dtensor_attention import dtensor_attention, refuse_other_place, sequence_ranks_of
 from cp_dtensor.comm.groups import Mesh
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, tensors_of
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors

@@ -18,7 +18,7 @@ from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.hooks import context_hooks
 from cp_dtensor.comm.groups import Mesh, SequenceRanks
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import checked_context_sinks, refuse_sinks
 from cp_dtensor.engine.call import (
     Call,

@@ -14,8 +14,8 @@ import torch
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
-from cp_dtensor.comm.select import transport_by_name
 from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.handles import Keys
 from cp_dtensor.plan.partition import LayoutPartition, SequencePartition
 from cp_dtensor.spec.layouts import HeadTail, Layout

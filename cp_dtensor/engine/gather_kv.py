@@ -27,8 +27,8 @@ from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
-from cp_dtensor.comm.select import gathers_by_symm_mem
 from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.comm.transports import gathers_by_symm_mem
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.cache import GroupCache
 from cp_dtensor._torch.tensors import on_device
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.select import (
@@ -28,14 +27,13 @@ from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
-from cp_dtensor.comm.select import hardware_of
-from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
+from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.agreement import agreed_pair
 from cp_dtensor.engine.arguments import check_batch_size
 from cp_dtensor.engine.base import Done, Plan, Tensors
 from cp_dtensor.engine.call import Call, plan_fields
-from cp_dtensor.engine.cost_model import EXPANDED, Axis, estimates, expanded, fastest
+from cp_dtensor.engine.choose import EXPANDED, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.replay import replayed
@@ -63,8 +61,6 @@ _WIDE_GRADIENTS_FROM = 4
 """Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
 _Planned = tuple[Plan, tuple[int, int], Signature, tuple[Calls, ...]]
 _plans: WeakKeyDictionary[dist.ProcessGroup, LRUCache[_Planned]] = WeakKeyDictionary()
-_axes = GroupCache[tuple[Axis, Axis]]()
-"""Outer and inner axis with the values of the slowest ranks, by the outer group and the name of the inner one."""
 
 
 def planned(
@@ -217,8 +213,8 @@ def _predicted_fastest(spec: CallSpec, transport: TransportMethod, ranks: Sequen
         return method
     device = torch.device(spec.device)
     with on_device(device):
-        outer, inner = axes_of(ranks, device, spec.itemsize)
-    found = estimates(spec, outer, inner, transport)
+        cluster = cluster_of(ranks, device, spec.itemsize)
+    found = estimates(spec, cluster, transport)
     times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
     log_once("engine", logging.INFO, f'"auto" takes {fastest(found)}, the first within 5% of the fastest: {times}')
     return fastest(found)
@@ -319,26 +315,3 @@ def _tile_plan(transport: KVTransport, spec: CallSpec, rank: int) -> TilePlan:
 
 def _state_dtype(spec: CallSpec) -> torch.dtype:
     return torch.float64 if spec.dtype == "float64" else torch.float32
-
-
-def axes_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> tuple[Axis, Axis | None]:
-    """The outer and the inner axis with the values of the slowest ranks. A collective at the first call."""
-    if ranks.inner is None:
-        return _axis_of(ranks.outer, device, itemsize), None
-    both = ranks.outer, ranks.inner
-
-    def slowest() -> tuple[Axis, Axis]:
-        outer, inner = (_axis_of(group, device, itemsize) for group in both)
-        # Other ranks are in other groups, which have measured other values.
-        mine = [value for axis in (outer, inner) for value in (axis.hardware.link_speed, float(axis.shares_memory))]
-        weakest = ranks.gather(torch.tensor(mine, dtype=torch.float64, device=device)).amin(0).tolist()
-        return (
-            Axis(outer.size, replace(outer.hardware, link_speed=weakest[0]), bool(weakest[1])),
-            Axis(inner.size, replace(inner.hardware, link_speed=weakest[2]), bool(weakest[3])),
-        )
-
-    return _axes.get(ranks.outer, (_torch.name_of_group(ranks.inner), itemsize), slowest)
-
-
-def _axis_of(group: dist.ProcessGroup, device: torch.device, itemsize: int) -> Axis:
-    return Axis(group.size(), hardware_of(group, device, itemsize), p2p_obstacle(group, device) is None)

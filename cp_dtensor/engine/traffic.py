@@ -6,9 +6,9 @@ receives most over it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from cp_dtensor.engine.cost_model import EXPANDED, Estimate, expanded
+from cp_dtensor.engine.choose import EXPANDED, Estimate, expanded
 from cp_dtensor.plan.partition import (
     CallSpec,
     HeadPartition,
@@ -20,27 +20,19 @@ from cp_dtensor.plan.partition import (
 from cp_dtensor.spec.layouts import Span
 
 
-@dataclass(frozen=True)
-class CountedEstimate(Estimate):
-    """An estimate with the bytes that a rank receives over each axis, in forward and backward together."""
-
-    outer_bytes: int
-    """Of the rank that receives most over the outer axis."""
-    inner_bytes: int
-    """Of the rank that receives most over the inner axis; that of Ulysses, if there is one axis."""
-
-
 def counted(
-    found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None
-) -> dict[str, CountedEstimate]:
+    found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None = None
+) -> dict[str, Estimate]:
     """Add the bytes of a call to the estimates of its methods.
 
     Args:
         inner_size: ranks of the inner axis, None if there is one axis.
     """
-    return {
-        name: with_bytes(each, *attention_bytes(spec, name, outer_size, inner_size)) for name, each in found.items()
-    }
+    by_method = {}
+    for name, each in found.items():
+        outer, inner = attention_bytes(spec, name, outer_size, inner_size)
+        by_method[name] = replace(each, outer_bytes=outer, inner_bytes=inner)
+    return by_method
 
 
 def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None) -> Span:
@@ -58,11 +50,6 @@ def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: in
         return max(_ring_rows(merged)) * most_heads * spec.head_bytes, _exchanged_bytes(spec, heads, outer_size)
     over_outer, over_inner = _nested_rows(spec, outer_size, inner_size)
     return over_outer * spec.kv_heads * spec.head_bytes, over_inner * spec.kv_heads * spec.head_bytes
-
-
-def with_bytes(found: Estimate, outer_bytes: int, inner_bytes: int) -> CountedEstimate:
-    """Return an estimate with the bytes over the outer and the inner axis."""
-    return CountedEstimate(found.transport, found.forward, found.backward, found.memory, outer_bytes, inner_bytes)
 
 
 def _ring_rows(spec: CallSpec) -> list[int]:

@@ -1,39 +1,44 @@
-"""Cost model of recurrent layers: time and memory of each method. The same on every rank."""
+"""Cost of recurrent layers: the work of each method, one step a pass. The same on every rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import Tensor
 
-from cp_dtensor.api.extension import wide_dtype
-from cp_dtensor.engine.cost_model import Axis, Estimate
-from cp_dtensor.engine.traffic import CountedEstimate, with_bytes
+from cp_dtensor.api.extension import (
+    BACKWARD,
+    Cluster,
+    Estimate,
+    Hardware,
+    Step,
+    partition_heads,
+    seconds,
+    wide_dtype,
+)
 from cp_dtensor.layers.methods import Rows
 from cp_dtensor.layers.rows import Relayout, SequenceLayout, rows_over_axes
 from cp_dtensor.layers.scan import scan_plan
-from cp_dtensor.plan.hardware import Hardware
-from cp_dtensor.plan.partition import partition_heads
 from cp_dtensor.spec.layouts import CachedHash, Contiguous, Span, shard_lengths
 
 CHUNK = 64
 """Tokens of a chunk of the kernels."""
 _BLOCK = 64
 """Columns of the state that a thread block of the kernels has."""
-_CALL_SECONDS = (0.20e-3, 0.36e-3)
-"""Seconds of a run's launches, forward and backward."""
-_CHUNK_SECONDS = (1.4e-6, 3.5e-6)
-"""Seconds of a chunk in the kernels that pass a state, or its gradient, from chunk to chunk."""
+# Fitted to one H200 and fla-core 0.6 (docs/benchmarks/hybrid.md), within 13%.
+_LAUNCHES = 1.25
+"""Host time of the kernels of a run in forward, in launches."""
+_CHUNK_SECONDS = 1.4e-6
+"""Seconds of a chunk in forward, in a thread block that passes a state from chunk to chunk."""
 _TRAFFIC = {"none": (3.3, 11.0), "by head": (6.1, 14.7), "by channel": (14.1, 58.0)}
 """Bytes that all kernels of forward and of backward take the time of, over those of q, k, v and the output, by the
-decays of a delta rule. These and the seconds are fitted to one H200 and fla-core 0.6 (docs/benchmarks/hybrid.md),
-within 13%; "none", for no delta rule, is counted from the tensors that kernels read and write, at the speed of "by
-head"."""
-_LINK_SECONDS = 30e-6
-"""Host time to compose one map."""
+decays of a delta rule. "none", for no delta rule, is counted from the tensors that kernels read and write, at the speed
+of "by head"."""
+_COMPOSING_LAUNCHES = 0.25
+"""Host time to compose one map, in launches."""
 
 
 @dataclass(frozen=True)
@@ -61,96 +66,89 @@ class RecurrenceSpec(CachedHash):
         return 4 * self.batch_size * self.heads * self.key_dim * (width + self.value_dim)
 
 
-def slower_axis(axes: Sequence[Axis]) -> Axis:
-    """All ranks as one axis with the slowest links, which exchanges over all axes wait for."""
-    hardware = min((axis.hardware for axis in axes), key=lambda each: each.link_speed)
-    return Axis(math.prod(axis.size for axis in axes), hardware, shares_memory=False)
-
-
-def recurrence_estimates(spec: RecurrenceSpec, axis: Axis, *, one_axis: bool = True) -> dict[str, Estimate]:
-    """An estimate for each method that the layer and the ranks allow; the first is preferred if times are equal.
+def recurrence_estimates(spec: RecurrenceSpec, cluster: Cluster, *, one_axis: bool = True) -> dict[str, Estimate]:
+    """Return an estimate for each method that the layer and the ranks allow; the first is preferred if times are equal.
 
     Args:
-        axis: the ranks, see `slower_axis`.
+        cluster: the ranks; exchanges over all tiers wait for the slowest links.
         one_axis: False for ranks along two mesh axes, which exchange no heads.
     """
-    sequence = spec.sequence
-    found = {"scan": _scan(spec, sequence, axis)}
-    if one_axis and spec.heads % sequence.world_size == 0:
-        seconds = kernel_times(
-            spec, sequence.seq_len, _longest(spec, sequence.seq_len), spec.heads // sequence.world_size,
-            spec.value_dim, axis.hardware,
-        )  # fmt: skip
-        found["heads"] = _exchanged(spec, axis, *seconds, 0.0)
-    if max(_runs(sequence, rank)[0] for rank in range(sequence.world_size)) > 1:
-        there = SequenceLayout(Contiguous(), sequence.seq_len, sequence.world_size, 0, sequence.edges)
-        scan = _scan(spec, there, axis)
-        found["relayout"] = _exchanged(spec, axis, scan.forward, scan.backward, scan.memory)
-    return found
+    sequence, gpu = spec.sequence, cluster.gpu
+    size, seq_len = sequence.world_size, sequence.seq_len
+    # Arguments go there and outputs back, and the gradients of both.
+    rows = float(max(shard_lengths(sequence.layout, seq_len, size)) * spec.batch_size)
+    there, back = rows * spec.token_bytes * (size - 1) / size, rows * spec.out_bytes * (size - 1) / size
+    travel = Step(moved=4 * rows * (spec.token_bytes + spec.out_bytes), received=(there,), sent=(back,))
+    held = 2 * rows * (spec.token_bytes + spec.out_bytes)
+    works = {"scan": _scan(spec, sequence, gpu)}
+    if one_axis and spec.heads % size == 0:
+        run = kernels(spec, seq_len, _longest(spec, seq_len), spec.heads // size, spec.value_dim, gpu)
+        works["heads"] = run[0] + travel, run[1] + travel, held
+    if max(_runs(sequence, rank)[0] for rank in range(size)) > 1:
+        contiguous = SequenceLayout(Contiguous(), seq_len, size, 0, sequence.edges)
+        forward, backward, memory = _scan(spec, contiguous, gpu)
+        works["relayout"] = forward + travel, backward + travel, memory + held
+    flat = replace(cluster, tiers=(min(cluster.tiers, key=lambda tier: tier.speed),))
+    return {
+        name: Estimate("-", seconds((forward,), flat), seconds((backward,), flat), memory)
+        for name, (forward, backward, memory) in works.items()
+    }
 
 
-def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, axis: Axis) -> Estimate:
-    """A run that gives maps and queries of states; the exchange; and products with states. Backward: another run."""
-    runs, longest = map(max, zip(*(_runs(sequence, rank) for rank in range(sequence.world_size)), strict=True))
-    tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size))
+def _scan(spec: RecurrenceSpec, sequence: SequenceLayout, gpu: Hardware) -> tuple[Step, Step, float]:
+    """Return the work of forward and of backward, and the memory, of scans.
+
+    A run gives maps and queries of states, maps are exchanged, and products with states follow. Backward has another
+    run.
+    """
+    size = sequence.world_size
+    runs, longest = map(max, zip(*(_runs(sequence, rank) for rank in range(size)), strict=True))
+    tokens = max(shard_lengths(sequence.layout, sequence.seq_len, size))
     # Of a run with several documents, the first and the last go on elsewhere.
     maps = runs * (2 if len(sequence.edges) > 2 else 1)
-    links, gathered = maps * axis.size, float(maps * axis.size * spec.map_bytes)
+    gathered = float(maps * size * spec.map_bytes)
     rows = float(spec.batch_size * tokens * spec.heads)
     # With the delta rule, columns of the transition are beside those of v (`FlaRecurrence._from_zero`).
     columns, run = spec.value_dim + (spec.key_dim if spec.is_delta else 0), _longest(spec, longest)
-    of_forward, _ = kernel_times(spec, tokens, run, spec.heads, columns, axis.hardware)
-    of_backward = sum(kernel_times(spec, tokens, run, spec.heads, spec.value_dim, axis.hardware))
+    wide, _ = kernels(spec, tokens, run, spec.heads, columns, gpu)
+    again, backward = kernels(spec, tokens, run, spec.heads, spec.value_dim, gpu)
     widening = spec.value_dim + columns if spec.is_delta else 0
-    products = [
-        2 * rows * (spec.key_dim + each * spec.value_dim + more) / axis.hardware.memory_speed
-        for each, more in ((4, widening), (1, 0))
-    ]
-    composed = links * _LINK_SECONDS + 3 * gathered / axis.hardware.memory_speed
-    received = gathered * (axis.size - 1) / axis.size
-    exchange = axis.hardware.link_latency + received / axis.hardware.link_speed
-    forward = of_forward + products[0] + composed + exchange
-    backward = of_backward + products[1] + 2 * composed + exchange
+    composed = Step(moved=3 * gathered, launches=maps * size * _COMPOSING_LAUNCHES)
+    exchange = Step(sent=(gathered * (size - 1) / size,))
+    products = 2 * rows * (spec.key_dim + 4 * spec.value_dim + widening), 2 * rows * (spec.key_dim + spec.value_dim)
     # Values of the transition, and outputs; without the delta rule queries in float32, and outputs.
     widened = rows * (4 * columns if spec.is_delta else 4 * spec.key_dim + 2 * spec.value_dim)
-    return Estimate("-", forward, backward, 2 * gathered + widened)
-
-
-def _exchanged(spec: RecurrenceSpec, axis: Axis, forward: float, backward: float, memory: float) -> Estimate:
-    """The estimate of a layer whose arguments and output travel."""
-    sequence = spec.sequence
-    tokens = max(shard_lengths(sequence.layout, sequence.seq_len, sequence.world_size)) * spec.batch_size
-    size = float(tokens * (spec.token_bytes + spec.out_bytes))
-    moved = size * (axis.size - 1) / axis.size
-    hardware = axis.hardware
-    seconds = 4 * hardware.link_latency + moved / hardware.link_speed + 4 * size / hardware.memory_speed
-    return Estimate("-", forward + seconds, backward + seconds, memory + 2 * size)
-
-
-def kernel_times(
-    spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, hardware: Hardware
-) -> tuple[float, float]:
-    """Seconds of a run, forward and backward: launches, bytes, and the chunks that follow each other."""
-    rows = float(spec.batch_size * tokens * heads)
-    moved = 2 * rows * 2 * (spec.key_dim + columns) / hardware.memory_speed
-    blocks = spec.batch_size * heads * -(-columns // _BLOCK)
-    steps = max(longest / CHUNK, tokens / CHUNK * blocks / hardware.multiprocessors)
-    traffic = _TRAFFIC["none" if not spec.is_delta else "by channel" if spec.by_channel else "by head"]
-    forward, backward = (
-        call + steps * chunk + each * moved
-        for call, chunk, each in zip(_CALL_SECONDS, _CHUNK_SECONDS, traffic, strict=True)
+    return (
+        wide + Step(moved=products[0]) + exchange + composed,
+        again + backward + Step(moved=products[1]) + exchange + composed + composed,
+        2 * gathered + widened,
     )
-    return forward, backward
+
+
+def kernels(
+    spec: RecurrenceSpec, tokens: int, longest: int, heads: int, columns: int, gpu: Hardware
+) -> tuple[Step, Step]:
+    """Return the work of a run, forward and backward: launches, bytes, and chunks that follow each other."""
+    moved = 4.0 * spec.batch_size * tokens * heads * (spec.key_dim + columns)
+    blocks = spec.batch_size * heads * -(-columns // _BLOCK)
+    chunks = max(longest / CHUNK, tokens / CHUNK * blocks / gpu.multiprocessors)
+    kind = "none" if not spec.is_delta else "by channel" if spec.by_channel else "by head"
+    flops = chunks * _CHUNK_SECONDS * gpu.flops  # what the GPU could compute while thread blocks wait for one another
+    forward, backward = _TRAFFIC[kind]
+    return (
+        Step(flops=flops, moved=forward * moved, launches=_LAUNCHES),
+        Step(flops=BACKWARD * flops, moved=backward * moved, launches=BACKWARD * _LAUNCHES),
+    )
 
 
 def _longest(spec: RecurrenceSpec, run: int) -> int:
-    """Tokens of the longest piece of a run: a document, or the run."""
+    """Return the tokens of the longest piece of a run: a document, or the run."""
     edges = (0, *spec.sequence.edges, spec.sequence.seq_len)
     return min(run, max(stop - start for start, stop in pairwise(edges)))
 
 
 def _runs(sequence: SequenceLayout, rank: int) -> tuple[int, int]:
-    """The number of a rank's runs, about, and the length of the longest."""
+    """Return the number of a rank's runs, about, and the length of the longest."""
     segments = sequence.layout.segments(sequence.seq_len, rank, sequence.world_size, sequence.group)
     filled = [each for each in segments if each.length]
     count = sum(1 if each.is_contiguous else -(-each.length // each.block) for each in filled)
@@ -161,22 +159,22 @@ def _runs(sequence: SequenceLayout, rank: int) -> tuple[int, int]:
 
 
 def counted_recurrence(
-    found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int | None
-) -> dict[str, CountedEstimate]:
+    found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int
+) -> dict[str, Estimate]:
     """Add the bytes of a recurrent layer to the estimates of its methods.
 
     Args:
         groups: for each group of batch rows that are divided alike, its arguments, of any number of tokens, and its
             sequence.
-        inner_size: ranks of the inner axis, None if there is one axis.
+        inner_size: ranks of the inner axis, 1 if there is one axis.
     """
     groups = list(groups)
     by_method = {}
     for name, each in found.items():
-        of_groups = [recurrence_bytes(rows, sequence, name, inner_size or 1) for rows, sequence in groups]
+        of_groups = [recurrence_bytes(rows, sequence, name, inner_size) for rows, sequence in groups]
         by_rank = list(zip(*of_groups, strict=True))
         outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
-        by_method[name] = with_bytes(each, outer, inner)
+        by_method[name] = replace(each, outer_bytes=outer, inner_bytes=inner)
     return by_method
 
 

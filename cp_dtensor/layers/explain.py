@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.api.explain import (
+from cp_dtensor.api.extension import (
     FIRST,
     Assumed,
+    Call,
     Explanation,
-    axes_of_mesh,
+    Mesh,
     check_numbers,
+    checked_length,
+    cluster_of_mesh,
     counted_ranks,
+    fastest,
+    inherited,
+    refuse_other_lengths,
     shortened,
 )
-from cp_dtensor.api.extension import Call, Mesh, checked_length, inherited, refuse_other_lengths
-from cp_dtensor.engine.cost_model import fastest
 from cp_dtensor.layers.call import document_edges
-from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates, slower_axis
+from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates
 from cp_dtensor.layers.layer import recurrence_spec
 from cp_dtensor.layers.methods import Rows
 from cp_dtensor.layers.rows import SequenceLayout
@@ -94,13 +98,13 @@ def explain_recurrence(
         for group, (start, stop) in enumerate(call.layout.batch_groups(batch_size))
     ]
     spec = recurrence_spec(rows(batch_size), groups[0][1])
-    axes, names, assumption = axes_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    found = recurrence_estimates(spec, slower_axis(axes), one_axis=len(axes) == 1)
+    cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
+    found = recurrence_estimates(spec, cluster, one_axis=ranks.inner is None)
     of_keys = "" if key_heads == heads else f":{key_heads}"
     explanation = Explanation(
         f"{layer} of {seq_len:,} tokens on {counted_ranks(str(ranks.size))}, {heads}{of_keys} heads of "
         f"{key_dim}/{value_dim}, batch {batch_size}, {dtype}, {shortened(call.layout)}",
-        assumption, names, counted_recurrence(found, groups, axes[1].size if len(axes) > 1 else None), fastest(found),
+        assumption, names, counted_recurrence(found, groups, ranks.inner_size), fastest(found),
         FIRST,
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:

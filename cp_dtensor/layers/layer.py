@@ -12,13 +12,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cp_dtensor.api.extension import SequenceRanks, autograd_recorded, define_operator, no_autocast, wide_dtype
-from cp_dtensor.engine.cost_model import fastest
-from cp_dtensor.engine.planner import axes_of
+from cp_dtensor.api.extension import (
+    SequenceRanks,
+    autograd_recorded,
+    cluster_of,
+    define_operator,
+    fastest,
+    no_autocast,
+    wide_dtype,
+)
 from cp_dtensor.layers.call import SequenceCall, document_edges, rows_of, sequence_call_of
 from cp_dtensor.layers.chunked import ChunkedRecurrence
 from cp_dtensor.layers.convolution import causal_convolution
-from cp_dtensor.layers.cost import RecurrenceSpec, recurrence_estimates, slower_axis
+from cp_dtensor.layers.cost import RecurrenceSpec, recurrence_estimates
 from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
 from cp_dtensor.layers.methods import METHODS, Rows, axis_of_heads
 from cp_dtensor.layers.rows import Edges, Extended, SequenceLayout
@@ -130,8 +136,8 @@ class LinearRecurrence(SequenceLayer):
         if not self._is_predicted(v, ranks):
             return "scan"
         spec = recurrence_spec(rows, sequence)
-        axes = [axis for axis in axes_of(ranks, v.device, v.dtype.itemsize) if axis is not None]
-        found = recurrence_estimates(spec, slower_axis(axes), one_axis=axis_of_heads(ranks) is not None)
+        cluster = cluster_of(ranks, v.device, v.dtype.itemsize)
+        found = recurrence_estimates(spec, cluster, one_axis=axis_of_heads(ranks) is not None)
         times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
         log_once("engine", logging.INFO, f'{self.owner}: "auto" takes {fastest(found)}, the first within 5%: {times}')
         return fastest(found)

@@ -15,14 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor.api.extension import CollectiveHeads, HeadRows, RankFunction, SequenceRanks, positions_of
+from cp_dtensor.api.extension import (
+    CollectiveHeads,
+    HeadRows,
+    RankFunction,
+    SequenceRanks,
+    partition_heads,
+    positions_of,
+    rows_in_order,
+)
 from cp_dtensor.layers.call import rows_of
 from cp_dtensor.layers.chunked import ChunkedRecurrence
 from cp_dtensor.layers.fla import FlaRecurrence
 from cp_dtensor.layers.rows import Relayout, SequenceLayout
 from cp_dtensor.layers.scan import gathered, scan_plan, scanned
-from cp_dtensor.plan.partition import partition_heads
-from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Contiguous
 
 

@@ -19,7 +19,7 @@ from cp_dtensor import (
     context_parallel_shard,
     local_positions,
 )
-from cp_dtensor.comm.select import measure_bandwidth
+from cp_dtensor.comm.links import link_speed
 from cp_dtensor.tools.errors import seen_keys
 from cp_dtensor.tools.machine import NOTE, OK, PROBLEM, Finding, gpu_name
 
@@ -58,7 +58,7 @@ def bandwidth(group: dist.ProcessGroup, device: torch.device, hosts: int) -> Ite
     gather(gathered, rows, group=group)
     # Before the check: a rank that finds a problem leaves, and others must not wait for it.
     if device.type == "cuda" and world_size > 1:
-        gpu, per_second = gpu_name(), measure_bandwidth(group, device).link_speed
+        gpu, per_second = gpu_name(), link_speed(group, device)
     else:
         gpu, best = None, float("inf")
         for _ in range(2):

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
-from cp_dtensor.plan.hardware import GPUS
+from cp_dtensor.plan.cost import GPUS
 from cp_dtensor.tools.bench import end, mask_argument, refuse_masks_beyond
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.info import environment

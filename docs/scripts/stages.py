@@ -28,7 +28,7 @@ from shards import DIM, drawn
 from turns import Call, finish, in_turns
 
 from cp_dtensor import context_parallel_attention
-from cp_dtensor.comm import select
+from cp_dtensor.comm import transports
 from cp_dtensor.comm.collective import AllGather, Staging
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import planner
@@ -91,7 +91,7 @@ def attention(heads: Heads, seq_len: int, mask: str, names: Sequence[str], devic
                 change = mock.patch.object(planner, "head_stages", return_value=int(count))
         else:
             options = {"mesh": dist.group.WORLD, "method": "ring", "rotate_method": name}
-            change = mock.patch.dict(select.ROTATE_METHODS, ways)
+            change = mock.patch.dict(transports.ROTATE_METHODS, ways)
         with change:
             out = context_parallel_attention(*leaves, mask=whole, enable_gqa=True, seq_len=seq_len, **options)
         assert isinstance(out, torch.Tensor)

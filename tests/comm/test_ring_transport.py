@@ -15,7 +15,7 @@ from support.staging import fine
 
 from cp_dtensor import Contiguous, HeadTail, Layout, ring_attention, set_rotate_method
 from cp_dtensor.comm.collective import AllGather
-from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.transports import ROTATE_METHODS
 
 RANKS = 4
 each_method = pytest.mark.parametrize("rotate_method", ROTATE_METHODS)

@@ -22,9 +22,9 @@ from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm import symm_mem
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.collective import Staging
-from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import Workspace
+from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine import ring
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -20,12 +20,22 @@ from support.ring_checks import Tensors, attend, check_against_reference
 from support.staging import BY_HEAD, fine
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention, ring_attention
+from cp_dtensor import (
+    Contiguous,
+    HeadTail,
+    Layout,
+    MirroredBatch,
+    Striped,
+    context_parallel_attention,
+    ring_attention,
+    set_rotate_method,
+)
+from cp_dtensor.api.extension import default_rotate_method, register_transport
 from cp_dtensor.comm import collective as exchange
 from cp_dtensor.comm.collective import AllGather, AllToAll, Staging
-from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
+from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.engine import ring
 from cp_dtensor.plan import plan as plans
@@ -269,3 +279,50 @@ def forward_alone(rank: int, rotate_method: str) -> torch.Tensor:
     """A ring of one rank needs no shared memory."""
     q, k, v, _ = Problem(8, 8).draw(seed=0)
     return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=8, rotate_method=rotate_method)
+
+
+@dataclass(frozen=True)
+class ManyHops(AllToAll):
+    """A ring with a name of its own."""
+
+    name = "many_hops"
+
+
+def test_a_registered_transport_moves_rows_until_its_lease_ends() -> None:
+    problem, planned = Problem(20, 20, q_heads=2, kv_heads=2), []
+
+    def plan(self: ManyHops, spec: CallSpec, rank: int) -> plans.TilePlan:
+        planned.append(rank)
+        return AllToAll.plan(self, spec, rank)
+
+    with mock.patch.object(ManyHops, "plan", plan), register_transport(ManyHops()):
+        check_against_reference(problem, 2, HeadTail(), 0, rotate_method="many_hops")
+        set_rotate_method("many_hops")
+        assert default_rotate_method() == "many_hops"
+        set_rotate_method("auto")
+        with pytest.raises(ValueError, match="expected a transport with a new name, got 'many_hops', one of 'all"):
+            register_transport(ManyHops())
+    assert {*planned} == {0, 1}
+    with pytest.raises(ValueError, match=r"unknown rotate method: got 'many_hops', expected .*, 'auto'$"):
+        set_rotate_method("many_hops")
+
+
+class Unnamed(AllToAll):
+    name = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("transport", "error", "message"),
+    [
+        (AllGather(), ValueError, "expected a transport with a new name, got 'allgather'"),
+        (Unnamed(), TypeError, "expected the name of a transport to be a str, got None"),
+        (AllToAll, TypeError, "expected a transport, a TransportMethod, got ABCMeta"),
+        ("ring", TypeError, "expected a transport, a TransportMethod, got str"),
+    ],
+    ids=["existing name", "no name", "class", "text"],
+)
+def test_other_transports_are_not_registered(transport: Any, error: type[Exception], message: str) -> None:
+    before = dict(ROTATE_METHODS)
+    with pytest.raises(error, match=message):
+        register_transport(transport)
+    assert before == ROTATE_METHODS

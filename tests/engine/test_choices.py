@@ -27,15 +27,18 @@ from cp_dtensor.tools.parsing import layout_by_name, mask_by_name
 
 CHOICES = Path(__file__).with_name("choices.csv")
 WITHIN = 1.05
-# Measured cells where "auto" takes more than 5% longer than the fastest: how many times as long, at most. On 2 GPUs
-# the calls are short: the host decides, and one ring differed by as much from run to run. On 8 GPUs Ulysses is faster
-# than the ring by the code of these two tables, slower by that of table 8xH200, which is older.
+# Measured cells where "auto" takes more than 5% longer than the fastest: how many times as long, at most. In the first,
+# `alltoall` was faster, which "auto" does not take where GPUs share memory. "auto" counts the host's launches, which
+# graphs do not have: it takes Ulysses for short calls of 2 GPUs, as is faster without them. The packages' kernels make
+# Ulysses faster on 8 GPUs than the model knows.
 SLOWER = {
-    "2xH200-mha 8192 causal HeadTail": 1.09,
-    "2xH200-packages 2048 causal HeadTail": 1.19,
-    "2xH200-graphs 8192 causal HeadTail": 1.16,
-    "8xH200-packages 32768 causal HeadTail": 1.13,
-    "8xH200-graphs 32768 causal HeadTail": 1.12,
+    "2xH200-mha 8192 causal HeadTail 32:32": 1.06,
+    "2xH200-packages 2048 causal HeadTail 32:8 graph": 1.24,
+    "2xH200-packages 8192 causal HeadTail 32:8 graph": 1.07,
+    "2xH200-graphs 8192 causal HeadTail 32:8 graph": 1.06,
+    "8xH200-packages-graphs 65536 causal HeadTail 32:8 graph": 1.06,
+    "8xH200-packages-heads 32768 causal HeadTail 64:8 graph": 1.06,
+    "8xH200-packages-heads 65536 causal HeadTail 32:32 graph": 1.07,
 }
 ONE_AXIS = ("ours-symm_mem", "ours-alltoall", "ours-allgather", "ours-ulysses")
 
@@ -50,18 +53,23 @@ def pretended(*sizes: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def cells() -> list[tuple[Case, int]]:
-    """Return each case of which several methods over as many axes were measured, and the ranks of the inner axis."""
-    found = []
+Cell = tuple[Case, int, str]
+"""A case, the ranks of the inner axis, and " graph" if CUDA graphs were measured."""
+
+
+def cells() -> list[Cell]:
+    """Return each case of which several methods over as many axes were measured."""
+    found: list[Cell] = []
     for case, times in measured().items():
         names = {method for method, pass_name in times if pass_name == "fwdbwd"}
-        if len(names.intersection(ONE_AXIS)) > 1:
-            found.append((case, 1))
-        found += [(case, inner) for inner in (2, 4) if {f"ours-hybrid-{inner}", f"ours-nested-{inner}"} <= names]
+        for kind in ("", " graph"):
+            if len(names.intersection(name + kind for name in ONE_AXIS)) > 1:
+                found.append((case, 1, kind))
+        found += [(case, inner, "") for inner in (2, 4) if {f"ours-hybrid-{inner}", f"ours-nested-{inner}"} <= names]
     return found
 
 
-def slowdown(case: Case, inner: int) -> float:
+def slowdown(case: Case, inner: int, kind: str) -> float:
     """Return the time of what "auto" takes over that of the fastest method."""
     mask, layout = case.values()
     with pretended(*((case.ranks,) if inner == 1 else (case.ranks // inner, inner))) as mesh:
@@ -75,17 +83,17 @@ def slowdown(case: Case, inner: int) -> float:
         names = {"hybrid": f"ours-hybrid-{inner}", "ring": f"ours-nested-{inner}"}
         among = tuple(names.values())
     times = {method: ms for (method, pass_name), ms in measured()[case].items() if pass_name == "fwdbwd"}
-    return times[names[found.chosen]] / min(times[name] for name in among if name in times)
+    return times[names[found.chosen] + kind] / min(times[name + kind] for name in among if name + kind in times)
 
 
-@pytest.mark.parametrize(("case", "inner"), cells(), ids=str)
-def test_auto_is_nearly_the_fastest(case: Case, inner: int) -> None:
-    assert slowdown(case, inner) <= (WITHIN if inner > 1 else SLOWER.get(str(case), WITHIN))
+@pytest.mark.parametrize(("case", "inner", "kind"), cells(), ids=str)
+def test_auto_is_nearly_the_fastest(case: Case, inner: int, kind: str) -> None:
+    assert slowdown(case, inner, kind) <= (WITHIN if inner > 1 else SLOWER.get(f"{case}{kind}", WITHIN))
 
 
 def test_the_cells() -> None:
-    assert len(cells()) == 58
-    assert set(SLOWER) <= {str(case) for case, inner in cells() if inner == 1}
+    assert [sum(each == kind for *_, each in cells()) for kind in ("", " graph")] == [72, 22]
+    assert set(SLOWER) <= {f"{case}{kind}" for case, inner, kind in cells() if inner == 1}
 
 
 def axes_of(row: dict[str, str]) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from support.shared_memory import shared_memory
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather
-from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import TransportMethod
+from cp_dtensor.comm.transports import ROTATE_METHODS
 
 RANKS = 3
 each_layout = pytest.mark.parametrize("layout", [*IN_RANGES, *IN_STRIPES], ids=repr)

@@ -26,7 +26,7 @@ from cp_dtensor import (
 )
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.comm.collective import AllGather
-from cp_dtensor.comm.select import ROTATE_METHODS
+from cp_dtensor.comm.transports import ROTATE_METHODS
 
 few = settings(max_examples=examples(5), deadline=None)
 

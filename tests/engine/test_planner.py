@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ from support.ranks import RanksFailed, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_dtensor import Hardware, HeadTail, SlidingWindow, context_parallel_attention, enable_context_parallel_dispatcher
-from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor import HeadTail, SlidingWindow, context_parallel_attention, enable_context_parallel_dispatcher
 from cp_dtensor.comm.head_exchange import CollectiveHeads
 from cp_dtensor.engine import planner
-from cp_dtensor.engine.cost_model import Axis
 from cp_dtensor.plan.partition import head_stages
 
 
@@ -100,27 +97,3 @@ def test_attention_of_dtensors_by_heads_is_planned_once() -> None:
         return planned
 
     assert run_ranks(2, body) == [[1, 1, 1]] * 2
-
-
-def test_ranks_whose_links_differ_have_the_weakest_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise `auto` would choose differently on them."""
-
-    def measured(group: Any, device: torch.device, itemsize: int) -> Any:
-        return dataclasses.replace(Hardware.of("H200"), link_speed=1e9 * (25 + dist.get_rank()))
-
-    monkeypatch.setattr(planner, "hardware_of", measured)
-    monkeypatch.setattr(planner, "p2p_obstacle", lambda group, device: "it is far" if dist.get_rank() == 2 else None)
-
-    def body(rank: int) -> tuple[Axis, Axis | None]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-        ranks = SequenceRanks(mesh.get_group("ring"), mesh.get_group("ulysses"))
-        axes = planner.axes_of(ranks, torch.device("cpu"), 2)
-        assert planner.axes_of(ranks, torch.device("cpu"), 2) is axes
-        return axes
-
-    found = run_ranks(4, body)
-    assert all(axes == found[0] for axes in found)
-    for axis in found[0]:
-        assert axis is not None
-        assert axis.hardware.link_speed == 25e9
-        assert not axis.shares_memory

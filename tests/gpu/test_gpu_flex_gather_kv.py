@@ -14,7 +14,7 @@ from support.problems import shard
 from support.processes import Processes
 
 from cp_dtensor import Contiguous, HeadTail, Layout
-from cp_dtensor.comm.select import ROTATE_METHODS, gathers_by_symm_mem
+from cp_dtensor.comm.transports import ROTATE_METHODS, gathers_by_symm_mem
 
 pytestmark = pytest.mark.gpu(WORLD_SIZE)
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64)

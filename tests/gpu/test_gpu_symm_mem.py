@@ -24,8 +24,8 @@ from support.staging import BY_HEAD
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from cp_dtensor.comm import symm_mem_workspace as workspace
-from cp_dtensor.comm.select import ROTATE_METHODS
 from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.tools.ranks import Device
 
 pytestmark = pytest.mark.gpu(WORLD_SIZE)

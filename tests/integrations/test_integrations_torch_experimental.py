@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_dtensor
 from cp_dtensor import Contiguous, HeadTail, Layout
-from cp_dtensor.comm.select import transport_by_name
+from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.integrations import torch_experimental as ours
 from cp_dtensor.integrations.torch_experimental import (
     _CausalBehavior,

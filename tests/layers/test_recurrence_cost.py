@@ -15,12 +15,12 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, explain_recurrence, linear_attention
-from cp_dtensor.engine.cost_model import Axis, fastest
+from cp_dtensor.engine.choose import fastest
 from cp_dtensor.layers import layer
-from cp_dtensor.layers.cost import RecurrenceSpec, kernel_times, recurrence_estimates
+from cp_dtensor.layers.cost import RecurrenceSpec, kernels, recurrence_estimates
 from cp_dtensor.layers.layer import LinearRecurrence
 from cp_dtensor.layers.rows import SequenceLayout
-from cp_dtensor.plan.hardware import Hardware
+from cp_dtensor.plan.cost import Cluster, Hardware, Tier, seconds
 
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "hybrid.json"
 NVLINK, NETWORK = Hardware.of("H200"), Hardware.of("H200, InfiniBand NDR")
@@ -33,9 +33,12 @@ def spec(tokens: int, layout: Layout, ranks: int = 4, heads: int = 64, *, by_cha
     return RecurrenceSpec(sequence, 1, heads, 128, 128, numbers, heads * 256, is_delta=True, by_channel=by_channel)
 
 
+def cluster(given: RecurrenceSpec, hardware: Hardware) -> Cluster:
+    return Cluster(hardware, (Tier.of(hardware, given.sequence.world_size),))
+
+
 def chosen(given: RecurrenceSpec, hardware: Hardware, **options: Any) -> str:
-    axis = Axis(given.sequence.world_size, hardware, shares_memory=False)
-    return fastest(recurrence_estimates(given, axis, **options))
+    return fastest(recurrence_estimates(given, cluster(given, hardware), **options))
 
 
 def test_choices() -> None:
@@ -65,10 +68,11 @@ def test_times_of_kernels_are_those_measured() -> None:
         measured = [float(row[name]) for name in ("forward ms", "both ms") if row[name]]
         if part == "scan":
             link = replace(NVLINK, link_speed=1e15, link_latency=0.0)
-            found = recurrence_estimates(given, Axis(count, link, shares_memory=False))["scan"]
+            found = recurrence_estimates(given, cluster(given, link))["scan"]
             forward, backward = found.forward, found.backward
         else:
-            forward, backward = kernel_times(given, row["tokens"], row["tokens"], 64 // count, 128, NVLINK)
+            work = kernels(given, row["tokens"], row["tokens"], 64 // count, 128, NVLINK)
+            forward, backward = (seconds((step,), cluster(given, NVLINK)) for step in work)
         predicted = [1e3 * forward, 1e3 * (forward + backward)]
         assert predicted[: len(measured)] == pytest.approx(measured, rel=0.13), row
         compared += 1
@@ -95,7 +99,7 @@ def test_the_call_takes_what_is_predicted() -> None:
     with (
         mock.patch.object(layer, "METHODS", {name: by(name) for name in layer.METHODS}),
         mock.patch.object(LinearRecurrence, "_is_predicted", return_value=True),
-        mock.patch.object(layer, "axes_of", return_value=(Axis(2, NVLINK, shares_memory=False), None)),
+        mock.patch.object(layer, "cluster_of", return_value=Cluster(NVLINK, (Tier.of(NVLINK, 2),))),
     ):
         run_ranks(2, body)
     assert taken == ["heads", "heads"]

@@ -1,9 +1,8 @@
-"""The cost model behind rotate_method="auto": laws of the prediction, and the chosen KV transport."""
+"""The cost model: laws of `seconds`, and the KV transport that `rotate_method="auto"` takes."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +11,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_dtensor.comm import select
-from cp_dtensor.comm.collective import AllGather, AllToAll, Staging
-from cp_dtensor.comm.select import choose, plans_of_some_ranks, slowest_seconds
+from cp_dtensor.comm import transports
+from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
-from cp_dtensor.plan.cost import predicted_seconds
-from cp_dtensor.plan.hardware import Hardware
+from cp_dtensor.comm.transports import choose, plans_of_some_ranks, ring_works
+from cp_dtensor.plan.cost import (
+    BACKWARD,
+    TOLERANCE,
+    TRANSFER_TAX,
+    Cluster,
+    Hardware,
+    Step,
+    Tier,
+    nearly_fastest,
+    ring_work,
+    seconds,
+    slowest,
+)
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, MirroredBatch, Striped
 from cp_dtensor.spec.masks import Batched, Causal, SlidingWindow, workload_of
 
-HOPPER = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=290e9)
+GPU = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=290e9)
 TRANSPORTS: list[KVTransport] = [AllGather(), AllToAll(), SymmetricMemory()]
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=lambda transport: transport.name)
 
@@ -35,48 +45,93 @@ def shape(length: int, ranks: int, q_heads: int = 32, kv_heads: int = 8) -> Call
     return CallSpec(partition, Causal(), 1, q_heads, kv_heads, 128, 128, "bfloat16")
 
 
-def seconds(
-    transport: KVTransport, length: int, ranks: int, hardware: Hardware = HOPPER, backward: bool = False
-) -> float:
-    return slowest_seconds(transport, shape(length, ranks), ranks, hardware, backward=backward)
+def cluster(ranks: int, gpu: Hardware = GPU, *, shares_memory: bool = False) -> Cluster:
+    return Cluster(gpu, (dataclasses.replace(Tier.of(gpu, ranks), shares_memory=shares_memory),))
+
+
+def times(transport: KVTransport, spec: CallSpec, ranks: int, gpu: Hardware = GPU) -> tuple[float, float]:
+    works = ring_works(transport, spec, ranks)
+    return slowest(works, cluster(ranks, gpu, shares_memory=not transport.slows_compute))
+
+
+# The three clocks
+
+ROUND = Hardware(flops=100, memory_speed=10, multiprocessors=2, link_speed=1, link_latency=0.5, launch=0.0)
+
+
+def test_a_step_waits_for_its_bytes_and_the_next_transfer_begins_with_it() -> None:
+    """2.5 s for 2 bytes, then 1 s of FLOPs beside 3.5 s for 3 bytes, then 1 s of copies, then 1.5 s for a byte."""
+    work = (Step(flops=100, received=(2,)), Step(moved=10, received=(3,), sent=(1,)))
+    assert seconds(work, cluster(2, ROUND, shares_memory=True)) == pytest.approx(2.5 + 3.5 + 1 + 1.5)
+    # Kernels of a transfer of 4 s slow down the 4 s that are computed meanwhile.
+    taxed = (Step(flops=100), Step(flops=300), Step(flops=100, received=(3.5,)))
+    shared, collective = (seconds(taxed, cluster(2, ROUND, shares_memory=shares)) for shares in (True, False))
+    assert shared == pytest.approx(5)
+    assert collective == pytest.approx(5 + 4 * TRANSFER_TAX)
+
+
+def test_tiers_transfer_at_the_same_time() -> None:
+    """A byte over each of two tiers: 1.5 and 3 seconds. The second tier begins when the first step does."""
+    slow = Tier(2, speed=0.4, latency=0.5, shares_memory=True)
+    both = Cluster(ROUND, (Tier(2, 1, 0.5, True), slow))
+    assert seconds((Step(received=(1, 1)),), both) == pytest.approx(3)
+    assert seconds((Step(received=(1,)), Step(received=(0, 1))), both) == pytest.approx(1.5 + 3)
+    assert seconds((Step(flops=500), Step(received=(1, 1))), both) == pytest.approx(5)
+
+
+def test_the_host_launches_ahead() -> None:
+    """3 launches of a second: the first step starts in the middle of its launch. Nothing ends before the host does."""
+    slow = dataclasses.replace(ROUND, launch=1.0)
+    assert seconds((Step(flops=500, launches=1), Step(flops=100, launches=1)), cluster(2, slow)) == pytest.approx(6.5)
+    assert seconds((Step(launches=3),), cluster(2, slow)) == pytest.approx(3)
+
+
+def test_steps_add_up() -> None:
+    first, second = Step(1, 2, (3,), (), 4), Step(10, 20, (30, 40), (50,), 60)
+    assert first + second == Step(11, 22, (33, 40), (50,), 64)
+
+
+def test_nearly_equal_choices_are_the_first() -> None:
+    assert nearly_fastest(["ring", "ulysses"], [1.04, 1.0]) == "ring"
+    assert nearly_fastest(["ring", "ulysses"], [1.06, 1.0]) == "ulysses"
+
+
+# Rings
 
 
 @each_transport
 def test_a_long_sequence_takes_the_time_of_its_operations(transport: KVTransport) -> None:
     """32 heads, 262144 causal tokens: 4 * 32 * 262144^2 * 128 / 2 operations over 8 GPUs take 0.11 s at 620 TFLOP/s."""
-    ideal = 4 * 32 * 262144**2 * 128 / 2 / 8 / HOPPER.flops
-    assert ideal == pytest.approx(0.1135, rel=1e-2)
-    assert seconds(transport, 262144, 8) == pytest.approx(ideal, rel=0.08)
+    ideal = 4 * 32 * 262144**2 * 128 / 2 / 8 / GPU.flops
+    forward, backward = times(transport, shape(262144, 8), 8)
+    assert forward == pytest.approx(ideal, rel=0.08)
+    assert backward == pytest.approx(BACKWARD * ideal, rel=0.08)
 
 
 @each_transport
 def test_a_short_sequence_takes_the_time_of_its_launches(transport: KVTransport) -> None:
-    assert seconds(transport, 1024, 8) > 3 * HOPPER.launch
-    faster = dataclasses.replace(HOPPER, launch=HOPPER.launch / 10)
-    assert seconds(transport, 1024, 8, faster) < seconds(transport, 1024, 8) / 2
+    faster = dataclasses.replace(GPU, launch=GPU.launch / 10)
+    assert 4 * GPU.launch < times(transport, shape(1024, 8), 8)[0]
+    assert times(transport, shape(1024, 8), 8, faster)[0] < times(transport, shape(1024, 8), 8)[0] / 2
 
 
 @each_transport
-@given(st.integers(8, 17), st.integers(2, 8), st.booleans(), st.sampled_from(["flops", "memory_speed", "link_speed"]))
+@given(st.integers(8, 17), st.integers(2, 8), st.sampled_from(["flops", "memory_speed", "link_speed"]))
 def test_better_hardware_is_not_predicted_to_be_slower(
-    transport: KVTransport, log_length: int, ranks: int, backward: bool, what: str
+    transport: KVTransport, log_length: int, ranks: int, what: str
 ) -> None:
-    better = dataclasses.replace(HOPPER, **{what: 3 * getattr(HOPPER, what)})
-    before = seconds(transport, 2**log_length, ranks, HOPPER, backward)
-    assert seconds(transport, 2**log_length, ranks, better, backward) <= before * (1 + 1e-9)
+    better = dataclasses.replace(GPU, **{what: 3 * getattr(GPU, what)})
+    before, after = (sum(times(transport, shape(2**log_length, ranks), ranks, gpu)) for gpu in (GPU, better))
+    assert after <= before * (1 + 1e-9)
 
 
 @each_transport
 def test_a_slow_link_is_what_a_call_waits_for(transport: KVTransport) -> None:
-    slow = dataclasses.replace(HOPPER, link_speed=1e9)
+    """Backward brings K/V once more, and then returns as many gradients."""
+    slow = dataclasses.replace(GPU, link_speed=1e9)
     moved = 7 / 8 * 32768 * shape(32768, 8).head_bytes * 8
-    assert seconds(transport, 32768, 8, slow) == pytest.approx(moved / 1e9, rel=0.3)
-
-
-def test_backward_sends_gradients_after_the_last_tile() -> None:
-    slow = dataclasses.replace(HOPPER, link_speed=1e9)
-    plan = AllGather().plan(shape(32768, 8), 0)
-    forward, backward = (predicted_seconds(plan, shape(32768, 8), slow, each, True) for each in (False, True))
+    forward, backward = times(transport, shape(32768, 8), 8, slow)
+    assert forward == pytest.approx(moved / 1e9, rel=0.3)
     assert backward > 1.1 * forward
 
 
@@ -85,45 +140,39 @@ def test_backward_sends_gradients_after_the_last_tile() -> None:
 def test_memory_that_gpus_share_is_used(length: int, kv_heads: int) -> None:
     """Without a prediction, which would say the same: its transfers take no multiprocessors."""
     call = shape(length, 8, kv_heads=kv_heads)
-    assert choose(call, 8, HOPPER, shares_memory=True).name == "symm_mem"
-    predicted = [slowest_seconds(transport, call, 8, HOPPER, backward=True) for transport in TRANSPORTS]
-    assert predicted[2] <= 1.03 * min(predicted)
-
-
-@pytest.mark.parametrize(("ranks", "length"), list(itertools.product([2, 4, 8], [8192, 32768, 131072])))
-def test_many_key_heads_are_staged_so_that_stages_fill_the_gpu(ranks: int, length: int) -> None:
-    """Their transfers are four times as long, and one head of a short shard leaves most multiprocessors idle."""
-    many = shape(length, ranks, kv_heads=32)
-    predicted = [slowest_seconds(transport, many, ranks, HOPPER, backward=True) for transport in TRANSPORTS]
-    assert predicted[2] <= 1.03 * min(predicted)
-    in_one = AllGather(Staging(stage_bytes=1 << 60, grad_stage_bytes=1 << 60, grad_local_bytes=1 << 60))
-    assert predicted[0] <= 1.02 * slowest_seconds(in_one, many, ranks, HOPPER, backward=True)
+    assert choose(call, cluster(8, shares_memory=True)).name == "symm_mem"
+    predicted = [sum(times(transport, call, 8)) for transport in TRANSPORTS]
+    assert predicted[2] <= TOLERANCE * min(predicted)
 
 
 @pytest.mark.parametrize("length", [1024, 8192, 131072])
 @pytest.mark.parametrize("link_speed", [20e9, 290e9])
 def test_elsewhere_the_choice_is_near_the_best(length: int, link_speed: float) -> None:
-    hardware = dataclasses.replace(HOPPER, link_speed=link_speed)
-    chosen = choose(shape(length, 8), 8, hardware, shares_memory=False)
-    best = min(seconds(transport, length, 8, hardware, True) for transport in TRANSPORTS[:2])
+    gpu = dataclasses.replace(GPU, link_speed=link_speed)
+    chosen = choose(shape(length, 8), cluster(8, gpu))
     assert chosen.name in ("allgather", "alltoall")
-    assert seconds(chosen, length, 8, hardware, True) <= 1.05 * best
-
-
-def test_one_rank_alone_sends_nothing() -> None:
-    assert seconds(AllGather(), 8192, 1) > 0
+    assert sum(times(chosen, shape(length, 8), 8, gpu)) <= 1.05 * min(
+        sum(times(transport, shape(length, 8), 8, gpu)) for transport in TRANSPORTS[:2]
+    )
 
 
 def test_links_are_not_measured_where_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "p2p_obstacle", lambda *_: None)
-    monkeypatch.setattr(select, "hardware_of", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(transports, "p2p_obstacle", lambda *_: None)
+    monkeypatch.setattr(transports, "cluster_of", lambda *_: pytest.fail("measured"))
     ranks: Any = SimpleNamespace(size=lambda: 8)
-    assert select.Auto().for_call(shape(8192, 8), ranks, torch.device("cuda")) == SymmetricMemory()
+    assert transports.Auto().for_call(shape(8192, 8), ranks, torch.device("cuda")) == SymmetricMemory()
 
 
-def test_ranks_without_heads_choose_too() -> None:
-    """As uneven DTensor shards may leave them."""
-    assert choose(shape(8192, 4, q_heads=0, kv_heads=0), 4, HOPPER, shares_memory=True).name == "symm_mem"
+def test_ranks_without_heads_and_ranks_alone() -> None:
+    """No heads, as uneven DTensor shards may leave them, and nothing to send."""
+    empty = shape(8192, 4, q_heads=0, kv_heads=0)
+    assert choose(empty, cluster(4)).name == "allgather"
+    forward, backward = ring_work(AllGather().plan(shape(8192, 1), 0), shape(8192, 1))
+    assert not any(step.received or step.sent for step in (*forward, *backward))
+    assert sum(times(AllGather(), shape(8192, 1), 1)) > 0
+
+
+# The ranks that are asked
 
 
 def test_the_busiest_rank_is_among_those_that_are_asked() -> None:
@@ -151,13 +200,13 @@ def test_every_batch_row_counts_for_the_busiest_rank() -> None:
     window = dataclasses.replace(
         shape(64, 8), batch_size=3, partition=partition, mask=SlidingWindow(63, 0), masking=Masking.INTERVALS
     )
-    workloads = workload_of(SlidingWindow(63, 0), 64, 64)
-    seen = [
-        2 * workloads.of((8 * rank, 8 * rank + 8)) + workloads.of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)
-    ]
-    equal = [workloads.of((8 * rank, 8 * rank + 8)) + workloads.of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)]
-    assert seen.index(max(seen)) != equal.index(max(equal))
-    assert window.busiest_rank == seen.index(max(seen))
+    workload = workload_of(SlidingWindow(63, 0), 64, 64)
+    ahead = [workload.of((8 * rank, 8 * rank + 8)) for rank in range(8)]
+    equal, both = (
+        [times * mine + mirrored for mine, mirrored in zip(ahead, reversed(ahead), strict=True)] for times in (1, 2)
+    )
+    assert both.index(max(both)) != equal.index(max(equal))
+    assert window.busiest_rank == both.index(max(both))
 
 
 def test_no_rank_is_said_to_be_the_busiest_where_that_takes_long() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Documents, HeadTail, SlidingWindow, Striped, context_parallel, context_parallel_mla
 from cp_dtensor.engine import planner
-from cp_dtensor.engine.cost_model import EXPANDED
+from cp_dtensor.engine.choose import EXPANDED
 
 DOCUMENTS = Documents([0, 9, 26], within=Causal())
 CASES = [

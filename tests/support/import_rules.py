@@ -34,16 +34,10 @@ FORBIDDEN_TORCH = {
 # Modules (prefixes) that tools may import besides themselves and the public names of the package: plans and masks as
 # data, the choice of kernels, the measurement of links, and for benchmarks of internals the kernels of one device and
 # the size of symmetric memory.
-TOOLS_IMPORT = ("plan", "spec", "attention.backends", "attention.masked", "comm.select", "comm.symm_mem_workspace")
+TOOLS_IMPORT = ("plan", "spec", "attention.backends", "attention.masked", "comm.links", "comm.symm_mem_workspace")
 
 # Modules (prefixes) that layers may import besides themselves: masks and layouts, and the seam for building blocks.
 LAYERS_IMPORT = ("spec", "api.extension")
-
-# Modules that layers still import, which a `LayerCall` beside the call of attention, and the seam, are to replace.
-LAYERS_STILL_IMPORT = (
-    "api.explain", "engine.cost_model", "engine.planner", "engine.traffic", "plan.hardware", "plan.partition",
-    "plan.tiling",
-)  # fmt: skip
 
 # Modules of other rooms than the seam that the integration of transformers still imports.
 TRANSFORMERS_STILL_IMPORT = ("layers.arguments",)

@@ -34,7 +34,7 @@ class Case(NamedTuple):
         return mask, layout_by_name(self.layout, mask, self.tokens)
 
     def __str__(self) -> str:
-        return f"{self.table} {self.tokens} {self.mask} {self.layout}"
+        return f"{self.table} {self.tokens} {self.mask} {self.layout} {self.q_heads}:{self.kv_heads}"
 
 
 @cache

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.forked_programs import launch
 
-from cp_dtensor.comm.select import TRANSPORTS
+from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.tools import bench
 from cp_dtensor.tools.bench import announcement, parse_options, progress
 from cp_dtensor.tools.cases import Case, Heads, grid
@@ -90,7 +90,12 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {case.heads for case in options.cases} == {Heads(32, 8), Heads(32, 32), Heads(64, 8)}
     assert {(case.mask, case.dtype, case.head_dim) for case in options.cases} == {("causal", "bfloat16", 128)}
     names = [method.name for method in options.methods]
-    assert {"ideal", "torch-allgather", "torch-alltoall", *(f"ours-{name}" for name in TRANSPORTS)} <= set(names)
+    assert {
+        "ideal",
+        "torch-allgather",
+        "torch-alltoall",
+        *(f"ours-{name}" for name in ROTATE_METHODS if name != "auto"),
+    } <= set(names)
 
     chosen = parse_options(["--quick", "--seq-lens", "96", "--mask", "full", "--methods", "ideal", "ours-alltoall"])
     assert [case.seq_len for case in chosen.cases] == [96]

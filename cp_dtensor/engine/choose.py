@@ -1,0 +1,213 @@
+"""Choice of a method: the work of each, by plans, and its time and memory. The same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
+from cp_dtensor.comm.symm_mem import SymmetricMemory
+from cp_dtensor.comm.transport import KVTransport, TransportMethod
+from cp_dtensor.comm.transports import choose, plans_of_some_ranks, ring_works
+from cp_dtensor.engine.latent import EXPANDED_BYTES
+from cp_dtensor.plan.cost import (
+    Cluster,
+    Passes,
+    Step,
+    Tier,
+    Work,
+    expansion,
+    nearly_fastest,
+    over,
+    rows_read,
+    seconds,
+    slowest,
+    transfer_bytes,
+)
+from cp_dtensor.plan.partition import (
+    CallSpec,
+    MergedPartition,
+    OuterPartition,
+    head_stages,
+    hides_exchanges,
+    inner_partitions,
+    partition_call,
+    with_heads,
+)
+from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.tiling import rows_in_order
+
+EXPANDED = "expanded "
+"""Prefix of a method that sends K/V, where ranks have latents."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of one call on the slowest rank."""
+
+    transport: str
+    """KV transport of its rings, "-" if it has none."""
+    forward: float
+    backward: float
+    """Seconds."""
+    memory: float
+    """Bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels."""
+    outer_bytes: int = 0
+    """Bytes that the busiest rank receives over the outer axis in both passes; 0 until `engine.traffic` counts them."""
+    inner_bytes: int = 0
+    """Bytes over the inner axis; those of Ulysses, if there is one axis."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def estimates(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> dict[str, Estimate]:
+    """Return an estimate for each method that the tiers allow; the first is preferred if times are equal.
+
+    For latents also of each method (with the prefix `EXPANDED`) if ranks expand their own latents and send K/V: that is
+    n times fewer rows to expand on n ranks, and none again in backward.
+    """
+    if len(cluster.tiers) == 1:
+        found = {
+            "ring": ring_estimate(spec, cluster, transport_method),
+            "ulysses": ulysses_estimate(spec, cluster, transport_method),
+        }
+    else:
+        found = {
+            "hybrid": ulysses_estimate(spec, cluster, transport_method),
+            "ring": nested_ring_estimate(spec, cluster, transport_method),
+        }
+    if spec.latent_dims is not None:
+        own_rows = rows_in_order(spec.partition.groups()[0].kv_by_rank).longest
+        expanding = seconds((expansion(own_rows, spec, 1),), cluster)
+        for name, each in estimates(expanded(spec), cluster, transport_method).items():
+            forward, backward = each.forward + expanding, each.backward + 2 * expanding
+            found[EXPANDED + name] = replace(each, forward=forward, backward=backward)
+    return found
+
+
+def expanded(spec: CallSpec) -> CallSpec:
+    """Return the shape of attention to K/V, as tiles compute it, of that of attention to K/V or latents."""
+    return spec if spec.latent_dims is None else replace(spec, kv_heads=spec.q_heads, latent_dims=None)
+
+
+def fastest(found: dict[str, Estimate]) -> str:
+    """Return the first method whose predicted time is (nearly) the least."""
+    return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
+
+
+def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
+    """Return the estimate of a ring over the only tier."""
+    name, works, memory = _ring(spec, cluster, transport_method)
+    return Estimate(name, *slowest(works, cluster), memory)
+
+
+def ulysses_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
+    """Return the estimate by heads over the inner tier, as a ring over the outer one if there is one."""
+    inner, *outer = cluster.tiers
+    stages = head_stages(spec, inner.ranks, publishes=inner.shares_memory and not outer)
+    heads = partition_call(spec, inner.ranks, stages)
+    merged = replace(spec, partition=MergedPartition(spec.partition, inner.ranks))
+    stage = with_heads(merged, heads, heads.kv_groups(0, 0))  # of the first rank, which has the most heads
+    around = replace(cluster, tiers=tuple(outer or (replace(inner, ranks=1),)))
+    name, rings, memory = _ring(stage, around, transport_method, tier=1)
+    group = spec.partition.groups()[0]
+    queries, keys = (
+        rows_in_order(by_rank).longest * spec.batch_size * spec.itemsize
+        for by_rank in (group.q_by_rank, group.kv_by_rank)
+    )
+    q, out = (float(queries * spec.q_heads * dim) for dim in (spec.head_dim, spec.v_head_dim))
+    kv = float(keys * heads.kv_group_count * sum(spec.kv_dims))
+    hides = hides_exchanges(spec, inner.shares_memory)
+    works = [
+        (
+            _by_heads(forward, q + kv, out, heads.stages, inner, hides),
+            _by_heads(backward, out, q + kv, heads.stages, inner, hides),
+        )
+        for forward, backward in rings
+    ]
+    # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
+    memory += (q + kv + out) * (2 if inner.shares_memory else 1)
+    return Estimate(name if outer else "-", *slowest(works, cluster), memory)
+
+
+def _by_heads(ring: Work, towards: float, away: float, stages: int, tier: Tier, hides: bool) -> Work:
+    """Return the work of a pass whose rows are exchanged for heads, stage by stage.
+
+    Args:
+        ring: a stage after its exchange.
+        towards, away: bytes of this rank's tensors, exchanged for heads and back for rows.
+        hides: see `hides_exchanges`; if False, all stages wait for one exchange.
+    """
+    copies, part = (2 if tier.shares_memory else 4), (tier.ranks - 1) / tier.ranks
+    exchanges = stages if hides else 1
+    arriving = Step(moved=copies * towards / exchanges, received=over(0, part * towards / exchanges))
+    leaving = Step(moved=copies * away / exchanges, sent=over(0, part * away / exchanges))
+    launching = Step(launches=1)
+    work: list[Step] = []
+    for index in range(stages):
+        steps = [ring[0] + launching, *ring[1:]]
+        if hides or index == 0:
+            steps[0] += arriving
+        if hides or index == stages - 1:
+            steps[-1] += leaving
+        work += [*steps, launching]
+    return tuple(work)
+
+
+def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
+    """Return the estimate of a ring over the outer tier of rings over the inner one."""
+    within, (inner, outer) = replace(cluster, tiers=cluster.tiers[:1]), cluster.tiers
+    tiling = replace(spec, partition=OuterPartition(spec.partition, inner.ranks, 0)).tiling
+    works, memory = [], 0.0
+    for outer_rank in sorted({0, outer.ranks - 1}):
+        plan = ring_plan(tiling, outer_rank, spec.kv_heads)
+        forward: list[Step] = []
+        backward: list[Step] = []
+        for step, partition in zip(plan.forward, inner_partitions(spec.partition, plan, inner.ranks), strict=True):
+            name, rings, held = _ring(replace(spec, partition=partition), within, transport_method)
+            memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
+            ring, back = max(rings, key=lambda passes: sum(slowest([passes], within)))
+            arriving = () if step.transfer is None else over(1, transfer_bytes(step.transfer, plan, spec))
+            forward += [ring[0] + Step(received=arriving), *ring[1:]]
+            backward += [back[0] + Step(received=arriving), *back[1:]]
+            backward[-1] += Step(sent=arriving)  # gradients
+        works.append((tuple(forward), tuple(backward)))
+    return Estimate(name, *slowest(works, cluster), memory)
+
+
+def _ring(
+    spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, tier: int = 0
+) -> tuple[str, list[Passes], float]:
+    """Return the transport, the work on some ranks, and the memory of a ring over the only tier."""
+    (links,) = cluster.tiers
+    needs_memory = isinstance(transport_method, SymmetricMemory)
+    if links.ranks == 1 or (needs_memory and not links.shares_memory):
+        transport: KVTransport = AllGather()
+    else:
+        transport = transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster)
+    plans = plans_of_some_ranks(transport, spec, links.ranks)
+    memory = max(_ring_memory(plan, spec, transport) for plan in plans)
+    return transport.name, ring_works(transport, spec, links.ranks, tier), memory
+
+
+def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:
+    """Return the bytes of a ring's buffers.
+
+    These are K/V of a step and of the steps ahead, gradients of two transfers, one contribution of another rank, and
+    this rank's own K/V (all heads in a symmetric buffer, or the packed heads).
+    """
+    group = 0.0
+    if spec.latent_dims is not None:  # K/V of a group of heads, their gradients, and these side by side
+        row = spec.batch_size * spec.q_heads * (spec.head_dim + spec.v_head_dim) * spec.itemsize
+        group = 3.0 * min(EXPANDED_BYTES, row * max(map(rows_read, plan.backward)))
+    transfers = [step.transfer for step in plan.backward if step.transfer is not None]
+    if not transfers:
+        return group
+    all_heads = isinstance(transport, SymmetricMemory)
+    packed = spec.kv_heads if all_heads else max(x.heads[1] - x.heads[0] for x in transfers)
+    own = plan.rows.longest * spec.head_bytes * packed
+    held = min(1 + transport.transfers_ahead, len(transfers)) + 3
+    buffer = max(plan.buffer_rows(transfer) * (transfer.heads[1] - transfer.heads[0]) for transfer in transfers)
+    return group + float(own + held * buffer * spec.head_bytes)
