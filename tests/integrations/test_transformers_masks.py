@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cp_dtensor.api.active_context import innermost_context
+from cp_dtensor.engine.contexts import innermost
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -151,7 +151,7 @@ def test_position_ids_travel_again_once_those_of_any_rank_are_others() -> None:
         config = replace(config_of_two_ranks(), layout=Contiguous())
         values, travelled, local = [], [], torch.zeros(1, 4, dtype=torch.int64)
         with context_parallel(init_device_mesh("cpu", (2,)), layout=Contiguous(), seq_len=8):
-            context = innermost_context()
+            context = innermost()
             assert context is not None
             for ids in (one, one, three, three, two, one):  # from one to three only rank 1 has others
                 local.copy_(torch.tensor([ids[4 * rank : 4 * rank + 4]]))  # in place, as a collective would
