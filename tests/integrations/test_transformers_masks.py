@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cp_dtensor.engine.contexts import innermost
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, Documents, Full, HeadTail, Mask, SlidingWindow, context_parallel
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.engine.call import Call
+from cp_dtensor.engine.contexts import innermost
 from cp_dtensor.integrations.transformers import masks
 from cp_dtensor.integrations.transformers.masks import MaskRequest, ModelMask
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
