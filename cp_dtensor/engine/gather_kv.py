@@ -181,12 +181,12 @@ def _row_index(
     index = torch.zeros(world_size * longest if to_shards else seq_len, dtype=torch.int32, device=device)
     index[at] = values.int()
     if not to_shards:
-        _log_way(layout, seq_len, world_size, "all-gathered")
+        _log_gather(layout, seq_len, world_size, "all-gathered")
     return index
 
 
-def _log_way(layout: Layout, seq_len: int, world_size: int, way: str) -> None:
-    text = f"FlexAttention of {seq_len:,} keys on {world_size} ranks, {layout}: K/V of all ranks are {way}"
+def _log_gather(layout: Layout, seq_len: int, world_size: int, how: str) -> None:
+    text = f"FlexAttention of {seq_len:,} keys on {world_size} ranks, {layout}: K/V of all ranks are {how}"
     log_once("engine", logging.INFO, f"{text}, and torch's kernel computes this rank's queries")
 
 
@@ -219,7 +219,7 @@ def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRo
     shards = [layout.segments(seq_len, rank, world_size) for rank in range(world_size)]
     if not all(len(shard) <= _MAX_RANGES and all(each.is_contiguous for each in shard) for shard in shards):
         return None
-    _log_way(layout, seq_len, world_size, "read from shared memory if ranks share it")
+    _log_gather(layout, seq_len, world_size, "read from shared memory if ranks share it")
     return HeadRows(rows_in_order(shards), ((0, 1),) * world_size)
 
 

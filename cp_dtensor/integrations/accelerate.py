@@ -53,9 +53,9 @@ class Enabled(ExitStack):
     Switches nest: accelerators that are prepared take the options of the latest one that is in force.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.settings = settings
+        self.options = options
         _installation.acquire()
         self.callback(_installation.release)
         _in_force.append(self)
@@ -137,12 +137,12 @@ class _Steps:
 
     Args:
         mesh: the context-parallel axis.
-        settings: options of the contexts.
+        options: options of the contexts.
     """
 
-    def __init__(self, mesh: Mesh, settings: dict[str, Any]) -> None:
+    def __init__(self, mesh: Mesh, options: dict[str, Any]) -> None:
         self.mesh = mesh
-        self.settings = settings
+        self.options = options
         self._positions: Callable[[], torch.Tensor] | None = None
         """Makes the position ids of this rank's tokens, in a step."""
         self._models = WeakSet[nn.Module]()
@@ -156,14 +156,14 @@ class _Steps:
         no_restore_buffers: Collection[torch.Tensor] | None = None,
         **options: Any,
     ) -> Iterator[None]:
-        settings = {**self.settings, **{name: value for name, value in options.items() if value is not None}}
+        options = {**self.options, **{name: value for name, value in options.items() if value is not None}}
         tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
         lengths = {tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=False)}
         device = tensors[0].device if tensors else torch.device("cpu")
         context = context_parallel(
-            self.mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, **settings
+            self.mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, **options
         )
-        before, self._positions = self._positions, partial(self._local_positions, lengths, settings["layout"], device)
+        before, self._positions = self._positions, partial(self._local_positions, lengths, options["layout"], device)
         models_with_positions.update(self._models)
         try:
             with context:
@@ -203,11 +203,11 @@ def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> t
     if not _in_force:  # a reference that other code has kept
         result: tuple[Any, ...] = original(accelerator, *args)
         return result
-    settings = dict(_in_force[-1].settings)
+    options = dict(_in_force[-1].options)
     handler = accelerator.parallelism_config.cp_handler
-    if settings["rotate_method"] is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
-        settings["rotate_method"] = "alltoall"  # "allgather" is accelerate's default, so it is no choice
-    accelerator._cp_context = _Steps(accelerator.torch_device_mesh["cp"], settings)
+    if options["rotate_method"] is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
+        options["rotate_method"] = "alltoall"  # "allgather" is accelerate's default, so it is no choice
+    accelerator._cp_context = _Steps(accelerator.torch_device_mesh["cp"], options)
     for arg in args:
         if isinstance(arg, nn.Module):
             accelerator._cp_context.attach(arg)
@@ -244,7 +244,7 @@ def _trainer_inputs(
     _refuse_dropped_documents(self, model)
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     batch, length = tokens.shape[:2]
-    documents, own = _documents_of(inputs, tokens), steps.settings["mask"]
+    documents, own = _documents_of(inputs, tokens), steps.options["mask"]
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if inputs.get("position_ids") is None:

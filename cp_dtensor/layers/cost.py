@@ -189,13 +189,13 @@ def recurrence_bytes(rows: Rows, sequence: SequenceLayout, method: str, inner_si
         return _scanned_bytes(rows, sequence, inner_size)
     if method == "heads":
         return [(each, 0) for each in _recurrence_heads(rows, sequence, out)]
-    token = sum(_token_bytes(x) for x in rows if x is not None)
+    row = sum(_token_bytes(x) for x in rows if x is not None)
     there = replace(sequence, layout=Contiguous(), group=0)
     # Rows go there, gradients of outputs too; outputs go back, and gradients of rows.
     moved = rows_over_axes(Relayout(Contiguous()), sequence, inner_size)
     states = _scanned_bytes(rows, there, inner_size)
     return [
-        (outer * (token + out) + more[0], inner * (token + out) + more[1])
+        (outer * (row + out) + more[0], inner * (row + out) + more[1])
         for (outer, inner), more in zip(moved, states, strict=True)
     ]
 

@@ -230,7 +230,7 @@ def test_tiles_without_a_plan_are_computed_by_our_kernels(flex: Patch, problem: 
         flex.setattr(cudnn_flex, "MOST_BYTES", 2 * cudnn_flex._BYTES_OF_PARTIAL_BLOCK)
     else:
         flex.setattr(module, "create_mask_plan", no_memory_for_a_plan)
-    flex.setattr(packages.Package, "is_right", lambda *arguments: True)
+    flex.setattr(packages.Package, "passes_check", lambda *arguments: True)
     check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
     assert not module.plans
 

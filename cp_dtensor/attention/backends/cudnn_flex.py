@@ -109,7 +109,9 @@ class CudnnFlexAttention(AttentionBackend):
             return check(compute) or check(compute)  # by the package, then by what was recorded
 
         several = ("several intervals",) if has_several else ()
-        return PACKAGE.is_right((direction, q.dtype, "head dims", dims, "group", group, *several), q.device, problem)
+        return PACKAGE.passes_check(
+            (direction, q.dtype, "head dims", dims, "group", group, *several), q.device, problem
+        )
 
 
 @lru_cache(maxsize=2)  # one object of each kind: forward and backward share its plan

@@ -57,7 +57,7 @@ class Package:
             return f"it needs bfloat16 or float16, got {spec.dtype}"
         return None if self.version else f"{self.distribution} is not installed"
 
-    def is_right(self, kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str]) -> bool:
+    def passes_check(self, kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str]) -> bool:
         """True if the first use of a kernel was right; warns once if it was not. Arguments as of `first_use`.
 
         False under CUDA graph capture for a kernel that was not used before it.
