@@ -92,10 +92,10 @@ def dtensor_attention(
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
     local = placed_call(q, k, v, mask, **options)
-    seed = _seed_of_all(local.q, q.device_mesh) if local.call.dropout_p else None
     bias = of_heads = None
     if attn_mask is not None or sinks is not None:
         bias, of_heads = _local_modifiers(q, k.size(2), attn_mask, sinks, local.placed)
+    seed = _seed_of_all(local.q, q.device_mesh) if local.call.dropout_p else None
     t = Tensors(local.q, local.k, local.v, bias, of_heads, seed)
     out, lse = attend(local.call, t, needs_lse=needs_lse)
     return local.wrapped(out, q), local.wrapped(lse, q) if needs_lse else lse
@@ -127,7 +127,10 @@ def placed_call(
         method, rotate_method, deterministic, replay: as for `context_parallel_attention`.
         factors: scale, dropout_p and others of `Call.factors`.
     """
-    checked_bool("deterministic", deterministic), checked_bool("replay", replay), checked_method(method)
+    checked_bool("deterministic", deterministic)
+    checked_bool("replay", replay)
+    checked_method(method)
+    numbers: dict[str, Any] = checked_factors(**factors)  # type: ignore[arg-type]
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
     by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
     names = mesh.mesh_dim_names
@@ -148,7 +151,7 @@ def placed_call(
         SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method=method,
         mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
         transport=transport_by_name(rotate_method), pair=pair, deterministic=deterministic, replay=replay,
-        first=_first_of(q, placed) if factors.get("dropout_p") else (0, 0), **checked_factors(**factors),  # type: ignore[arg-type]
+        first=_first_of(q, placed) if factors.get("dropout_p") else (0, 0), **numbers,
         placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
     )  # fmt: skip
     return PlacedCall(call, local_q, local_k, local_v, placed)

@@ -152,6 +152,8 @@ def ring_attention(
 
     Source: Ring Attention (arXiv 2310.01889).
     """
+    if "method" in options:
+        raise TypeError('ring_attention takes no method, which is "ring": call context_parallel_attention for others')
     options["method"] = "ring"
     return context_parallel_attention(
         q, k, v, attn_mask=attn_mask, sinks=sinks, enable_gqa=enable_gqa, return_lse=return_lse, **options
@@ -172,6 +174,9 @@ def ulysses_attention(
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
+    for name in ("method", "rotate_method"):
+        if name in options:
+            raise TypeError(f'ulysses_attention takes no {name}: its method is "ulysses", in which nothing rotates')
     options["method"] = "ulysses"
     return context_parallel_attention(
         q, k, v, attn_mask=attn_mask, sinks=sinks, enable_gqa=enable_gqa, return_lse=return_lse, **options
@@ -192,8 +197,8 @@ def attend_shards(
         constants["rotate_method"] = transport_by_name(options.get("rotate_method")).name  # Dynamo guards the default
         made = _constants(owner, options.get("mesh"), tuple(constants), tuple(constants.values()), *inherits.values())
         return attend_traced(made, t, factors_of(t.q.size(3), **numbers), [*pair, 0, 0], needs_lse)
-    if unknown := options.keys() - _OPTIONS.keys():
-        raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
+    if options.keys() - _OPTIONS.keys():
+        raise _unknown(owner, options)
     return attend(inherited(owner, Call.of(**options), **inherits), t, needs_lse=needs_lse)
 
 
@@ -205,6 +210,10 @@ def _constants(
     options: Any = dict(zip(names, map(made_of, values), strict=True))
     call = Call.of(mesh, **options)
     return constants_of(inherited(owner, call, layout=layout, mask=mask, traced=True))
+
+
+def _unknown(owner: str, options: Any) -> TypeError:
+    return TypeError(f"{owner}() got an unexpected keyword argument {min(options.keys() - _OPTIONS.keys())!r}")
 
 
 def _attend_dtensors(
@@ -224,6 +233,8 @@ def _attend_dtensors(
             f"in compiled code, {owner} takes no DTensors: call F.scaled_dot_product_attention under "
             "enable_context_parallel_dispatcher()"
         )
+    if options.keys() - _OPTIONS.keys():
+        raise _unknown(owner, options)
     refuse_other_place(owner, q, mesh, layout, checked_pair(seq_len), (q.size(2), k.size(2)))
     if debug:
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")

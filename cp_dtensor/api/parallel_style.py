@@ -84,8 +84,8 @@ class ContextParallel(ParallelStyle):
         # Arguments are checked here, although there is no mesh yet.
         self._call_of = functools.partial(
             Call.of, method=checked_method(method), mask=checked_mask(mask, False), layout=layout,
-            rotate_method=rotate_method, debug=debug, deterministic=checked_bool("deterministic", deterministic),
-            replay=checked_bool("replay", replay),
+            rotate_method=rotate_method, debug=checked_bool("debug", debug), replay=checked_bool("replay", replay),
+            deterministic=checked_bool("deterministic", deterministic),
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}
         transport_by_name(rotate_method)

@@ -86,8 +86,9 @@ def varlen_attention(
             "varlen_attention, in compiled code, expects cu_seqlens to be integers, which are constants there; got a "
             "tensor: call torch's varlen_attn inside of context_parallel, which reads it when the code runs"
         )
-    if options.get("mask") is not None:
-        raise TypeError(f"varlen_attention takes no mask beside cu_seqlens, got {options['mask']!r}: pass within=")
+    for name, given in options.items():
+        if name in ("mask", "attn_mask") and given is not None:
+            raise TypeError(f"varlen_attention takes no {name} beside cu_seqlens, got {given!r}: pass within=")
     inside = _mask_of_document(options.pop("is_causal", False), window_size, within)
     options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=inside)
     result = context_parallel_attention(*views, sinks=sinks, enable_gqa=True, return_lse=return_lse, **options)

@@ -59,7 +59,8 @@ def agreed_pair(
         pair = _pair_of(call, *local)
     except ValueError as error:  # the others may be about to compare
         refusal = error
-    is_declared = call.pair is not None or call.layout.only_length is not None or {*(pair or ())} <= {*call.lengths}
+    is_declared = call.pair is not None or call.layout.only_length is not None
+    is_declared = is_declared or (pair is not None and {*pair} <= {*call.lengths})
     dims = t.q.size(1), t.k.size(1), t.q.size(3), t.v.size(3), t.q.dtype
     signature = call.method, call.transport.name, type(call.layout), type(call.mask), dims, is_declared or local
 

@@ -102,19 +102,21 @@ class Call(Sharding):
             TypeError, ValueError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
-        switches: dict[str, object] = {"deterministic": deterministic, "replay": replay, "debug": debug}
+        switches: dict[str, object] = {
+            "is_causal": is_causal, "deterministic": deterministic, "replay": replay, "debug": debug,
+        }  # fmt: skip
         if {*map(type, switches.values())} != {bool}:
             for name, value in switches.items():
                 checked_bool(name, value)
-        if mask is None and is_causal is True:
+        if mask is None and is_causal:
             mask = _CAUSAL
-        elif mask is not None or is_causal:
+        elif mask is not None:
             mask = checked_mask(mask, is_causal)
         # Defaults need no check: one frame less each, in every call.
         return cls(
             ranks, _HEAD_TAIL if layout is None else checked_layout(layout), (), debug, False, "", mask, method,
-            transport_by_name(rotate_method), None if seq_len is None else checked_pair(seq_len), None, scale,
-            checked_softcap(softcap) if softcap != 0.0 else 0.0,
+            transport_by_name(rotate_method), None if seq_len is None else checked_pair(seq_len), None,
+            None if scale is None else checked_scale(scale), checked_softcap(softcap) if softcap != 0.0 else 0.0,
             checked_dropout_p(dropout_p) if dropout_p != 0.0 else 0.0, (0, 0), deterministic, replay,
         )  # fmt: skip
 
@@ -189,7 +191,7 @@ FACTORS = ("scale", "softcap", "dropout_p")
 _NUMBERS: dict[str, Any] = {"pair": None, "scale": None, "softcap": 0.0, "dropout_p": 0.0, "first": (0, 0)}
 _DEFAULTS = {each.name: each.default for each in fields(Call) if each.name != "ranks"}
 _keys = Keys[tuple[tuple[str, ...], Call]]("attention by")
-_NOT_PLANNED = ("debug", "in_context", "context", "scale", "first", "dropout_p", "backends")
+_NOT_PLANNED = ("debug", "context", "scale", "first", "dropout_p", "backends")
 plan_fields = attrgetter(*(name for name in _DEFAULTS if name not in _NOT_PLANNED))
 """Return the fields of a call that its plan depends on, besides the ranks."""
 
@@ -216,8 +218,9 @@ def factors_of(
 def checked_factors(
     *, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0
 ) -> dict[str, float | None]:
-    """Return these options by name; refuse what is out of range. The scale is checked later."""
-    return {"scale": scale, "softcap": checked_softcap(softcap), "dropout_p": checked_dropout_p(dropout_p)}
+    """Return these options by name; refuse what is out of range."""
+    softcap, dropout_p = checked_softcap(softcap), checked_dropout_p(dropout_p)
+    return {"scale": checked_scale(scale), "softcap": softcap, "dropout_p": dropout_p}
 
 
 # Checks of options
@@ -293,7 +296,7 @@ def both_masks(one: Mask | None, other: Mask | None) -> Mask | None:
 
 def checked_dropout_p(dropout_p: float) -> float:
     """Return `dropout_p`; refuse anything but a probability."""
-    if not isinstance(dropout_p, (int, float)):
+    if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
         raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
@@ -302,11 +305,19 @@ def checked_dropout_p(dropout_p: float) -> float:
 
 def checked_softcap(softcap: float) -> float:
     """Return `softcap`; refuse anything but a finite number of at least 0."""
-    if not isinstance(softcap, (int, float)):
+    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
         raise TypeError(f"expected softcap to be a number, 0.0 for none, got {softcap!r}")
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"expected softcap to be a finite number of at least 0.0, which is none, got {softcap}")
     return float(softcap)
+
+
+def checked_scale(scale: object) -> Any:
+    """Return `scale`; refuse what is no number. Its gradient would be lost if it were a tensor."""
+    if isinstance(scale, (bool, str, torch.Tensor)):
+        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, torch.Tensor) else repr(scale)
+        raise TypeError(f"expected scale to be a number or None, got {got}")
+    return scale
 
 
 def softmax_scale(head_dim: int, scale: float | None) -> float:

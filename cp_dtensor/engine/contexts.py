@@ -100,16 +100,19 @@ class OpenContext:
         Raises:
             TypeError, ValueError: options that do not fit.
         """
-        key = mask, is_causal, first, traced, *options.items()
-        found = self._calls.get(key)
-        if found is None:
-            own, asks = checked_mask(mask, is_causal), traced and not self.is_constant
-            found = replace(
-                self.call, mask=own if asks else both_masks(self.call.mask, own), first=first,
-                **checked_factors(**options),  # type: ignore[arg-type]
-            )  # fmt: skip
-            found = self._calls[key] = self.asked_later(found) if asks else found
-        return found
+        # Masks may be new in every batch, and numbers of a trace may be symbols, which have no hash.
+        key = None if traced or mask is not None else (is_causal, first, *options.items())
+        found = None if key is None else self._calls.get(key)
+        if found is not None:
+            return found
+        own, asks = checked_mask(mask, is_causal), traced and not self.is_constant
+        made = replace(
+            self.call, mask=own if asks else both_masks(self.call.mask, own), first=first,
+            **checked_factors(**options),  # type: ignore[arg-type]
+        )  # fmt: skip
+        if key is not None:
+            self._calls[key] = made
+        return self.asked_later(made) if asks else made
 
     def store_keys(self) -> None:
         """Store the keys of SDPA inside, since code from disk may run before this process has traced any."""
@@ -261,7 +264,7 @@ def inherited(owner: str, call: Call, *, layout: bool, mask: bool, traced: bool 
                 "or none: pass layout= and mask= (Full() for none)"
             )
     return replace(
-        call, layout=outer.layout if layout else call.layout,
+        call, layout=outer.layout if layout else call.layout, lengths=outer.lengths if layout else call.lengths,
         mask=both_masks(outer.mask, call.mask) if mask else call.mask,
     )  # fmt: skip
 

@@ -34,6 +34,11 @@ def call(rank: int, arguments: dict[str, Any]) -> Any:
 
 Bad = tuple[dict[str, Any], type[Exception], str]
 BAD: dict[str, Bad] = {
+    "another method": ({"method": "ulysses"}, TypeError, "ring_attention takes no method"),
+    "an unknown option": ({"causal": True}, TypeError, r"got an unexpected keyword argument 'causal'"),
+    "a causal that is a string": ({"is_causal": "yes"}, TypeError, "expected is_causal to be True or False, got 'yes'"),
+    "a scale of tensors": ({"scale": torch.tensor(0.1)}, TypeError, r"expected scale to be a number.*shape \(\)"),
+    "a softcap that is a bool": ({"softcap": True}, TypeError, "expected softcap to be a number.*True"),
     "q is no tensor": ({"q": [1.0]}, TypeError, "expected q to be a torch.Tensor, got list"),
     "v is None": ({"v": None}, TypeError, "expected v to be a torch.Tensor, got NoneType"),
     "three dims": (
