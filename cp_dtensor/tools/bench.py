@@ -28,7 +28,6 @@ from cp_dtensor.tools.parsing import (
     positive_number,
     uses_gpu,
 )
-from cp_dtensor.tools.picture import draw
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, leave, start
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Results, Row, markdown
 from cp_dtensor.tools.suite import GroupLost, Suite
@@ -39,6 +38,7 @@ ideal, on the same inputs in the same run. Exits with status 1 if a row ended in
 
     torchrun --nproc-per-node 8 -m cp_dtensor bench --output docs/benchmarks/8xH200
     torchrun --nproc-per-node 2 -m cp_dtensor bench --quick
+    torchrun --nproc-per-node 2 -m cp_dtensor bench --errors
     torchrun --nproc-per-node 8 -m cp_dtensor bench --quick --seq-lens 32768 --trace traces
     torchrun --nproc-per-node 8 -m cp_dtensor bench --mask "documents 2048" "window 4096" \\
         --methods ideal-kernels ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
@@ -57,6 +57,20 @@ _QUICK: dict[str, Any] = {
     "row_seconds": 1.0,
     "check_up_to": 1024,
 }
+_TRANSPORTS = ["ours-allgather", "ours-alltoall"]
+_LAYOUTS = [f"ours-alltoall {layout}" for layout in ("Contiguous", "Striped", "MirroredBatch")]
+_BACKENDS_OF_CPUS = ["FLASH_ATTENTION", "MATH"]
+_ERRORS: dict[str, Any] = {
+    "mask": ["causal", "full"], "heads": [Heads(8, 8), Heads(8, 2)], "head_dim": 128, "batch": 2, "passes": ["fwdbwd"],
+    "repeats": 1, "warm_ms": 0.0, "check_up_to": sys.maxsize >> 32,
+}  # fmt: skip
+_ERRORS_ON_GPU: dict[str, Any] = {
+    "seq_lens": [4096], "backend": ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION", *_BACKENDS_OF_CPUS],
+    "methods": ["ideal", *_TRANSPORTS, "ours-symm_mem", *_LAYOUTS],
+}  # fmt: skip
+_ERRORS_ON_CPU: dict[str, Any] = {
+    "seq_lens": [256], "backend": _BACKENDS_OF_CPUS, "methods": ["ideal", *_TRANSPORTS, *_LAYOUTS],
+}  # fmt: skip
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -70,6 +84,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     use_gpu = uses_gpu(parser, parsed.device)
     if parsed.quick or not use_gpu:
         parser.set_defaults(**_QUICK)
+    if parsed.errors is not None:
+        parser.set_defaults(**_ERRORS, **(_ERRORS_ON_GPU if use_gpu else _ERRORS_ON_CPU))
     parsed = parser.parse_args(arguments)
     cases = grid(
         parsed.seq_lens, parsed.heads, parsed.mask, parsed.backend, parsed.dropout,
@@ -128,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("measurement")
     quick = "a small run, the default without GPUs; other options take precedence"
     how.add_argument("--quick", action="store_true", help=quick)
+    errors = "every backend and KV transport once; status 1 if an error is over LIMIT (1.5) times that of `ideal`"
+    how.add_argument("--errors", type=positive_number, nargs="?", const=1.5, metavar="LIMIT", help=errors)
     how.add_argument("--repeats", type=positive, default=20, help="timed calls of a row")
     how.add_argument(
         "--row-seconds", type=positive_number, default=3.0, help="rows slower than this are repeated less often"
@@ -139,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     how.add_argument("--timeout", type=positive_number, default=180, metavar="SECONDS", help="timeout of a collective")
     out = parser.add_argument_group("output")
-    out.add_argument("--output", type=Path, metavar="DIR", help="folder of bench.json, bench.md and bench.png")
+    out.add_argument("--output", type=Path, metavar="DIR", help="folder of bench.json and bench.md")
     out.add_argument("--trace", type=Path, metavar="DIR", help="folder of a Chrome trace of each rank")
     out.add_argument("--trace-method", metavar="NAME", help="default: the first that runs on all ranks")
     out.add_argument("--trace-seq-len", type=int, metavar="N", help="one of --seq-lens; default: the shortest")
@@ -186,7 +204,14 @@ def main(arguments: Sequence[str]) -> None:
     if ranks.rank == 0:
         _write(Results(environment(), command, ranks.world_size, tuple(rows)), options, final=True)
     end(ranks, lost)
-    sys.exit(not traced or any(row.status == ERROR for row in rows))
+    sys.exit(not traced or any(row.status == ERROR for row in rows) or too_large(rows, options.errors))
+
+
+def too_large(rows: Sequence[Row], limit: float | None) -> bool:
+    """True if an error is more than `limit` times that of `ideal`, or is not known of a row; False without a limit."""
+    results = Results("", "", 0, tuple(rows))
+    ratios = [results.error_ratios(row) for row in rows]
+    return limit is not None and not all(len(each) == 4 and max(each.values()) <= limit for each in ratios)
 
 
 def end(ranks: Ranks, lost: GroupLost | None) -> None:
@@ -240,8 +265,6 @@ def _write(results: Results, options: argparse.Namespace, final: bool) -> None:
         (options.output / "bench.md").write_text(markdown(results))
     if final:
         print(markdown(results), flush=True)
-        if options.output is not None:
-            draw(results, options.output / "bench.png")
 
 
 def _rows_to_run(options: argparse.Namespace, world_size: int) -> Iterator[tuple[Case, str, Method]]:

@@ -12,9 +12,8 @@ from pathlib import Path
 from cp_dtensor.plan.cost import GPUS
 from cp_dtensor.tools.bench import end, mask_argument, refuse_masks_beyond
 from cp_dtensor.tools.cases import Case, Heads
-from cp_dtensor.tools.info import environment
+from cp_dtensor.tools.info import environment, gpu_name
 from cp_dtensor.tools.llama import PRESETS, Size
-from cp_dtensor.tools.machine import gpu_name
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, positive, positive_number, uses_gpu
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED

@@ -20,7 +20,6 @@ from cp_dtensor.tools.bench import announcement, parse_options, progress
 from cp_dtensor.tools.cases import Case, Heads, grid
 from cp_dtensor.tools.measure import Effort
 from cp_dtensor.tools.methods import _compiled, methods_by_name
-from cp_dtensor.tools.picture import METHODS, draw, label_and_colour
 from cp_dtensor.tools.report import REFUSED, Results, Row, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,22 +244,6 @@ def test_the_report_shows_every_row() -> None:
     assert widths == {6, 12}  # without empty columns: "x others", and in the second table all but times
 
 
-def test_pictures(tmp_path: Path) -> None:
-    cases = [dataclasses.replace(CASE, seq_len=length) for length in (64, 1024, 2048)]
-    rows = [dataclasses.replace(row(name, (4.0,)), case=case) for case in cases for name in ("ideal", "ours-auto")]
-    draw(results(*rows), tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_pictures_have_a_public_name_and_a_colour_for_every_method() -> None:
-    names = [each.name for each in methods_by_name(None, graph=True, compiled=True) if not each.alone]
-    shown = {name: label_and_colour(name, ranks=8) for name in names}
-    assert not [label for label, _ in shown.values() if "ours" in label or "torch-" in label]
-    assert len({label for label, _ in shown.values()}) == len(names)
-    assert shown["ours-hybrid-4 graph"] == ("hybrid 2 x 4, CUDA graph", METHODS["ours-hybrid"][1])
-    assert shown["ours-auto"][1] == shown["ours-auto compiled"][1]
-
-
 def test_slow_calls_are_repeated_less_often() -> None:
     effort = Effort(repeats=20, seconds=2.0)
     assert [effort.repeats_of(ms) for ms in (0.0, 10.0, 200.0, 5000.0)] == [20, 20, 10, 3]
@@ -295,7 +278,6 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     report = (tmp_path / "out" / "bench.md").read_text()
     assert report in printed
     assert "-m cp_dtensor bench --seq-lens 64 --heads 4:2" in report
-    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "trace").glob("ours-allgather-64-4x2-rank[01].json.gz"))) == 2
 
     found = Results.from_json((tmp_path / "out" / "bench.json").read_text())

@@ -171,7 +171,7 @@ def test_the_rooms_are_those_of_the_rules_and_imports_are_counted(tmp_path: Path
         "spec/__init__.py": "from cp_dtensor.spec.masks import Mask\n",
         "spec/masks.py": "",
         "__init__.py": "from cp_dtensor.api.context import context_parallel\n",
-        "__main__.py": "from cp_dtensor.tools import info\n",
+        "__main__.py": "from cp_dtensor.tools import draw\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
