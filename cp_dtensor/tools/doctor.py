@@ -250,8 +250,7 @@ def check(report: Report, ranks: Ranks, device: torch.device, seq_len: int, head
         report.add(symmetric_memory(obstacle, ranks.world_size, hosts))
     check_methods(report, ranks, device, shares_memory=obstacle is None)
     if not use_gpu:
-        text = "none are used, so their memory, speed, clocks, NVLink, NCCL and shared memory were not checked"
-        report.add(Finding("GPUs", OK, text))
+        report.add(Finding("GPUs", OK, "none are used: memory, speed, clocks, NVLink, NCCL, shared memory not checked"))
     report.running = "auto"
     report.add(ranks.together(lambda: _auto(ranks.world_size, device.type, seq_len, heads))[0])
 

@@ -305,3 +305,16 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
             assert list(each.errors) == (["out"] if each.pass_name == "fwd" else ["out", "dq", "dk", "dv"])
             assert all(error < 1e-6 for error in each.errors.values())
             assert found.percent_of_ideal(each) is not None
+
+
+@pytest.mark.parametrize(("limit", "code"), [("1.9", 1), ("2.1", 0)])
+def test_errors_beyond_the_limit_end_with_status_1(limit: str, code: int) -> None:
+    options = parse_options(["--device", "cpu", "--errors", limit])
+    assert {(case.backend, case.mask) for case in options.cases} == {
+        (backend, mask) for backend in ("FLASH_ATTENTION", "MATH") for mask in ("causal", "full")
+    }
+    errors = dict.fromkeys(("out", "dq", "dk", "dv"), 1e-3)
+    rows = [row("ideal", (1.0,), errors=errors), row("ours-alltoall", (1.0,), errors={**errors, "dk": 2e-3})]
+    assert bench.too_large(rows, options.errors) == code
+    assert not bench.too_large(rows, None)
+    assert bench.too_large([*rows, row("ours-allgather", (1.0,))], 9.0), "it has no errors"
