@@ -10,14 +10,22 @@ from itertools import product
 from pathlib import Path
 
 from cp_dtensor.plan.cost import GPUS
-from cp_dtensor.tools.bench import end, mask_argument, refuse_masks_beyond
+from cp_dtensor.tools.bench import end
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.info import environment, gpu_name
 from cp_dtensor.tools.llama import PRESETS, Size
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, positive, positive_number, uses_gpu
+from cp_dtensor.tools.measure import GroupLost, status_of
+from cp_dtensor.tools.parsing import (
+    LAYOUTS,
+    MASK_HELP,
+    command_parser,
+    mask_argument,
+    positive,
+    positive_number,
+    uses_gpu,
+)
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED
-from cp_dtensor.tools.suite import GroupLost, status_of
 from cp_dtensor.tools.train import OPTIMIZERS, Job, TrainMethod, take_turn, train_methods
 from cp_dtensor.tools.train_report import TOLERANCES, TrainResults, TrainRow, title, train_markdown
 
@@ -81,7 +89,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     ]
     try:
         options.methods = train_methods(options.methods, options.compile)
-        refuse_masks_beyond(cases)
+        _ = [case.pairs for case in cases]  # refuses documents that are longer than the sequence
     except ValueError as error:
         parser.error(str(error))
     jobs = (Job(size, case, options.optimizer, options.checkpoint, options.offload, options.seed) for case in cases)

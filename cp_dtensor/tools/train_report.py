@@ -14,7 +14,6 @@ from cp_dtensor.tools.report import (
     OURS_PREFIX,
     formatted,
     markdown_table,
-    plain_text,
     significant,
     slowest,
     spread,
@@ -173,7 +172,7 @@ def title(job: Job) -> str:
 
 def _cells(results: TrainResults, row: TrainRow) -> list[str]:
     if row.status != MEASURED:
-        return [row.method, plain_text(f"{row.status}: {row.message}"), *[NOTHING] * (len(_COLUMNS) - 2)]
+        return [row.method, f"{row.status}: {row.message}", *[NOTHING] * (len(_COLUMNS) - 2)]
     low, high = spread(row.slowest_ms)
     losses = row.turns[0].losses
     return [
