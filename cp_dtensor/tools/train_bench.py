@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,13 +142,11 @@ def train_methods(names: Sequence[str], compiled: bool) -> list[TrainMethod]:
         )  # fmt: skip
     if unknown := [name for name in names if name not in known]:
         short = [name for name in known if " " not in name or name.startswith(TORCH_PREFIX)]
-        raise ValueError(
-            f"unknown method {unknown[0]!r}: expected some of {', '.join(short)}; ours also with a layout, such as "
-            f"'{OURS_PREFIX}auto Balanced'"
-        )
+        also = f"ours also with a layout, such as '{OURS_PREFIX}auto Balanced'"
+        raise ValueError(f"unknown method {unknown[0]!r}: expected some of {', '.join(short)}; {also}")
     chosen = [known[name] for name in dict.fromkeys(names)]
-    also = [replace(method, name=f"{method.name} compiled", compiled=True) for method in chosen]
-    return [*chosen, *(also if compiled else ())]
+    copies = [replace(method, name=f"{method.name} compiled", compiled=True) for method in chosen]
+    return [*chosen, *(copies if compiled else ())]
 
 
 class Trainer:
@@ -318,12 +315,9 @@ class TrainResults:
 
     def times_others(self, row: TrainRow) -> float | None:
         """Return the speedup over the fastest method that is not this library's, of those compiled like it."""
-        others = [
-            each.median_ms
-            for each in self._beside(row)
-            if not each.method.startswith(OURS_PREFIX)
-            and each.method.endswith(" compiled") == row.method.endswith(" compiled")
-        ]
+        compiled = row.method.endswith(" compiled")
+        alike = [each for each in self._beside(row) if each.method.endswith(" compiled") == compiled]
+        others = [each.median_ms for each in alike if not each.method.startswith(OURS_PREFIX)]
         return min(others) / row.median_ms if others else None
 
     def difference(self, row: TrainRow) -> float:
@@ -341,15 +335,13 @@ class TrainResults:
 
     def to_json(self) -> str:
         """Return all rows as JSON, with the derived numbers."""
-        rows = [{**dataclasses.asdict(row), **self._derived(row)} for row in self.rows]
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        for row, shown in zip(self.rows, rows, strict=True):
+            if row.status == MEASURED:
+                shown |= {name: getattr(row, name) for name in ("median_ms", "tokens_per_second", "peak_bytes")}
+                shown |= {name: getattr(self, name)(row) for name in ("mfu_percent", "times_others", "difference")}
+                shown["spread_ms"] = spread(row.slowest_ms)
         return json.dumps({**vars(self), "rows": rows}, indent=1)
-
-    def _derived(self, row: TrainRow) -> dict[str, Any]:
-        if row.status != MEASURED:
-            return {}
-        of_row = {name: getattr(row, name) for name in ("median_ms", "tokens_per_second", "peak_bytes")}
-        beside = {name: getattr(self, name)(row) for name in ("mfu_percent", "times_others", "difference")}
-        return {**of_row, "spread_ms": spread(row.slowest_ms), **beside}
 
 
 _COLUMNS = (
@@ -418,8 +410,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     how("--rounds", type=positive, default=2, help="turns of each method")
     how("--steps", type=positive, default=5, help="timed steps of a turn")
     how("--warm-steps", type=positive, default=3, help="steps before them")
-    peak = "peak of a GPU for MFU; default: the data sheet's, in bfloat16"
-    how("--peak-tflops", type=positive_number, help=peak)
+    how("--peak-tflops", type=positive_number, help="of a GPU, for MFU; default: the data sheet's, in bfloat16")
     how("--seed", type=int, default=0, help="of weights and tokens")
     how("--device", choices=("auto", "cuda", "cpu"), default="auto")
     how("--timeout", type=positive_number, default=300, metavar="SECONDS", help="timeout of a collective")
@@ -431,10 +422,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     changed = {field.name: getattr(options, field.name) for field in dataclasses.fields(Size)}
     size = replace(PRESETS[options.preset], **{name: value for name, value in changed.items() if value is not None})
     if size.dim % (2 * size.heads) or size.heads % size.kv_heads:
-        parser.error(
-            "expected dim to be a multiple of 2 * heads, and heads of kv heads, got "
-            f"dim {size.dim}, {size.heads} heads and {size.kv_heads} kv heads"
-        )
+        got = f"dim {size.dim}, {size.heads} heads and {size.kv_heads} kv heads"
+        parser.error(f"expected dim to be a multiple of 2 * heads, and heads of kv heads, got {got}")
     heads, given = Heads(size.heads, size.kv_heads), (options.optimizer, options.checkpoint, options.offload)
     cases = [
         Case(seq_len, heads, size.head_dim, options.batch, options.dtype, mask, options.layout, "auto")
