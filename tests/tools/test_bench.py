@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,6 @@ from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.tools import bench
 from cp_dtensor.tools.bench import announcement, parse_options, progress
 from cp_dtensor.tools.cases import Case, Heads, grid
-from cp_dtensor.tools.measure import Effort
 from cp_dtensor.tools.methods import _compiled, methods_by_name
 from cp_dtensor.tools.report import REFUSED, Results, Row, markdown, spread
 
@@ -70,13 +70,10 @@ def test_flops_count_what_is_not_masked() -> None:
 
 
 def test_the_grid_has_all_combinations_and_needs_ever_more_memory() -> None:
-    heads = [Heads(32, 8), Heads(32, 32)]
-    cases = grid(
-        [256, 64, 64], heads, ["causal"], ["auto", "MATH"], head_dim=8, batch=1, dtype="float32", layout="HeadTail"
-    )
-    assert {(case.seq_len, case.heads, case.backend) for case in cases} == {
-        (seq_len, each, backend) for seq_len in (64, 256) for each in heads for backend in ("auto", "MATH")
-    }
+    heads, fixed = [Heads(32, 8), Heads(32, 32)], {"head_dim": 8, "batch": 1, "dtype": "float32", "layout": "HeadTail"}
+    cases = grid([256, 64, 64], heads, ["causal"], ["auto", "MATH"], **fixed)
+    expected = {*product((64, 256), heads, ("auto", "MATH"))}
+    assert {(case.seq_len, case.heads, case.backend) for case in cases} == expected
     keys = [case.seq_len * case.heads.kv for case in cases]
     assert len(cases) == 8
     assert keys == sorted(keys)
@@ -242,12 +239,6 @@ def test_the_report_shows_every_row() -> None:
     assert text.count("torch-flex") == 1
     widths = {line.replace(r"\|", "").count("|") for line in lines if line.startswith("|")}
     assert widths == {6, 12}  # without empty columns: "x others", and in the second table all but times
-
-
-def test_slow_calls_are_repeated_less_often() -> None:
-    effort = Effort(repeats=20, seconds=2.0)
-    assert [effort.repeats_of(ms) for ms in (0.0, 10.0, 200.0, 5000.0)] == [20, 20, 10, 3]
-    assert Effort(repeats=1, seconds=2.0).repeats_of(5000.0) == 1
 
 
 # The command
