@@ -137,7 +137,7 @@ def reference_head(
         column = torch.arange(first, last)
         allowed = ((column >= lo[:, None]) & (column < hi[:, None])).to(q.device)
         leaves = [x.detach().requires_grad_() for x in (q[:, block], k[:, first:last], v[:, first:last])]
-        out_block = F.scaled_dot_product_attention(*leaves, attn_mask=allowed)
+        out_block = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], attn_mask=allowed)
         dq_block, dk_block, dv_block = torch.autograd.grad(out_block, leaves, grad_out[:, block])
         out[:, block], dq[:, block] = out_block.detach(), dq_block
         dk[:, first:last] += dk_block
