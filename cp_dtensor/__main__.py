@@ -8,15 +8,9 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "doctor": ("cp_dtensor.tools.doctor", "checks of versions, GPUs, links and results, with remedies"),
-    "info": ("cp_dtensor.tools.info", "versions, devices, and what the library can use on this machine"),
-    "bench": ("cp_dtensor.tools.bench", "time of attention, beside one GPU and torch; start it with torchrun"),
-    "train-bench": (
-        "cp_dtensor.tools.train_bench",
-        "time of training steps, beside torch; start it with torchrun",
-    ),
-    "accuracy": ("cp_dtensor.tools.accuracy", "error of attention against float64; start it with torchrun"),
-    "soak": ("cp_dtensor.tools.soak", "random attention calls for minutes or hours, compared with dense attention"),
+    "doctor": ("cp_dtensor.tools.doctor", "checks of versions, GPUs, links and results; --info lists what is here"),
+    "bench": ("cp_dtensor.tools.bench", "time and error of attention, beside one GPU and torch; on ranks of torchrun"),
+    "train-bench": ("cp_dtensor.tools.train_bench", "time of training steps, beside torch; on ranks of torchrun"),
     "draw": ("cp_dtensor.tools.draw", "picture of the pairs that each rank computes under a mask and a layout"),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,24 +25,19 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads and K/V heads, and their dims.
-
-    >>> Heads.parse("16:16:192/128")
-    Heads(q=16, kv=16, dim=192, v_dim=128)
-    >>> Heads.parse("32:8")
-    Heads(q=32, kv=8, dim=None, v_dim=None)
-    """
+    """Numbers of query heads and K/V heads, and their dims: None for those of the command line, and for v as of k."""
 
     q: int
     kv: int
     dim: int | None = None
-    """Head dim of q and k; None for that of the command line."""
     v_dim: int | None = None
-    """Head dim of v; None for `dim`."""
 
     @classmethod
     def parse(cls, text: str) -> Heads:
         """Reads "query:kv", "query:kv:dim" or "query:kv:dim/v_dim".
+
+        >>> Heads.parse("16:16:192/128")
+        Heads(q=16, kv=16, dim=192, v_dim=128)
 
         Raises:
             ValueError: the text is none of them, or the query heads are no multiple of the kv heads.
@@ -57,7 +51,7 @@ class Heads:
         return cls(q, kv, dim, v_dim)
 
     def dims(self, otherwise: int) -> tuple[int, int]:
-        """Head dims of q and k, and of v; `otherwise` where these heads have none.
+        """Return head dims of q and k, and of v; `otherwise` where these heads have none.
 
         >>> Heads(16, 16, 192, 128).dims(64), Heads(32, 8, 256).dims(64), Heads(32, 8).dims(64)
         ((192, 128), (256, 256), (64, 64))
@@ -109,11 +103,15 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that the mask allows, of one head and batch row."""
+        """(query, key) pairs that the mask allows, of one head and batch row.
+
+        Raises:
+            ValueError: the mask does not fit the length.
+        """
         return self.mask_value.pairs(self.seq_len, self.seq_len)
 
     def layout_value(self, name: str | None = None) -> Layout:
-        """The layout of a name, by default that of the case.
+        """Return the layout of a name, by default that of the case.
 
         Raises:
             ValueError: the layout does not fit the mask.
@@ -121,7 +119,7 @@ class Case:
         return layout_by_name(name or self.layout, self.mask_value, self.seq_len)
 
     def layout_refusal(self, name: str | None = None) -> str | None:
-        """The reason why there is no such layout; None if there is."""
+        """Return the reason why there is no such layout; None if there is."""
         try:
             self.layout_value(name)
         except ValueError as error:
@@ -129,7 +127,7 @@ class Case:
         return None
 
     def flops(self, pass_name: str) -> float:
-        """The floating point operations of a pass over the whole sequence; masked pairs do not count.
+        """Return the floating point operations of a pass over the whole sequence; masked pairs do not count.
 
         >>> Case(1024, Heads(32, 8), 128, 1, "bfloat16", "full", "HeadTail", "auto").flops("fwd")
         17179869184.0
@@ -142,7 +140,7 @@ def grid(
     seq_lens: Sequence[int], heads: Sequence[Heads], masks: Sequence[str], backends: Sequence[str],
     dropouts: Sequence[float] = (0.0,), **fixed: Any,
 ) -> tuple[Case, ...]:  # fmt: skip
-    """All combinations, those with few keys first, so that buffers never exceed the needs of a case.
+    """Return all combinations, those with few keys first, so that buffers never exceed the needs of a case.
 
     `fixed` are the other fields of all cases.
     """
@@ -166,11 +164,11 @@ class Inputs:
     grad_out: torch.Tensor
 
     def contiguous(self) -> Inputs:
-        """These numbers in (B, heads, S, D) memory."""
+        """Return these numbers in (B, heads, S, D) memory."""
         return Inputs(*(tensor.contiguous() for tensor in (self.q, self.k, self.v, self.grad_out)))
 
     def with_expanded_kv(self) -> Inputs:
-        """This problem without GQA: each K/V head repeated for the query heads that read it."""
+        """Return this problem without GQA: each K/V head repeated for the query heads that read it."""
         group = self.q.size(1) // self.k.size(1)
         k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (self.k, self.v))
         return Inputs(self.q, k, v, self.grad_out)
@@ -184,37 +182,45 @@ class Source:
     device: torch.device
 
     def head(self, case: Case, name: str, head: int) -> torch.Tensor:
-        """All tokens of one head of "q", "k", "v" or "grad_out": (B, S, D or Dv), normal, in the case's dtype."""
+        """Draw all tokens of one head of "q", "k", "v" or "grad_out": (B, S, D or Dv), normal, in the case's dtype."""
         stream = ("q", "k", "v", "grad_out").index(name)
         generator = torch.Generator(self.device).manual_seed((self.seed * 4 + stream) * 100_003 + head)
         shape = (case.batch, case.seq_len, case.dims[name in ("v", "grad_out")])
         return torch.randn(shape, device=self.device, generator=generator).to(getattr(torch, case.dtype))
 
     def inputs(self, case: Case, select: Select) -> Inputs:
-        """The selected tokens of all heads."""
+        """Draw the selected tokens of all heads."""
         tensors = []
-        counts = {"q": case.heads.q, "k": case.heads.kv, "v": case.heads.kv, "grad_out": case.heads.q}
-        for name, heads in counts.items():
+        for name, heads in {
+            "q": case.heads.q,
+            "k": case.heads.kv,
+            "v": case.heads.kv,
+            "grad_out": case.heads.q,
+        }.items():
             first = select(self.head(case, name, 0))
             tensor = first.new_empty(case.batch, first.size(1), heads, first.size(2))
-            tensor[:, :, 0] = first
-            for head in range(1, heads):
-                tensor[:, :, head] = select(self.head(case, name, head))
+            for head in range(heads):
+                tensor[:, :, head] = select(self.head(case, name, head)) if head else first
             tensors.append(tensor.transpose(1, 2))
         return Inputs(*tensors)
 
 
-class Shards(ABC):
-    """Tokens of each rank, in local order. A value: methods with equal shards share their inputs."""
-
-    @abstractmethod
-    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        """The function that selects a rank's tokens."""
-
-
 @dataclass(frozen=True)
-class AllTokens(Shards):
-    """The whole sequence."""
+class ByLayout:
+    """The tokens of each rank, in local order, by a layout: that of the name, or of the case.
+
+    A value: methods with equal shards share their inputs.
+    """
+
+    name: str | None = None
+
+    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
+        """Return the function that selects a rank's tokens."""
+        return shard_of(case.layout_value(self.name), case, rank, world_size, device)
+
+
+class AllTokens(ByLayout):
+    """The whole sequence, of rank 0 alone."""
 
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
         return all_tokens
@@ -225,28 +231,14 @@ def all_tokens(tokens: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-@dataclass(frozen=True)
-class ByLayout(Shards):
-    """The shards of a layout."""
-
-    name: str | None = None
-    """Name of the layout; None for that of the case."""
-
-    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        return shard_of(case.layout_value(self.name), case, rank, world_size, device)
-
-
 def shard_of(layout: Layout, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-    """The function that selects the tokens that a layout assigns to a rank."""
+    """Return the function that selects the tokens that a layout assigns to a rank."""
     indices = []  # (batch rows, positions) of each group of rows that is divided alike
     for group, rows in enumerate(layout.batch_groups(case.batch)):
         segments = layout.segments(case.seq_len, rank, world_size, group)
         positions = [position for segment in segments for position in segment.positions()]
         indices.append((slice(*rows), torch.tensor(positions, dtype=torch.int64, device=device)))
     return lambda tokens: torch.cat([tokens[rows].index_select(1, positions) for rows, positions in indices])
-
-
-# Methods
 
 
 @dataclass(frozen=True)
@@ -260,7 +252,7 @@ class Method:
     """The reason why a case on so many ranks is not measured; None if it is."""
     context: Callable[[Case, torch.device], AbstractContextManager[object]] = lambda case, device: nullcontext()
     """The context in which the attention is made and runs, forward and backward."""
-    shards: Shards = field(default_factory=ByLayout)
+    shards: ByLayout = field(default_factory=ByLayout)
     """Tokens of each rank. With `AllTokens`, rank 0 works alone."""
     suits: Callable[[Case], bool] = lambda case: True
     """False for cases that get no row, besides those with dropout if the method has none."""

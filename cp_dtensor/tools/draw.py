@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from cp_dtensor.spec.intervals import IntervalSets, count_pairs
 from cp_dtensor.spec.masks import interval_sets_of
 from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, layout_by_name, mask_by_name, positive
 
-if TYPE_CHECKING:
+with suppress(ImportError):  # the text needs no numpy
     import numpy as np
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -74,8 +76,6 @@ def assignment(
         batch_row: the row to show.
         rotate_method: "alltoall" for a ring; "allgather" for the plan of all-gather and of symmetric memory.
     """
-    import numpy as np
-
     batch_size = mask.batch_size or batch_size
     owner, step, tiles = (np.full((seq_len, seq_len), NONE) for _ in range(3))
     times = np.zeros((seq_len, seq_len), dtype=int)
@@ -113,8 +113,6 @@ def _positions(group: GroupSegments, rank: int) -> list[int]:
 
 def key_positions(tile: Tile, plan: TilePlan, group: GroupSegments) -> np.ndarray:
     """The positions of the rows that `tile.kv` counts."""
-    import numpy as np
-
     if tile.source is not None:
         return np.array(_positions(group, tile.source))
     positions = np.full(plan.rows.total, NONE)
@@ -126,8 +124,6 @@ def key_positions(tile: Tile, plan: TilePlan, group: GroupSegments) -> np.ndarra
 
 def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:
     """The (query, key) pairs of a tile that its mask allows in one of its batch rows: (rows, columns)."""
-    import numpy as np
-
     rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
     seen = np.zeros((rows, columns), dtype=bool)
     for part in tile.mask.parts:
@@ -141,7 +137,6 @@ def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:
 
 def draw_assignment(mask: Mask, layout: Layout, seq_len: int, ranks: int, title: str, rotate_method: str) -> Figure:
     """Draws the mask coloured by rank with the tiles outlined, and the work of each rank beside it."""
-    import numpy as np
     from matplotlib.figure import Figure
 
     groups = layout.batch_groups(2)
@@ -155,10 +150,10 @@ def draw_assignment(mask: Mask, layout: Layout, seq_len: int, ranks: int, title:
     figure = Figure(figsize=(width, side + 1.3))
     axes: Any = figure.subplots(1, len(drawn) + 1, width_ratios=[7.2] * len(drawn) + [2.9])
     figure.subplots_adjust(left=0.85 / width, right=1 - 0.5 / width, bottom=0.085, top=0.85, wspace=0.2)
-    for number, (axis, each) in enumerate(zip(axes, drawn, strict=False)):
+    for half, axis, each in zip(("first", "second"), axes, drawn, strict=False):
         _draw_pairs(axis, each, ranks)
         if len(drawn) > 1:
-            axis.set_title(f"{('first', 'second')[number]} half of the batch", fontsize=11, pad=16)
+            axis.set_title(f"{half} half of the batch", fontsize=11, pad=16)
     work = [sum(int(np.count_nonzero(each.owner == rank)) for each in drawn) for rank in range(ranks)]
     _draw_work(axes[-1], work, imbalance(layout, mask, seq_len, ranks))
     figure.suptitle(title, x=0.85 / width, y=0.97, ha="left", fontsize=15, fontweight="bold")
@@ -170,7 +165,6 @@ def draw_assignment(mask: Mask, layout: Layout, seq_len: int, ranks: int, title:
 
 
 def _draw_pairs(axis: Axes, drawn: Assignment, ranks: int) -> None:
-    import numpy as np
     from matplotlib.collections import LineCollection
     from matplotlib.colors import ListedColormap
 
@@ -204,44 +198,35 @@ def _draw_pairs(axis: Axes, drawn: Assignment, ranks: int) -> None:
     axis.set_ylabel("query", fontsize=11, labelpad=12)
     axis.tick_params(labelsize=9, length=0, pad=3)
     axis.tick_params(axis="y", pad=14)
-    for side in axis.spines.values():
-        side.set_color("#bbbbbb")
+    axis.spines[:].set_color("#bbbbbb")
 
 
 def _blocks(tiles: np.ndarray) -> list[np.ndarray]:
     """The connected areas of equal tile numbers: (pairs, 2) each, query and key."""
-    import numpy as np
-
     left = {(int(y), int(x)) for y, x in np.argwhere(tiles >= 0)}
     blocks = []
     while left:
-        frontier = [left.pop()]
-        block = list(frontier)
-        while frontier:
-            y, x = frontier.pop()
-            for near in ((y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)):
-                if near in left and tiles[near] == tiles[y, x]:
-                    left.remove(near)
-                    frontier.append(near)
-                    block.append(near)
+        block = [left.pop()]
+        for y, x in block:  # which grows meanwhile
+            near = {(y - 1, x), (y + 1, x), (y, x - 1), (y, x + 1)} & left
+            block += (same := [each for each in near if tiles[each] == tiles[y, x]])
+            left -= {*same}
         blocks.append(np.array(block))
     return blocks
 
 
 def _draw_work(axis: Axes, work: Sequence[int], excess: float) -> None:
-    mean = sum(work) / len(work)
     axis.barh(range(len(work)), work, color=RANK_COLOURS[: len(work)], height=0.76)
-    axis.axvline(mean, color="#2b2b2b", linestyle=(0, (4, 3)), linewidth=1)
     for rank, pairs in enumerate(work):
         axis.text(1.36 * max(*work, 1), rank, f"{pairs:,}", va="center", ha="right", fontsize=9.5, color="#333333")
+    axis.axvline(sum(work) / len(work), color="#2b2b2b", linestyle=(0, (4, 3)), linewidth=1)
     axis.set_yticks(range(len(work)), [f"rank {rank}" for rank in range(len(work))], fontsize=9.5)
     axis.set_ylim(max(len(work), 4) - 0.4, -0.6)
     axis.set_xlim(0, 1.38 * max(*work, 1))
     axis.set_xticks([])
     axis.tick_params(length=0)
     axis.set_title(f"pairs per rank (dashed: mean)\nimbalance {excess:.1%}", fontsize=11, loc="left")
-    for side in ("top", "right", "bottom"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
     axis.spines["left"].set_color("#bbbbbb")
 
 

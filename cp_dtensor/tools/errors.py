@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from cp_dtensor import Mask
 from cp_dtensor.spec.masks import clipped_interval_sets
@@ -119,34 +120,26 @@ def reference_head(
     *,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention of one head and its gradients; all tensors are (B, S, D or Dv) of one dtype.
+    """Compute attention of one head and its gradients; all tensors are (B, S, D or Dv) of one dtype.
 
     The gradients of keys and values are added to dk and dv. `seen` is the result of `seen_keys`, `block_elements` the
     approximate number of logits of a block. Returns out and dq.
     """
-    batch, seq_len, head_dim = q.shape
-    scale = head_dim**-0.5
+    batch, seq_len, _ = q.shape
     out, dq = torch.zeros_like(grad_out), torch.zeros_like(q)
     widest = max(int((seen[1] - seen[0]).max()), 1)
     rows = min(max(block_elements // (batch * widest), 1), _MOST_ROWS)
-    for start in range(0, seq_len, rows):
-        block = slice(start, min(start + rows, seq_len))
-        sees = seen[0, block] < seen[1, block]
-        if not sees.any():
+    for block in (slice(start, start + rows) for start in range(0, seq_len, rows)):
+        lo, hi = seen[:, block]
+        if not (lo < hi).any():
             continue
-        first, last = int(seen[0, block][sees].min()), int(seen[1, block][sees].max())
-        lo, hi = (seen[:, block, None] - first).to(q.device)
-        column = torch.arange(last - first, device=q.device)
-        block_k, block_v = k[:, first:last], v[:, first:last]
-        logits = q[:, block] @ block_k.mT * scale
-        logits.masked_fill_((column < lo) | (column >= hi), -torch.inf)
-        weights = logits.softmax(-1).nan_to_num()  # NaN where a query sees no key
-        block_grad = grad_out[:, block]
-        block_out = weights @ block_v
-        delta = (block_grad * block_out).sum(-1, keepdim=True)
-        grad_logits = weights * (block_grad @ block_v.mT - delta) * scale
-        out[:, block] = block_out
-        dq[:, block] = grad_logits @ block_k
-        dk[:, first:last] += grad_logits.mT @ q[:, block]
-        dv[:, first:last] += weights.mT @ block_grad
+        first, last = int(lo[lo < hi].min()), int(hi[lo < hi].max())
+        column = torch.arange(first, last)
+        allowed = ((column >= lo[:, None]) & (column < hi[:, None])).to(q.device)
+        leaves = [x.detach().requires_grad_() for x in (q[:, block], k[:, first:last], v[:, first:last])]
+        out_block = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], attn_mask=allowed)
+        dq_block, dk_block, dv_block = torch.autograd.grad(out_block, leaves, grad_out[:, block])
+        out[:, block], dq[:, block] = out_block.detach(), dq_block
+        dk[:, first:last] += dk_block
+        dv[:, first:last] += dv_block
     return out, dq

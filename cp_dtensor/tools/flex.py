@@ -20,7 +20,7 @@ from cp_dtensor import (
     SlidingWindow,
     context_parallel_flex_attention,
 )
-from cp_dtensor.tools.cases import Attention, ByLayout, Case, Method, Select, Shards, shard_of
+from cp_dtensor.tools.cases import Attention, ByLayout, Case, Method, Select, shard_of
 from cp_dtensor.tools.parsing import LAYOUTS
 from cp_dtensor.tools.report import OURS_PREFIX
 
@@ -31,7 +31,7 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 def flex_methods() -> list[Method]:
     """The methods of FlexAttention, in the layout of the case and in each other layout."""
-    shards: dict[str, ByLayout | InBlocks] = {"flex": ByLayout(), "flex BalancedBlocks": InBlocks()}
+    shards: dict[str, ByLayout] = {"flex": ByLayout(), "flex BalancedBlocks": InBlocks()}
     shards.update({f"flex {name}": ByLayout(name) for name in LAYOUTS})
     return [
         Method(
@@ -43,7 +43,7 @@ def flex_methods() -> list[Method]:
 
 
 @dataclass(frozen=True)
-class InBlocks(Shards):
+class InBlocks(ByLayout):
     """Whole blocks of the mask."""
 
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
@@ -51,14 +51,13 @@ class InBlocks(Shards):
 
 
 @lru_cache
-def _layout(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Layout:
-    if isinstance(shards, ByLayout):
-        return case.layout_value(shards.name)
-    return BalancedBlocks(whole_mask(case, device))
+def _layout(shards: ByLayout, case: Case, device: torch.device) -> Layout:
+    is_of_blocks = isinstance(shards, InBlocks)
+    return BalancedBlocks(whole_mask(case, device)) if is_of_blocks else case.layout_value(shards.name)
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
-def _compiled(shards: ByLayout | InBlocks, case: Case, device: torch.device) -> Attention:
+def _compiled(shards: ByLayout, case: Case, device: torch.device) -> Attention:
     check_device(device)
     torch.compiler.reset()
     group = dist.group.WORLD
@@ -93,10 +92,10 @@ def check_device(device: torch.device) -> None:
         raise NotImplementedError("FlexAttention has no backward on CPUs")
 
 
-def _refusal(shards: ByLayout | InBlocks, case: Case, world_size: int) -> str | None:
+def _refusal(shards: ByLayout, case: Case, world_size: int) -> str | None:
     if case.seq_len % BLOCK:
         return f"the length is not a multiple of {BLOCK}"
-    return case.layout_refusal(shards.name) if isinstance(shards, ByLayout) else None
+    return None if isinstance(shards, InBlocks) else case.layout_refusal(shards.name)
 
 
 # Masks

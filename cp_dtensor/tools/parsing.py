@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, reduce, wraps
 from operator import and_
 from typing import TypeVar
@@ -110,12 +110,9 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
     found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", name)
     kind, text = found.groups(default="") if found else ("", "")
     match kind, text:
-        case "HeadTail", "":
-            return HeadTail()
-        case "Contiguous", "":
-            return Contiguous()
-        case "MirroredBatch", "":
-            return MirroredBatch()
+        case "HeadTail" | "Contiguous" | "MirroredBatch", "":
+            simple: dict[str, type[Layout]] = {each.__name__: each for each in (HeadTail, Contiguous, MirroredBatch)}
+            return simple[kind]()
         case "Striped", _:
             return Striped(int(text or 1))
         case "Balanced", "":
@@ -128,7 +125,7 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
 
 
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a subcommand, which shows its description as it is written."""
+    """Return the parser of a subcommand, which shows its description as it is written."""
     formatter = argparse.RawDescriptionHelpFormatter
     name = f"python -m cp_dtensor {command}"
     usage = f"{name} [options]"  # without the list of options, which would hide an error
@@ -142,15 +139,8 @@ def uses_gpu(parser: argparse.ArgumentParser, device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def refuse_other_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
-    """Refuses a `--ranks` other than the number of ranks that torchrun has started."""
-    started = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
-    if ranks is not None and started not in (None, str(ranks)):
-        parser.error(f"--ranks {ranks}: torchrun has started {started}")
-
-
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as the type of a command-line argument: argparse shows the message of its ValueError."""
+    """Return `parse` as the type of a command-line argument: argparse shows the message of its ValueError."""
 
     @wraps(parse)
     def parsed(text: str) -> T:
@@ -162,21 +152,30 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-@argument
+def _number(text: str, expected: str, fits: Callable[[float], bool]) -> float:
+    with suppress(ValueError):
+        if fits(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+
+
 def positive(text: str) -> int:
-    """The positive integer of a command-line argument."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"expected a positive integer, got {text}")
-    return int(text)
+    """Reads a positive integer of a command line."""
+    return int(_number(text, "a positive integer", lambda number: text.isdecimal() and number > 0))
+
+
+def positive_number(text: str) -> float:
+    """Reads a positive number of a command line."""
+    return _number(text, "a positive number", lambda number: 0 < number < math.inf)
+
+
+def probability(text: str) -> float:
+    """Reads a probability of a command line, less than 1."""
+    return _number(text, "a probability from 0 to less than 1", lambda number: 0 <= number < 1)
 
 
 @argument
-def positive_number(text: str) -> float:
-    """The positive number of a command-line argument."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"expected a positive number, got {text}")
-    return number
+def mask_argument(text: str) -> str:
+    """Reads the name of a mask of a command line."""
+    mask_by_name(text, seq_len=1)  # refuses other names
+    return text

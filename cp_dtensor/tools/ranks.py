@@ -120,10 +120,6 @@ class Ranks:
         self._store.delete_key(self._key(self._round - 1, self.rank))
         return values
 
-    def is_first(self, event: str) -> bool:
-        """True on the rank that asks first, once a name of an event."""
-        return bool(self._store.add(event, 1) == 1)
-
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
         """Calls a function on the ranks that take part, waits for all, and returns the results in rank order.
 

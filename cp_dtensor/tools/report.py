@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,23 +15,22 @@ from cp_dtensor.tools.cases import PASSES, Case, Heads
 from cp_dtensor.tools.info import versions_of_packages
 from cp_dtensor.tools.parsing import DOCUMENTS_SIGMA
 
-IDEAL = "ideal"
-"""Prefix of the methods that compute the whole sequence on one GPU."""
-OURS_PREFIX, TORCH_PREFIX = "ours-", "torch-"
+IDEAL, OURS_PREFIX, TORCH_PREFIX = "ideal", "ours-", "torch-"
+"""Beginnings of the names of methods: of one GPU with the whole sequence, of this library, of torch."""
 MEASURED, REFUSED, ERROR = "measured", "refused", "error"
 ERRORS = ("out", "dq", "dk", "dv")
 """Names of the tensors whose errors are measured."""
 
 
 def slowest(samples_ms: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """The samples of the rank with the largest median."""
+    """Return the samples of the rank with the largest median."""
     return max(samples_ms, key=statistics.median)
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float]:
-    """20th and 80th percentile."""
-    fractions = torch.tensor([0.2, 0.8], dtype=torch.float64)
-    low, high = torch.tensor(samples, dtype=torch.float64).quantile(fractions).tolist()
+    """Return the 20th and 80th percentile."""
+    twice = [*samples] * (1 + (len(samples) == 1))  # one sample has no quantiles
+    low, _, _, high = statistics.quantiles(twice, n=5, method="inclusive")
     return low, high
 
 
@@ -81,11 +79,6 @@ class Row:
         return statistics.median(self.slowest_ms)
 
     @property
-    def spread_ms(self) -> tuple[float, float]:
-        """20th and 80th percentile of the slowest rank's times."""
-        return spread(self.slowest_ms)
-
-    @property
     def tflops(self) -> float:
         """TFLOP/s per GPU."""
         return self.case.flops(self.pass_name) / self.ranks / (self.median_ms * 1e-3) / 1e12
@@ -93,85 +86,65 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """All rows of a run, with hardware and command."""
+    """All rows of a run, with hardware and versions (Markdown) and command line."""
 
     environment: str
-    """Hardware and versions, Markdown."""
     command: str
-    """Command line."""
     world_size: int
     rows: tuple[Row, ...]
 
+    def _beside(self, row: Row) -> list[Row]:
+        key = row.case, row.pass_name, MEASURED
+        return [other for other in self.rows if (other.case, other.pass_name, other.status) == key]
+
     def ideal_of(self, row: Row) -> Row | None:
-        """The fastest `ideal` of a row's case and pass."""
+        """Return the fastest `ideal` of a row's case and pass."""
         ideals = (other for other in self._beside(row) if other.is_ideal)
         return min(ideals, key=lambda other: other.median_ms, default=None)
 
     def percent_of_ideal(self, row: Row) -> float | None:
-        """The time of `ideal` as a percentage of the row's; more than 100 is faster than `ideal`."""
+        """Return the time of `ideal` as a percentage of the row's; more than 100 is faster than `ideal`."""
         ideal = self.ideal_of(row)
         return None if ideal is None or row.status != MEASURED else 100 * ideal.median_ms / row.median_ms
 
     def times_others(self, row: Row) -> float | None:
-        """The speedup over the fastest method that is neither this library's nor `ideal`."""
-        beside = self._beside(row)
-        others = [each.median_ms for each in beside if not each.is_ideal and not each.method.startswith(OURS_PREFIX)]
+        """Return the speedup over the fastest method that is neither this library's nor `ideal`."""
+        others = [each.median_ms for each in self._beside(row) if not each.method.startswith((IDEAL, OURS_PREFIX))]
         return min(others) / row.median_ms if others and row.status == MEASURED else None
 
     def error_ratios(self, row: Row) -> dict[str, float]:
-        """The row's errors over those of `ideal`."""
+        """Return the row's errors over those of `ideal`."""
         ideal = self.ideal_of(row)
         known = {} if ideal is None else ideal.errors
         return {name: error / known[name] for name, error in row.errors.items() if known.get(name)}
 
     def to_json(self) -> str:
-        """All rows as JSON, with the derived numbers."""
-        rows = [{**dataclasses.asdict(row), **self._derived(row)} for row in self.rows]
+        """Return all rows as JSON, with the derived numbers."""
+        rows = []
+        for row in self.rows:
+            rows.append(dataclasses.asdict(row))
+            if row.status == MEASURED:
+                rows[-1] |= {"median_ms": row.median_ms, "spread_ms": spread(row.slowest_ms), "tflops": row.tflops}
+                rows[-1] |= {"percent_of_ideal": self.percent_of_ideal(row), "times_others": self.times_others(row)}
+                rows[-1] |= {"error_ratios": self.error_ratios(row)}
         return json.dumps({**vars(self), "rows": rows}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Results:
         """Reads the JSON of `to_json`, also of older runs, which have other names for methods."""
-        data = json.loads(text)
-        return cls(data["environment"], data["command"], data["world_size"], tuple(map(_row_of, data["rows"])))
-
-    def _beside(self, row: Row) -> list[Row]:
-        return [
-            other
-            for other in self.rows
-            if (other.case, other.pass_name, other.status) == (row.case, row.pass_name, MEASURED)
-        ]
-
-    def _derived(self, row: Row) -> dict[str, Any]:
-        if row.status != MEASURED:
-            return {}
-        return {
-            "median_ms": row.median_ms,
-            "spread_ms": row.spread_ms,
-            "tflops": row.tflops,
-            "percent_of_ideal": self.percent_of_ideal(row),
-            "times_others": self.times_others(row),
-            "error_ratios": self.error_ratios(row),
-        }
-
-
-def _row_of(data: dict[str, Any]) -> Row:
-    known = {each.name: data[each.name] for each in dataclasses.fields(Row) if each.name in data}
-    method = next(data[key] for key in ("method", "contestant", "baseline") if key in data)
-    known["method"] = method.replace("two-level", "nested")
-    case = data["case"]
-    known["case"] = Case(**{**case, "heads": Heads(**case["heads"])})
-    known["samples_ms"] = tuple(map(tuple, data["samples_ms"]))
-    known["kernels"] = tuple(data.get("kernels", ()))
-    return Row(**known)
+        data, rows = json.loads(text), []
+        for each in data["rows"]:
+            known = {name: each[name] for name in (field.name for field in dataclasses.fields(Row)) if name in each}
+            method = next(each[key] for key in ("method", "contestant", "baseline") if key in each)
+            case = Case(**{**each["case"], "heads": Heads(**each["case"]["heads"])})
+            known |= {"method": method.replace("two-level", "nested"), "case": case}
+            known |= {"samples_ms": tuple(map(tuple, each["samples_ms"])), "kernels": tuple(each.get("kernels", ()))}
+            rows.append(Row(**known))
+        return cls(data["environment"], data["command"], data["world_size"], tuple(rows))
 
 
 # Markdown
 
-_COLUMNS = (
-    "length", "method", "kernels", "ms", "20-80%", "TFLOP/s per GPU", "% of ideal", "x others", "predicted ms",
-    "CPU us", "extra MiB",
-)  # fmt: skip
 NOTHING = "-"
 """Cell of a table where there is no number."""
 _EXPLANATION = """\
@@ -196,125 +169,101 @@ rank's contiguous part; gradients are reduce-scattered in the inputs' dtype."""
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; the caller formats numbers."""
+    """Return a Markdown table; the caller formats numbers."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
-    return "\n".join(lines)
+    # A cell has no line breaks, and no bars of its own.
+    cells = ([str(each).replace("|", "\\|").replace("\n", " ") for each in row] for row in rows)
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
 def table_of(rows: Sequence[Mapping[str, object]]) -> str:
-    """A Markdown table of rows with equal names."""
+    """Return a Markdown table of rows with equal names."""
     return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def write_json(path: Path, world_size: int, **found: object) -> None:
     """Writes what a program of docs/scripts has measured, with the machine."""
-    device, packages = "CPU", list[str]()
-    if torch.cuda.is_available():
-        device, packages = torch.cuda.get_device_name(), versions_of_packages()
+    on_gpu = torch.cuda.is_available()
+    device, packages = (torch.cuda.get_device_name(), versions_of_packages()) if on_gpu else ("CPU", [])
     machine = ", ".join((f"torch {torch.__version__}", *packages, f"{world_size} x {device}"))
     path.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n")
 
 
 def markdown(results: Results) -> str:
-    """The report of a benchmark run."""
-    sections = [
-        f"# Benchmark, {results.world_size} {'rank' if results.world_size == 1 else 'ranks'}",
-        results.environment,
-        f"`{results.command}`",
-        _EXPLANATION,
-    ]
+    """Return the report of a benchmark run."""
+    title = f"# Benchmark, {results.world_size} {'rank' if results.world_size == 1 else 'ranks'}"
+    sections = [title, results.environment, f"`{results.command}`", _EXPLANATION]
     if any(not row.case.is_plain for row in results.rows):
         sections.append(_EXPLANATION_OF_MASKS)
     for title, rows in panels(results).items():
-        shown = [row for row in rows if row.status != REFUSED]
-        sections += [f"## {title}", table(results, shown)] if shown else [f"## {title}"]
+        sections.append(f"## {title}")
+        if shown := [_cells(results, row) for row in rows if row.status != REFUSED]:
+            columns = [name for name in shown[0] if any(row[name] != NOTHING for row in shown)]
+            sections.append(markdown_table(columns, [[row[name] for name in columns] for row in shown]))
         if len(shown) < len(rows):
-            sections.append(f"Not run: {not_run(rows)}.")
+            sections.append(f"Not run: {_not_run(rows)}.")
     return "\n\n".join(sections) + "\n"
 
 
-def not_run(rows: Sequence[Row]) -> str:
-    """The methods that support none of the lengths, or some of them not, by the reason."""
-    by_reason: dict[str, dict[str, list[int]]] = {}
+def _not_run(rows: Sequence[Row]) -> str:
+    """Lists the methods that support none of the lengths, or some of them not, by the reason."""
+    reasons: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         if row.status == REFUSED:
-            by_reason.setdefault(row.message, {}).setdefault(row.method, []).append(row.case.seq_len)
-    lengths = {name: {row.case.seq_len for row in rows if row.method == name} for name in {row.method for row in rows}}
-    return "; ".join(
-        ", ".join(
-            name if {*refused} == lengths[name] else f"{name} of {', '.join(f'{each:,}' for each in refused)} tokens"
-            for name, refused in methods.items()
-        )
-        + f": {plain_text(reason).rstrip('.')}"
-        for reason, methods in by_reason.items()
-    )
+            reasons.setdefault(row.message, {}).setdefault(row.method, []).append(row.case.seq_len)
+    shown = []
+    for reason, refused in reasons.items():
+        names = []
+        for name, lengths in refused.items():
+            is_all = len(lengths) == sum(row.method == name for row in rows)
+            names.append(name if is_all else f"{name} of {', '.join(f'{each:,}' for each in lengths)} tokens")
+        shown.append(f"{', '.join(names)}: {reason.rstrip('.')}")
+    return "; ".join(shown).replace("\n", " ")
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """The rows of each table by its title: rows that differ in length and method only."""
+    """Return the rows of each table by its title: rows that differ in length and method only."""
     tables: dict[str, list[Row]] = {}
     for row in results.rows:
         case = row.case
         dims = "/".join(map(str, dict.fromkeys(case.dims)))
-        heads = f"{case.heads.q} query and {case.heads.kv} kv heads of {dims}"
-        words = [heads, case.mask, PASSES[row.pass_name]]
-        words += [f"batch {case.batch}"] if case.batch > 1 else []
-        words += [case.dtype, case.layout]
-        words += [case.backend] if case.backend != "auto" else []
-        words += [f"dropout {case.dropout:g}"] if case.dropout else []
+        words = [f"{case.heads.q} query and {case.heads.kv} kv heads of {dims}", case.mask, PASSES[row.pass_name]]
+        words += [f"batch {case.batch}"] * (case.batch > 1) + [case.dtype, case.layout]
+        words += [case.backend] * (case.backend != "auto") + [f"dropout {case.dropout:g}"] * (case.dropout > 0)
         tables.setdefault(", ".join(words), []).append(row)
     return tables
 
 
-def table(results: Results, rows: list[Row]) -> str:
-    """Rows as a Markdown table, with the columns that have something in some row."""
-    header = [*_COLUMNS, *(f"error of {name}" for name in ERRORS)]
-    cells = [[*_cells(results, row), *_error_cells(results, row)] for row in rows]
-    kept = [index for index in range(len(header)) if any(each[index] != NOTHING for each in cells)]
-    return markdown_table([header[index] for index in kept], [[each[index] for index in kept] for each in cells])
-
-
-def _cells(results: Results, row: Row) -> list[str]:
-    name = f"{row.method} ({row.note})" if row.note else row.method
-    start = [f"{row.case.seq_len:,}", plain_text(name)]
-    if row.status != MEASURED:
-        start += [NOTHING, plain_text(f"{row.status}: {row.message}")]
-        return [*start, *[NOTHING] * (len(_COLUMNS) - len(start))]
-    low, high = row.spread_ms
-    return [
-        *start,
-        ", ".join(row.kernels) or NOTHING,
-        significant(row.median_ms),
-        f"{significant(low)}-{significant(high)}",
-        f"{row.tflops:.0f}" if row.tflops >= 10 else significant(row.tflops),
-        formatted(results.percent_of_ideal(row), "{:.1f}"),
-        formatted(results.times_others(row), "{:.2f}"),
-        NOTHING if row.predicted_ms is None else significant(row.predicted_ms),
-        formatted(row.cpu_us, "{:.0f}"),
-        formatted(None if row.extra_bytes is None else row.extra_bytes / 2**20, "{:.0f}"),
-    ]
-
-
-def _error_cells(results: Results, row: Row) -> list[str]:
-    ratios = results.error_ratios(row)
-    cells = []
+def _cells(results: Results, row: Row) -> dict[str, str]:
+    """Return the cells of a row by column; `NOTHING` where there is no number."""
+    cells = {"length": f"{row.case.seq_len:,}", "method": f"{row.method} ({row.note})" if row.note else row.method}
+    cells |= {"kernels": ", ".join(row.kernels) or NOTHING}
+    numbers: dict[str, tuple[float | None, str]] = {}
+    if row.status == MEASURED:
+        low, high = map(significant, spread(row.slowest_ms))
+        tflops = f"{row.tflops:.0f}" if row.tflops >= 10 else significant(row.tflops)
+        cells |= {"ms": significant(row.median_ms), "20-80%": f"{low}-{high}", "TFLOP/s per GPU": tflops}
+        numbers["% of ideal"] = results.percent_of_ideal(row), "{:.1f}"
+        numbers["x others"] = results.times_others(row), "{:.2f}"
+    else:
+        cells |= {"ms": f"{row.status}: {row.message}", "20-80%": NOTHING, "TFLOP/s per GPU": NOTHING}
+        numbers |= dict.fromkeys(("% of ideal", "x others"), (None, ""))
+    predicted = NOTHING if row.predicted_ms is None else significant(row.predicted_ms)
+    cells |= {name: formatted(*number) for name, number in numbers.items()} | {"predicted ms": predicted}
+    cells["CPU us"] = formatted(row.cpu_us, "{:.0f}")
+    cells["extra MiB"] = formatted(None if row.extra_bytes is None else row.extra_bytes / 2**20, "{:.0f}")
+    ratios = {} if row.is_ideal else results.error_ratios(row)
     for name in ERRORS:
-        cell = formatted(row.errors.get(name), "{:.1e}")
-        cells.append(f"{cell} ({ratios[name]:.2f}x)" if name in ratios and not row.is_ideal else cell)
+        ratio = f" ({ratios[name]:.2f}x)" if name in ratios else ""
+        cells[f"error of {name}"] = formatted(row.errors.get(name), "{:.1e}") + ratio
     return cells
 
 
 def formatted(value: float | None, pattern: str) -> str:
-    """A number in a pattern such as "{:.1f}"; `NOTHING` for None."""
+    """Return a number in a pattern such as "{:.1f}"; `NOTHING` for None."""
     return NOTHING if value is None else pattern.format(value)
 
 
 def significant(value: float) -> str:
-    """A number with three digits, more if they are before the point."""
+    """Return a number with three digits, more if they are before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
-
-
-def plain_text(text: str) -> str:
-    """Text that fits into a table cell."""
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
-from cp_dtensor.tools.cases import Attention, ByLayout, Case, Method, Select, Shards
+from cp_dtensor.tools.cases import Attention, ByLayout, Case, Method, Select
 from cp_dtensor.tools.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
 from cp_dtensor.tools.report import TORCH_PREFIX
 
@@ -54,7 +54,7 @@ def torch_methods() -> list[Method]:
     flex = [
         Method(
             f"{TORCH_PREFIX}flex {name}", partial(_flex_compiled, name), partial(_flex_refusal, name),
-            shards=Rearranged(name), suits=suits, by_default=False, contiguous=True,
+            shards=Rearranged(balancer=name), suits=suits, by_default=False, contiguous=True,
         )
         for name, suits in {
             "HeadTail": lambda case: case.mask != "full",
@@ -204,10 +204,10 @@ def ring_refusal(case: Case, world_size: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Rearranged(Shards):
+class Rearranged(ByLayout):
     """Contiguous parts of the sequence as one of torch's load balancers rearranges it."""
 
-    balancer: str
+    balancer: str = ""
 
     def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
         indices = _balancer(self.balancer, case, world_size, device)._generate_indices(restore=False)[0]

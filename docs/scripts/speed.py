@@ -18,11 +18,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import picture
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cp_dtensor.tools import picture
 from cp_dtensor.tools.cases import PASSES
 from cp_dtensor.tools.report import IDEAL, MEASURED, Results, significant
 

@@ -34,9 +34,8 @@ from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import planner
 from cp_dtensor.plan.partition import CallSpec, partition_heads
 from cp_dtensor.plan.plan import Stages
-from cp_dtensor.tools.bench import mask_argument
 from cp_dtensor.tools.cases import Heads
-from cp_dtensor.tools.parsing import MASK_HELP, mask_by_name, positive
+from cp_dtensor.tools.parsing import MASK_HELP, mask_argument, mask_by_name, positive
 from cp_dtensor.tools.ranks import Device, Ranks, start
 
 GPU = torch.cuda.is_available()

@@ -17,11 +17,10 @@ from cp_dtensor.tools import measure
 from cp_dtensor.tools import ranks as tools_ranks
 from cp_dtensor.tools.cases import AllTokens, ByLayout, Case, Heads, Method, Select, Source, all_tokens
 from cp_dtensor.tools.errors import Outcome, reference_head, relative_errors, seen_keys
-from cp_dtensor.tools.measure import Effort
+from cp_dtensor.tools.measure import Effort, GroupLost, Suite
 from cp_dtensor.tools.parsing import lognormal_documents, mask_by_name
 from cp_dtensor.tools.ranks import Device, Failed, Ranks
 from cp_dtensor.tools.report import Row
-from cp_dtensor.tools.suite import GroupLost, Suite
 
 CPU = torch.device("cpu")
 CASE = Case(32, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")

@@ -1,4 +1,4 @@
-"""The command line `python -m cp_dtensor`: its subcommands, their help, and `info` and `accuracy`."""
+"""The command line `python -m cp_dtensor`: its subcommands, their help, and `doctor --info`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forked_programs import launch
 from support.pretended_packages import FlashModule, FlexModule, fresh_process, install
 
 from cp_dtensor.__main__ import COMMANDS, main
 from cp_dtensor.attention.backends.aten import CudnnAttention
-from cp_dtensor.tools.accuracy import cases, report
-from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.info import facts, kernels, versions_of_packages
-from cp_dtensor.tools.report import Results, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +42,7 @@ def test_other_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'benchmark'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["bench", "train-bench", "accuracy"])
+@pytest.mark.parametrize("command", ["bench", "train-bench"])
 def test_commands_of_several_ranks_name_torchrun(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(
@@ -68,7 +64,7 @@ def without_triton(name):
 importlib.metadata.version = without_triton
 from cp_dtensor.__main__ import main
 assert not any(name.startswith("cp_dtensor.tools") for name in sys.modules)
-main(["info"])
+main(["doctor", "--info"])
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "error", "-c", program]
@@ -108,46 +104,3 @@ def test_info_says_what_the_packages_compute() -> None:
     )
     assert rows["kernels, bfloat16, 512"].startswith("causal, full: cuDNN; masks: torch operations;")
     assert rows["kernels, float32, 128"].startswith("causal, full: cuDNN; masks: ours in Triton;")
-
-
-def test_accuracy_on_two_ranks(tmp_path: Path) -> None:
-    arguments = ["--quick", "--device", "cpu", "--output", str(tmp_path / "accuracy.md")]
-    launch(2, "cp_dtensor", "accuracy", *arguments, folder=tmp_path)
-    text = (tmp_path / "accuracy.md").read_text()
-    assert "Global length 256," in text  # the default without GPUs, which takes no minutes
-    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    assert [row.split(" | ")[:3] for row in rows] == [
-        [f"| {backend}", transport, "HeadTail"]
-        for backend in ("flash", "math")
-        for transport in ("allgather", "alltoall")
-    ]
-    assert all(row.count("x)") == 4 for row in rows)
-
-
-def test_accuracy_fails_beyond_the_limit_and_for_rows_that_were_not_measured() -> None:
-    case = Case(64, Heads(8, 2), 64, 2, "bfloat16", "causal", "HeadTail", "MATH")
-    errors = dict.fromkeys(("out", "dq", "dk", "dv"), 1e-3)
-    ideal = Row(case, "fwdbwd", "ideal", "measured", samples_ms=((1.0,),), errors=errors)
-    ours = Row(case, "fwdbwd", "ours-alltoall", "measured", samples_ms=((1.0,),), errors={**errors, "dk": 2e-3})
-    broken = Row(case, "fwdbwd", "ours-allgather", "error", "out of luck")
-
-    def outcome(limit: float, *rows: Row) -> tuple[str, bool]:
-        return report(Results("", "", 2, rows), limit)
-
-    assert outcome(1.9, ideal, ours)[1]
-    assert not outcome(2.1, ideal, ours)[1]
-    text, failed = outcome(2.1, ideal, ours, broken)
-    assert failed
-    assert "Largest ratio: 2.00." in text
-    problem = "causal, 2 kv heads, d=64, bfloat16"
-    assert f"| math | allgather | HeadTail | {problem} | error: out of luck | - | - | - |" in text
-
-
-def test_accuracy_covers_every_backend_and_layout_on_gpus() -> None:
-    found = cases(4096, use_gpu=True, quick=False)
-    backends = {case.backend for case, _ in found}
-    assert backends == {"CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"}
-    assert {case.layout for case, _ in found} == {"HeadTail", "Contiguous", "Striped", "Striped(64)", "MirroredBatch"}
-    assert {case.dtype for case, _ in found} == {"bfloat16", "float16", "float32"}
-    for case, _ in found:
-        assert case.layout_value().local_length(4096, 0, 4) == 1024

@@ -17,7 +17,10 @@ from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
+from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.draw import assignment, key_positions
+from cp_dtensor.tools.methods import methods_by_name
+from cp_dtensor.tools.report import Results, Row
 
 balance, methods, schedules, states = (docs_script(name) for name in ("balance", "methods", "schedules", "states"))
 
@@ -171,7 +174,7 @@ def test_the_rooms_are_those_of_the_rules_and_imports_are_counted(tmp_path: Path
         "spec/__init__.py": "from cp_dtensor.spec.masks import Mask\n",
         "spec/masks.py": "",
         "__init__.py": "from cp_dtensor.api.context import context_parallel\n",
-        "__main__.py": "from cp_dtensor.tools import info\n",
+        "__main__.py": "from cp_dtensor.tools import draw\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -189,3 +192,17 @@ def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
     numbers = [text.get_text() for text in figure.axes[0].texts if text.get_text().isdecimal()]
     assert sorted(map(int, numbers)) == sorted(counts.values())
     rooms.plt.close(figure)
+
+
+def test_pictures_of_a_benchmark(tmp_path: Path) -> None:
+    """Every method that is measured by default has a public name and a colour."""
+    picture = docs_script("picture")
+    names = [each.name for each in methods_by_name(None, graph=True, compiled=True) if not each.alone]
+    shown = {name: picture.label_and_colour(name, ranks=8) for name in names}
+    assert not [label for label, _ in shown.values() if "ours" in label or "torch-" in label]
+    assert len({label for label, _ in shown.values()}) == len(names)
+    assert shown["ours-hybrid-4 graph"] == ("hybrid 2 x 4, CUDA graph", picture.METHODS["ours-hybrid"][1])
+    case = Case(64, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
+    rows = [Row(case, "fwd", name, "measured", samples_ms=((4.0,),)) for name in ("ideal", "ours-auto")]
+    picture.draw(Results("torch  \n8 x GPU", "torchrun ...", 2, tuple(rows)), tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -16,9 +16,16 @@ import torch.distributed as dist
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
-from cp_dtensor.tools import doctor, exchange, machine, soak
-from cp_dtensor.tools.machine import NOTE, OK, PROBLEM, Finding
+from cp_dtensor.tools import doctor, methods
+from cp_dtensor.tools.cases import Heads
+from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, Report, check, check_methods
 from cp_dtensor.tools.ranks import Ranks
+
+
+@pytest.fixture
+def meshes_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command keeps its meshes; ranks that are threads would share them."""
+    monkeypatch.setattr(methods, "mesh_of_ranks", methods.mesh_of_ranks.__wrapped__)
 
 
 def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:
@@ -33,36 +40,37 @@ def test_a_sound_machine_ends_in_ok(tmp_path: Path) -> None:
     findings = {each["check"]: each for each in found["findings"]}
     assert {each["status"] for each in findings.values()} <= {OK, NOTE}
     assert torch.__version__ in findings["versions"]["text"]
-    for name in ("ring by allgather", "ring by alltoall", "ulysses"):
+    for name in ("allgather", "alltoall", "ulysses"):
         assert name in findings["correctness"]["text"]
     assert "over 2 ranks on one host" in findings["gloo"]["text"]
     assert "65,536 tokens on 2 ranks, 16:4 heads of 128" in findings["auto"]["text"]
 
 
-def test_four_ranks_have_hybrids_and_nested_rings() -> None:
+def test_four_ranks_have_hybrids_and_nested_rings(meshes_of_threads: None) -> None:
     store = dist.HashStore()
 
     def body(rank: int) -> list[Finding]:
-        report = doctor._Report(as_json=True, visible=False)
-        doctor._check_methods(report, Ranks(store, rank, 4), torch.device("cpu"), shares_memory=False)
+        report = Report(as_json=True, visible=False)
+        check_methods(report, Ranks(store, rank, 4), torch.device("cpu"), shares_memory=False)
         return report.findings
 
     ((finding,), *_) = run_ranks(4, body)
     assert finding.status == OK
-    assert finding.text.startswith("ring by allgather, ring by alltoall, ulysses, hybrid, nested ring: forward and")
+    assert finding.text.startswith("allgather, alltoall, ulysses, hybrid-2, nested-2: forward and")
 
 
-def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
+    meshes_of_threads: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     def body(rank: int) -> list[Finding]:
-        report = doctor._Report(as_json=False, visible=True)
-        options = doctor._parser().parse_args([])
-        doctor._check(report, Ranks(dist.HashStore(), rank, 1), torch.device("cpu"), options)
+        report = Report(as_json=False, visible=True)
+        check(report, Ranks(dist.HashStore(), rank, 1), torch.device("cpu"), 4096, Heads(4, 2))
         return report.findings
 
     hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
     with (
-        mock.patch.object(machine, "settings", side_effect=hangs),
-        mock.patch.object(exchange, "bandwidth", return_value=()),
+        mock.patch.object(doctor, "settings", side_effect=hangs),
+        mock.patch.object(doctor, "bandwidth", return_value=()),
     ):
         ((*findings, last),) = run_ranks(1, body)
     problem = next(each for each in findings if each.status == PROBLEM)
@@ -71,10 +79,10 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(capsys: pyt
     assert last.check == "auto"
 
 
-def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_results_of_one_rank_are_a_problem(meshes_of_threads: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The gradient of one rank is off by 1e-6 in one method."""
     store = dist.HashStore()
-    right = exchange.context_parallel_attention
+    right = methods.context_parallel_attention
 
     def attention(*tensors: torch.Tensor, **options: object) -> object:
         out = right(*tensors, **options)  # type: ignore[arg-type]
@@ -83,30 +91,27 @@ def test_wrong_results_of_one_rank_are_a_problem(capsys: pytest.CaptureFixture[s
         return out
 
     def body(rank: int) -> int:
-        report = doctor._Report(as_json=False, visible=rank == 0)
-        doctor._check_methods(report, Ranks(store, rank, 2), torch.device("cpu"), shares_memory=False)
+        report = Report(as_json=False, visible=rank == 0)
+        check_methods(report, Ranks(store, rank, 2), torch.device("cpu"), shares_memory=False)
         return report.end()
 
-    with mock.patch.object(exchange, "context_parallel_attention", attention):
+    with mock.patch.object(methods, "context_parallel_attention", attention):
         assert run_ranks(2, body) == [3, 0], "the first rank ends the command"
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines if line.startswith(PROBLEM)] == [
         [PROBLEM, "ulysses,", "causal"],
         [PROBLEM, "ulysses,", "documents"],
-        [PROBLEM, "correctness", "ring"],
+        [PROBLEM, "correctness", "allgather,"],
     ]
     assert "choose another method or rotate_method" in lines[1]
-    assert lines[-1].startswith("3 problems: ulysses, causal, ulysses, documents, correctness")
+    assert lines[-1].startswith("3 problems: ulysses, causal, ulysses, documents 64, correctness")
 
 
-@pytest.mark.parametrize("run", [doctor.main, soak.main])
-def test_ranks_are_those_of_torchrun(
-    run: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_are_those_of_torchrun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as ended:
-        run(["--device", "cpu", "--ranks", "3"])
+        doctor.main(["--device", "cpu", "--ranks", "3"])
     assert ended.value.code == 2
     assert "--ranks 3: torchrun has started 2" in capsys.readouterr().err
 
@@ -159,14 +164,14 @@ def test_ranks_that_would_share_a_gpu_are_a_problem(
 )
 def test_versions_of_torch(version: str, status: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    found = by_check(machine.versions())
+    found = by_check(doctor.versions())
     assert (found["torch"].status if "torch" in found else None) == status
 
 
 def test_another_cudnn_is_a_problem() -> None:
     message = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0)\nmore"
-    with mock.patch.object(machine, "environment", side_effect=RuntimeError(message)):
-        found = by_check(machine.versions())
+    with mock.patch.object(doctor, "environment", side_effect=RuntimeError(message)):
+        found = by_check(doctor.versions())
     assert found["cuDNN"].status == PROBLEM
     assert found["cuDNN"].text == message.splitlines()[0]
 
@@ -175,8 +180,8 @@ def test_other_packages_than_torch_was_built_with(monkeypatch: pytest.MonkeyPatc
     requirements = ["filelock", "triton==3.6.0; platform_system == 'Linux'", "nvidia-nccl-cu12==2.28.9", "jinja2==3"]
     installed = {"triton": "3.5.1", "nvidia-nccl-cu12": "2.28.9", "jinja2": "4"}
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
-    monkeypatch.setattr(machine, "installed_version", installed.get)
-    _, finding = machine.versions()
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
+    _, finding = doctor.versions()
     assert finding.text == "triton 3.5.1 is installed, this torch was built with 3.6.0"
     assert (finding.status, finding.remedy) == (NOTE, "if kernels fail: pip install triton==3.6.0")
 
@@ -187,8 +192,8 @@ def test_peer_access_is_expected_of_gpus_with_nvlink(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
     found = {}
     for name in ("H200", None):
-        monkeypatch.setattr(machine, "gpu_name", lambda name=name: name)
-        (finding,) = machine.peers()
+        monkeypatch.setattr(doctor, "gpu_name", lambda name=name: name)
+        (finding,) = doctor.peers()
         found[name] = finding.status
         assert finding.text == "1 of 2 pairs of GPUs"
     assert found == {"H200": PROBLEM, None: OK}
@@ -197,16 +202,16 @@ def test_peer_access_is_expected_of_gpus_with_nvlink(monkeypatch: pytest.MonkeyP
 def test_a_hopper_without_triton_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(machine, "environment", lambda: "torch")
-    monkeypatch.setattr(machine, "installed_version", lambda name: None)
+    monkeypatch.setattr(doctor, "environment", lambda: "torch")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    found = by_check(machine.versions())
+    found = by_check(doctor.versions())
     assert (found["Triton"].status, found["packages"].status) == (PROBLEM, NOTE)
-    (setting,) = machine.settings()
+    (setting,) = doctor.settings()
     assert (setting.status, setting.remedy) == (PROBLEM, "unset CUDA_LAUNCH_BLOCKING")
-    monkeypatch.setattr(machine, "installed_version", lambda name: "1.0")
-    assert set(by_check(machine.versions())) == {"versions"}
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "1.0")
+    assert set(by_check(doctor.versions())) == {"versions"}
 
 
 @pytest.mark.parametrize(
@@ -220,8 +225,8 @@ def test_a_hopper_without_triton_and_packages(monkeypatch: pytest.MonkeyPatch) -
 def test_slow_gpus_and_slow_hosts(
     flops: tuple[float, float], launch: float, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "gpu_name", lambda: "H200")
-    found = by_check(machine.speed([(each, launch) for each in flops]))
+    monkeypatch.setattr(doctor, "gpu_name", lambda: "H200")
+    found = by_check(doctor.speed([(each, launch) for each in flops]))
     assert (found["GPU speed"].status, found["launches"].status) == expected
     assert ("rank 1" in found["GPU speed"].text) == (expected[0] == PROBLEM)
 
@@ -232,7 +237,7 @@ def test_slow_gpus_and_slow_hosts(
 def test_names_of_gpus(name: str, gpu: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert machine.gpu_name() == gpu
+    assert doctor.gpu_name() == gpu
 
 
 def test_clocks_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,29 +246,29 @@ def test_clocks_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monk
     smi.write_text("#!/bin/sh\necho '1980, 1980, 41, 0'\necho '1200, 1980, 88, 2'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    found = by_check(machine.clocks())
+    found = by_check(doctor.clocks())
     assert found["clocks"].text == "1980 of 1980 MHz, 41 C; 1200 of 1980 MHz, 88 C"
     assert "GPU 1" in found["memory errors"].text
     smi.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
-    assert by_check(machine.clocks())["clocks"].status == NOTE
+    assert by_check(doctor.clocks())["clocks"].status == NOTE
 
 
 def test_slow_links_are_a_problem() -> None:
     """Half of 330 GB/s is expected of NVLink at least; nothing is known of the network between hosts."""
-    slow = exchange.link("NCCL", "H200", 8, 1, 100e9)
+    slow = doctor.link("NCCL", "H200", 8, 1, 100e9)
     assert slow.status == PROBLEM
     assert "100 GB/s into a rank; NVLink of H200s gives about 330" in slow.text
     assert "nvidia-smi nvlink --status" in slow.remedy
-    assert exchange.link("NCCL", "H200", 8, 1, 300e9).status == OK
-    assert exchange.link("NCCL", "H200", 16, 2, 20e9).status == OK
-    assert exchange.link("NCCL", None, 8, 1, 1e9).status == OK
+    assert doctor.link("NCCL", "H200", 8, 1, 300e9).status == OK
+    assert doctor.link("NCCL", "H200", 16, 2, 20e9).status == OK
+    assert doctor.link("NCCL", None, 8, 1, 1e9).status == OK
 
 
 def test_symmetric_memory_is_expected_of_gpus_with_nvlink_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert exchange.symmetric_memory("no peer access", 2, 1).status == NOTE
-    monkeypatch.setattr(exchange, "gpu_name", lambda: "H200")
+    assert doctor.symmetric_memory("no peer access", 2, 1).status == NOTE
+    monkeypatch.setattr(doctor, "gpu_name", lambda: "H200")
     statuses = [
-        exchange.symmetric_memory(obstacle, ranks, hosts).status
+        doctor.symmetric_memory(obstacle, ranks, hosts).status
         for obstacle, ranks, hosts in ((None, 8, 1), ("no peer access", 8, 1), ("2 hosts", 8, 2), ("alone", 1, 1))
     ]
     assert statuses == [OK, PROBLEM, NOTE, NOTE]

@@ -27,9 +27,20 @@ from cp_dtensor.tools.llama import PRESETS, Llama, Size, initialise
 from cp_dtensor.tools.methods import mesh_of_ranks
 from cp_dtensor.tools.ranks import Device, Ranks
 from cp_dtensor.tools.torch_methods import torch_context_parallel
-from cp_dtensor.tools.train import OPTIMIZERS, Job, TrainMethod, Turn, take_turn, tokens_of, train_methods
-from cp_dtensor.tools.train_bench import main, parse_options
-from cp_dtensor.tools.train_report import TrainResults, TrainRow, train_markdown
+from cp_dtensor.tools.train_bench import (
+    OPTIMIZERS,
+    Job,
+    TrainMethod,
+    TrainResults,
+    TrainRow,
+    Turn,
+    main,
+    parse_options,
+    take_turn,
+    tokens_of,
+    train_markdown,
+    train_methods,
+)
 
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from cp_dtensor.tools.report import MEASURED, Results, Row, panels, significant
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 METHODS = {
     "torch-allgather": ('torch, "allgather"', "#8d96a3"),
@@ -48,15 +46,7 @@ def label_and_colour(method: str, ranks: int) -> tuple[str, str]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Writes a picture with a row of panels for each table that has measurements, a panel for each length.
-
-    Without matplotlib there is a message on stderr and no picture.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"no {path}: it needs matplotlib: pip install matplotlib", file=sys.stderr)
-        return
-    from matplotlib.figure import Figure
-
+    """Writes a picture with a row of panels for each table that has measurements, a panel for each length."""
     measured = {
         title: [row for row in rows if row.status == MEASURED and not row.is_ideal]
         for title, rows in panels(results).items()
