@@ -92,9 +92,7 @@ class Flash4Attention(AttentionBackend):
             return check(compute) or check(compute)  # by the wrapper, then by what was recorded
 
         kind = "deterministic" if deterministic else "", "causal" if is_causal else "full"
-        return PACKAGE.passes_check(
-            (direction, *kind, q.dtype, "head dims", dims, "group", group), q.device, problem
-        )
+        return PACKAGE.passes_check((direction, *kind, q.dtype, "head dims", dims, "group", group), q.device, problem)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
