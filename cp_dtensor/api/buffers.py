@@ -128,7 +128,7 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], of: SequenceRan
         if tensor.requires_grad:
             raise ValueError(
                 f"buffer {index}: got a tensor that requires grad, of shape {tuple(tensor.shape)}, expected one that "
-                "does not: context_parallel_shard makes a differentiable shard (or detach it, or set requires_grad inside)"
+                "does not: context_parallel_shard is differentiable (or detach the tensor, or set requires_grad inside)"
             )
         if _torch.is_wrapper(tensor):
             raise TypeError(

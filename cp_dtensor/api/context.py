@@ -67,10 +67,10 @@ class context_parallel(ContextDecorator):
         buffers: tensors of any dtype, whole and equal on every rank: all that have a sequence dim, also position ids
             and RoPE tables, and the very objects that the code inside uses (a slice or a copy is another tensor). Shift
             labels before they are sharded. Tensors that require grad are refused: `context_parallel_shard` is
-            differentiable. A buffer may be set to require grad inside; its `.grad` there is that of the shard. Changes
-            made inside to a buffer end with the context. Copies made inside (`state_dict`, `deepcopy`) hold shards.
-            Index a parameter by `local_positions`. Buffers of a module are allowed; DistributedDataParallel does not
-            broadcast shards.
+            differentiable. A buffer may be set to require grad inside; its `.grad` is that of the shard, and is there
+            until the context ends, so call backward inside. Changes made inside to a buffer end with the context.
+            Copies made inside (`state_dict`, `deepcopy`) hold shards. Index a parameter by `local_positions`. Buffers
+            of a module are allowed; DistributedDataParallel does not broadcast shards.
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.

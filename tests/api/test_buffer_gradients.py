@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from support.problems import shard
 from support.ranks import run_ranks
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel
 
 WORLD = 2
-LAYOUTS = [Contiguous(), HeadTail(), Striped(2), MirroredBatch()]
-each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+LAYOUTS = [Contiguous(), HeadTail(), Striped(2)]
 B, H, S, D = 2, 2, 11, 4
 
 
@@ -59,7 +58,7 @@ def rotate_complex(hidden: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rotate", [rotate_real, rotate_complex])
-@pytest.mark.parametrize("layout", LAYOUTS[:-1], ids=repr)  # freqs have no batch dim
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_what_autograd_saved_of_a_restored_buffer_is_still_the_shard_in_a_later_backward(
     rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], layout: Layout
 ) -> None:
