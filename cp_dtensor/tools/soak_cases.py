@@ -359,8 +359,8 @@ def errors_of(case: Case, mesh: DeviceMesh) -> dict[str, float]:
         return {**{name: tensors[name].detach() for name in tensors}, **dict(zip(dims, shards, strict=True))}
 
     attend, got = _call_of(case, mesh), {}
-    as_buffers = case.entry == "buffers"
-    local = {name: x.clone() for name, x in (leaves if as_buffers else sharded(leaves)).items()}
+    whole = {name: leaves[name].clone() for name in "qkv" if name in leaves and case.entry == "buffers"}
+    local = {name: x.clone() for name, x in sharded(leaves).items()}
     for x in local.values():
         x.requires_grad_(x.is_floating_point() and has_gradients)
     local_grad = sharded({"out": grad_out})["out"]
@@ -369,16 +369,17 @@ def errors_of(case: Case, mesh: DeviceMesh) -> dict[str, float]:
             outer = context_parallel(mesh, layout=Striped(3), mask=SlidingWindow(2, 2), seq_len=3)
             stack.enter_context(outer)
         if case.entry in ("context", "buffers"):
-            shared = [x for name, x in local.items() if name in "qkv"] if as_buffers else []
             options: dict[str, Any] = {
                 name: getattr(case, name) for name in ("method", "mask", "layout", "rotate_method")
             }
             lengths = tuple({*case.lengths})
-            dims = [2] * len(shared)
             context = context_parallel(
-                mesh, buffers=shared, buffer_seq_dims=dims, sinks=local.get("sinks"), seq_len=lengths, **options
-            )
+                mesh, buffers=[*whole.values()], buffer_seq_dims=[2] * len(whole), sinks=local.get("sinks"),
+                seq_len=lengths, **options,
+            )  # fmt: skip
             stack.enter_context(context)
+            # Aliases of the shards, whose gradients outlive the context.
+            local |= {name: x.detach().requires_grad_(has_gradients) for name, x in whole.items()}
         if "checkpoint" in case.around:
             names = [*local]
             out = checkpoint(
@@ -392,8 +393,6 @@ def errors_of(case: Case, mesh: DeviceMesh) -> dict[str, float]:
     if has_gradients and case.around == "backward after exit":
         out.backward(local_grad)
     got = {"out": out, **{name: x.grad for name, x in local.items() if x.grad is not None}}
-    if as_buffers:  # gradients are whole
-        got |= {name: context_parallel_shard(mesh, [got[name]], [2], case.layout)[0] for name in "qkv" if name in got}
     for name in ("sinks", "up"):
         if name in expected:
             total = got[name].double() if name in got else torch.zeros_like(expected[name])
