@@ -36,8 +36,6 @@ class Buffer:
 _lock = threading.RLock()
 _open_shards: dict[int, list[InPlaceShard]] = {}
 """By the id of a buffer: its open shards, the innermost last."""
-_undelivered: dict[int, list[tuple[InPlaceShard, torch.Tensor]]] = {}
-"""By the id of a buffer: shards whose gradients are not delivered yet, with the tensors that have the gradients."""
 
 
 def is_shard_now(tensor: object) -> bool:
@@ -54,7 +52,6 @@ class InPlaceShard:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
-        self._around = list(_open_shards.get(id(buffer.tensor), []))
         self.whole_shape = buffer.tensor.shape
         self._sharded_for_good = False
         self._swapped_out: list[torch.Tensor | None] = []  # per entry, the object that has the contents from before
@@ -92,10 +89,6 @@ class InPlaceShard:
                 local = self._swapped_out.pop()
                 if local is not None:
                     _torch.swap_identities(tensor, local)
-                    _undelivered.setdefault(key, []).append((self, local))
-                for shard, late in _undelivered.pop(key, []):
-                    if late.grad is not None:
-                        shard.deliver_gradient(late)
 
     def release_whole(self) -> None:
         """Frees the whole contents of a buffer that is not to be restored."""
@@ -107,26 +100,9 @@ class InPlaceShard:
 
     def _swap_in(self) -> torch.Tensor:
         # A new object each time: autograd may have saved the last one, whose identity must not change.
-        local = self._shard.detach().requires_grad_(self.buffer.tensor.requires_grad)
-        if local.requires_grad:
-            local.register_post_accumulate_grad_hook(self.deliver_gradient)
+        local = self._shard.detach()
         _torch.swap_identities(self.buffer.tensor, local)
         return local
-
-    def deliver_gradient(self, local: torch.Tensor) -> None:
-        """Adds the gradient of the shard to that of the whole tensor, as zeros outside of this rank's tokens."""
-        buffer = self.buffer
-        with _lock:
-            if self._sharded_for_good or local is buffer.tensor or local.grad is None:
-                return
-            key = id(buffer.tensor)
-            if _open_shards.get(key, []) != self._around:  # another context has sharded the whole tensor
-                _undelivered.setdefault(key, []).append((self, local))
-                return
-            grad = local.grad.new_zeros(self.whole_shape)
-            put_shard(grad, local.grad, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
-            local.grad = None
-            buffer.tensor.grad = grad if buffer.tensor.grad is None else buffer.tensor.grad + grad
 
 
 def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
@@ -149,10 +125,10 @@ def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]
 def check_in_place(tensors: list[torch.Tensor], dims: list[int], of: SequenceRanks) -> None:
     """Refuses tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
     for index, tensor in enumerate(tensors):
-        if tensor.requires_grad and not tensor.is_leaf:
+        if tensor.requires_grad:
             raise ValueError(
-                f"buffer {index}: got a non-leaf tensor that requires grad (from {tensor.grad_fn}), expected a leaf or "
-                "one that does not require grad. Use context_parallel_shard, which is differentiable, or detach it"
+                f"buffer {index}: got a tensor that requires grad, of shape {tuple(tensor.shape)}, expected one that "
+                "does not: context_parallel_shard is differentiable (or detach the tensor, or set requires_grad inside)"
             )
         if _torch.is_wrapper(tensor):
             raise TypeError(

@@ -66,13 +66,11 @@ class context_parallel(ContextDecorator):
             dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second.
         buffers: tensors of any dtype, whole and equal on every rank: all that have a sequence dim, also position ids
             and RoPE tables, and the very objects that the code inside uses (a slice or a copy is another tensor). Shift
-            labels before they are sharded. A leaf tensor may require grad: inside it is a leaf of the local shape, and
-            on exit its `.grad` has the whole shape, zero outside of this rank's tokens, so that the sum over ranks is
-            the gradient. Other tensors that require grad are refused: `context_parallel_shard` is differentiable.
-            Changes made inside to a buffer, for example by an optimizer, end with the context. Copies made inside
-            (`state_dict`, `deepcopy`) hold shards. Hooks of the leaf do not run for its shard, so
-            DistributedDataParallel does not reduce its gradient: index a parameter by `local_positions` there.
-            Buffers of a module are allowed; DistributedDataParallel does not broadcast shards.
+            labels before they are sharded. Tensors that require grad are refused: `context_parallel_shard` is
+            differentiable. A buffer may be set to require grad inside; its `.grad` is that of the shard, and is there
+            until the context ends, so call backward inside. Changes made inside to a buffer end with the context.
+            Copies made inside (`state_dict`, `deepcopy`) hold shards. Index a parameter by `local_positions`. Buffers
+            of a module are allowed; DistributedDataParallel does not broadcast shards.
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.

@@ -45,10 +45,11 @@ def main() -> tuple[float, str]:
         expected += torch.autograd.grad(expected[0], leaves, grad_out)
     expected = context_parallel_shard(mesh, [tensor.detach() for tensor in expected], [2] * len(expected))
 
-    with context_parallel(mesh, buffers=[*leaves, grad_out], buffer_seq_dims=[2] * 4):  # now they are shards
+    q, k, v, grad_out = context_parallel_shard(mesh, [*leaves, grad_out], [2] * 4)
+    with context_parallel(mesh, seq_len=TOKENS):
         got = [flex_attention(q, k, v, by_distance, mask, enable_gqa=True)]
         if device == "cuda":
-            got += torch.autograd.grad(got[0], leaves, grad_out)
+            got += torch.autograd.grad(got[0], [q, k, v], grad_out)
     return error([tensor.detach() for tensor in got], expected), device
 
 

@@ -195,12 +195,12 @@ def test_checkpoints_of_two_contexts_in_one_backward(use_reentrant: bool) -> Non
     def body(rank: int) -> torch.Tensor:
         block, loss = Block(), torch.zeros((), dtype=torch.float64)
         for layout, transport in zip(LAYOUTS, ("alltoall", "allgather", "alltoall"), strict=True):
-            hidden, grad_out = normal(BATCH, LENGTH, WIDTH, seed=5), normal(BATCH, LENGTH, WIDTH, seed=6)
-            hidden.requires_grad_()
+            whole, grad_out = normal(BATCH, LENGTH, WIDTH, seed=5), normal(BATCH, LENGTH, WIDTH, seed=6)
+            (hidden,) = context_parallel_shard(dist.group.WORLD, [whole.requires_grad_()], [1], layout)
             with context_parallel(
                 dist.group.WORLD,
-                buffers=[block.freqs, hidden, grad_out],
-                buffer_seq_dims=[0, 1, 1],
+                buffers=[block.freqs, grad_out],
+                buffer_seq_dims=[0, 1],
                 layout=layout,
                 rotate_method=transport,
             ):
@@ -237,14 +237,15 @@ def test_a_recompute_inside_of_the_next_context(use_reentrant: bool) -> None:
 @REENTRANT
 def test_an_exception_in_the_recompute_leaves_buffers_whole(use_reentrant: bool) -> None:
     def body(rank: int) -> None:
-        block, hidden = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+        block, whole = Block(), normal(BATCH, LENGTH, WIDTH, seed=5).requires_grad_()
+        (hidden,) = context_parallel_shard(dist.group.WORLD, [whole], [1])
 
         def fails_the_second_time(hidden: torch.Tensor) -> torch.Tensor:
             if block.forwards:
                 raise KeyError("recompute")
             return block(hidden)
 
-        with context_parallel(dist.group.WORLD, buffers=[block.freqs, hidden], buffer_seq_dims=[0, 1]):
+        with context_parallel(dist.group.WORLD, buffers=[block.freqs], buffer_seq_dims=[0]):
             out = checkpoint(fails_the_second_time, hidden, use_reentrant=use_reentrant)
         with pytest.raises(KeyError, match="recompute"):
             out.sum().backward()

@@ -254,17 +254,6 @@ def test_buffers_of_different_lengths() -> None:
     run_ranks(WORLD, body)
 
 
-def test_buffer_that_requires_grad() -> None:
-    def body(rank: int) -> None:
-        whole = torch.ones(16, requires_grad=True)
-        with context_parallel(dist.group.WORLD, buffers=[whole], buffer_seq_dims=[0]):
-            assert whole.shape == (4,)
-            (3 * whole).sum().backward()
-        assert whole.grad.tolist() == [3.0 * (position in positions(16, rank)) for position in range(16)]
-
-    run_ranks(WORLD, body)
-
-
 def test_query_masked_out_of_two_merged_blocks() -> None:
     unseen, seen = torch.full((1, 1, 1), float("-inf")), torch.zeros(1, 1, 1)
     out, lse = torch.zeros(1, 1, 1, 2), unseen.clone()

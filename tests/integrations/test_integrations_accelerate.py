@@ -226,7 +226,7 @@ def test_the_switch_is_reversible_nested_and_safe() -> None:
 
     def mask_of_steps() -> Any:
         masks: list[Any] = []
-        run_ranks(RANKS, lambda rank: masks.append(prepared(rank, nn.Identity())._cp_context.settings["mask"]))
+        run_ranks(RANKS, lambda rank: masks.append(prepared(rank, nn.Identity())._cp_context.options["mask"]))
         assert masks == masks[:1] * RANKS
         return masks[0]
 
