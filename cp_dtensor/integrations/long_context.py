@@ -18,7 +18,7 @@ Source: USP (arXiv 2405.07719).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -39,12 +39,13 @@ from cp_dtensor import (
     context_parallel_unshard,
 )
 from cp_dtensor.api.extension import Mesh, Segment, bottom_right_mask, heads_before_rows, take_shard
-from cp_dtensor.integrations.flash_attn_arguments import group_or_default, supported_window, unpacked
 from cp_dtensor.integrations.ring_flash_attn import (
+    group_or_default,
     ring_flash_attn_func,
     ring_flash_attn_qkvpacked_func,
     stripe_flash_attn_func,
     stripe_flash_attn_qkvpacked_func,
+    unpacked,
     zigzag_ring_flash_attn_func,
     zigzag_ring_flash_attn_qkvpacked_func,
 )
@@ -125,7 +126,7 @@ class _Attention(nn.Module):
         dropout_p: float = 0.0,
         softmax_scale: float | None = None,
         causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
+        window_size: Any = (-1, -1),
         softcap: float = 0.0,
         alibi_slopes: torch.Tensor | None = None,
         deterministic: bool = False,
@@ -153,7 +154,12 @@ class _Attention(nn.Module):
         """
         shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
         q, k, v = heads_before_rows(query, key, value, 1, shapes)
-        mask = bottom_right_mask(causal, supported_window(window_size, alibi_slopes))
+        if alibi_slopes is not None:
+            raise NotImplementedError(
+                f"ALiBi is not supported on sequence shards yet: got alibi_slopes, a tensor of shape "
+                f"{tuple(alibi_slopes.shape)}, expected None"
+            )
+        mask = bottom_right_mask(causal, window_size)
         out = context_parallel_attention(
             q, k, v, mesh=self.mesh, method=self.method, mask=mask, enable_gqa=True, layout=self.layout,
             dropout_p=dropout_p, scale=softmax_scale, deterministic=deterministic, seq_len=seq_len, softcap=softcap,

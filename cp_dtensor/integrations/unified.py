@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Contiguous, Layout, context_parallel, ring_attention, ulysses_attention
 from cp_dtensor.api.extension import Mesh, local_sdpa
-from cp_dtensor.integrations.flash_attn_arguments import group_or_default
+from cp_dtensor.integrations.ring_flash_attn import group_or_default
 
 __all__ = [
     "RingAttnMode",
