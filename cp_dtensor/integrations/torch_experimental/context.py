@@ -185,7 +185,7 @@ class _ContextParallel(ParallelStyle):
     With SDPA, `F.scaled_dot_product_attention` inside of the module is ring attention over shards in the order in which
     `_context_parallel_shard` last sharded for this axis (if it never did, as `_cp_options.enable_load_balance` says).
     With FLEX, the module gets the keys and values of all ranks, rank after rank, for `flex_attention` with masks from
-    `_context_parallel_shard` or `_create_cp_block_mask`.
+    `_context_parallel_shard` or torch's `_create_cp_block_mask`.
 
     Args:
         seq_dim: the sequence dim of the module's inputs: tensors, or DTensors that are `Shard(seq_dim)` on the axis, of

@@ -24,14 +24,6 @@ class _RotateMethod(Enum):
 _NAMES = {"ALL_TO_ALL": "alltoall", "ALL_GATHER": "allgather"}
 
 
-class _CausalBehavior(Enum):
-    """Attention call of a rank on another rank's keys under a causal mask; the value is `is_causal` of this call."""
-
-    SKIP = None
-    NOT_IS_CAUSAL = False
-    IS_CAUSAL = True
-
-
 class ShardOrders:
     """The layouts in which this process has sharded sequences, by group and global length.
 
@@ -136,16 +128,6 @@ def set_rotate_method(rotate_method: str) -> None:
         set_process_default(rotate_method)
     except ValueError as error:
         raise NotImplementedError(str(error)) from error
-
-
-def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
-    """The call of `rank` on the keys of rank - i, under `_cp_options.enable_load_balance`."""
-    if not is_causal:
-        return _CausalBehavior.NOT_IS_CAUSAL
-    if i == 0:
-        return _CausalBehavior.IS_CAUSAL
-    is_seen = (rank - i) % world_size < rank or _cp_options.enable_load_balance
-    return _CausalBehavior.NOT_IS_CAUSAL if is_seen else _CausalBehavior.SKIP
 
 
 def check_one_dim_each(buffers: Sequence[object], dims: Sequence[object]) -> None:

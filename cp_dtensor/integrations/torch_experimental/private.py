@@ -18,11 +18,6 @@ from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops impo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_dtensor.api.extension import SharedInstallation, entry_replaced
-from cp_dtensor.integrations.torch_experimental.rings import (
-    _SDPAMerger,
-    _templated_ring_attention,
-    _templated_ring_attention_backward,
-)
 from cp_dtensor.integrations.torchtitan import describe_installed
 
 __all__ = ["Redirection", "flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings", "simulated"]
@@ -71,6 +66,7 @@ class _Redirection:
 
     def __init__(self) -> None:
         self.replaced: dict[ModuleType, tuple[str, ...]] = {}
+        self.rings: dict[ModuleType, dict[str, Any]] = {}  # as they were after the replacement
         self.installation = SharedInstallation(self._parts)
 
     def _parts(self) -> Iterator[AbstractContextManager[None]]:
@@ -94,11 +90,11 @@ class _Redirection:
         with ExitStack() as stack:
             for name, ours in names.items():
                 stack.enter_context(entry_replaced(vars(module), name, ours))
-            self.replaced[module] = tuple(names)
+            self.replaced[module], self.rings[module] = tuple(names), _rings_of(module)
             try:
                 yield
             finally:
-                del self.replaced[module]
+                del self.replaced[module], self.rings[module]
 
 
 _redirection = _Redirection()
@@ -139,29 +135,28 @@ def redirect_imports() -> Redirection:
     return Redirection()
 
 
-_RINGS = {
-    "_SDPAMerger": _SDPAMerger,
-    "_templated_ring_attention": _templated_ring_attention,
-    "_templated_ring_attention_backward": _templated_ring_attention_backward,
-}
-_METHODS = dict(vars(_SDPAMerger))
+_RINGS = ("_SDPAMerger", "_templated_ring_attention", "_templated_ring_attention_backward")
+
+
+def _rings_of(module: ModuleType) -> dict[str, Any]:
+    """Return the parts of rings in a module, and the methods of those that are classes."""
+    found = {name: vars(module).get(name) for name in _RINGS}
+    methods = dict(vars(found["_SDPAMerger"])) if found["_SDPAMerger"] is not None else {}
+    return {**found, **{f"_SDPAMerger.{name}": methods.get(name) for name in ("step", "results")}}
 
 
 def refuse_patched_rings() -> None:
-    """Refuses attention of contexts and modules, which does not call names that a program has replaced.
+    """Refuse attention of contexts and modules, which does not call names that a program has replaced.
 
     Raises:
         NotImplementedError: naming the replaced functions.
     """
-    modules = [*_redirection.replaced, importlib.import_module(__package__ or "")]
-    # Names that a module lacks are not replaced: modules have only some of ours.
     replaced = [
         f"{module.__name__}.{name}"
-        for module in modules
-        for name, value in _RINGS.items()
-        if vars(module).get(name, value) is not value
+        for module, rings in _redirection.rings.items()
+        for name, value in _rings_of(module).items()
+        if value is not rings[name]
     ]
-    replaced += [f"_SDPAMerger.{name}" for name in ("step", "results") if vars(_SDPAMerger)[name] is not _METHODS[name]]
     if replaced:
         raise NotImplementedError(
             f"{', '.join(replaced)} have been replaced, which would have no effect: attention in contexts and modules "

@@ -328,51 +328,6 @@ def _balancer_layout(balancer: Any, length: int, world_size: int) -> Layout | No
 # Block masks
 
 
-def _create_cp_block_mask(
-    mask_mod: MaskMod,
-    B: int,
-    H: int,
-    Q_LEN: int,
-    KV_LEN: int,
-    BLOCK_SIZE: Any = _BLOCKS,
-    device_mesh: Any = None,
-    load_balancer: Any = None,
-) -> BlockMask:
-    """The mask of this rank's queries and the keys of all ranks, rank after rank.
-
-    Before torch 2.15 there is no `BLOCK_SIZE`, and `device_mesh` is the sixth argument; both ways of calling work here.
-
-    Args:
-        mask_mod: of global positions, as `create_block_mask` takes it.
-        B: batch rows of the mask.
-        H: heads of the mask.
-        Q_LEN: global number of queries.
-        KV_LEN: global number of keys.
-        BLOCK_SIZE: queries and keys of a block.
-        device_mesh: the context-parallel axis.
-        load_balancer: the order of the tokens. If None, the order in which sequences of this length were sharded; if
-            none was, as `_cp_options.enable_load_balance` says.
-
-    Raises:
-        NotImplementedError: Q_LEN is not a multiple of a block's queries times the number of ranks.
-        TypeError: device_mesh is not a DeviceMesh.
-        ValueError: reordered tokens and KV_LEN other than Q_LEN; sequences of this length were sharded in several
-            orders.
-    """
-    if isinstance(BLOCK_SIZE, DeviceMesh):  # the older order of arguments
-        load_balancer = device_mesh if load_balancer is None else load_balancer
-        BLOCK_SIZE, device_mesh = _BLOCKS, BLOCK_SIZE
-    if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"_create_cp_block_mask expects device_mesh to be a DeviceMesh, got {device_mesh!r}")
-    order = _balancer_indices(load_balancer, Q_LEN)
-    if load_balancer is None:
-        group = axis_group(device_mesh)
-        layout = assumed_layout(group, Q_LEN)
-        if layout != Contiguous():
-            order = _layout_positions(layout, Q_LEN, group.size(), device_mesh.device_type)[None]
-    return _block_mask_of_rank(mask_mod, (B, H, Q_LEN, KV_LEN), BLOCK_SIZE, device_mesh, order)
-
-
 def _block_mask_of_rank(
     mask_mod: MaskMod,
     shape: tuple[int, int, int, int],
