@@ -331,16 +331,16 @@ LINES = {
     "attention": (4414, 4290),
     "comm": (3007, 2600),
     "engine": (4063, 3120),
-    "api": (4356, 3480),
+    "api": (4322, 3480),
     "layers": (3074, 2500),
-    "integrations": (5600, 2920),
+    "integrations": (4969, 2920),
     "tools": (5403, 2400),
     "": (124, 121),
 }
-PACKAGE_LINES = (36199, 27000)
-TEST_LINES = (50927, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (35297, 27000)
+TEST_LINES = (50340, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
-FILES_OF_OPTIONS = {"softcap": (13, 8), "sinks": (29, 12), "deterministic": (23, 12)}
+FILES_OF_OPTIONS = {"softcap": (10, 8), "sinks": (29, 12), "deterministic": (20, 12)}
 
 
 def lines_of(paths: Iterable[Path]) -> int:

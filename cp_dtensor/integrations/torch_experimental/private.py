@@ -26,13 +26,13 @@ _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 
 
 def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
+    """Return the leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
     leaves, structure = tree_flatten(tree, is_leaf=is_leaf)
     return leaves, lambda others: tree_unflatten(others, structure)
 
 
 def simulated(mesh: DeviceMesh, tensor: Any, shard: Callable[[Any, int], torch.Tensor]) -> torch.Tensor | None:
-    """The `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
+    """Return the `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
 
     Args:
         mesh: an axis; its ranks are those of the simulation.
@@ -86,7 +86,7 @@ class _Redirection:
 
     @contextmanager
     def _replaced(self, module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
-        """Sets names of a module while open. On exit restores them, except those that others have replaced since."""
+        """Set names of a module while open. On exit restores them, except those that others have replaced since."""
         with ExitStack() as stack:
             for name, ours in names.items():
                 stack.enter_context(entry_replaced(vars(module), name, ours))
@@ -121,7 +121,7 @@ class Redirection(ExitStack):
 
 
 def redirect_imports() -> Redirection:
-    """Replaces the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
+    """Replace the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
 
         redirect_imports()  # before other imports of these names
         import accelerate
