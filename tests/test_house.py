@@ -352,16 +352,16 @@ LINES = {
     "attention": (4416, 4290),
     "comm": (3007, 2600),
     "engine": (4078, 3120),
-    "api": (4345, 3480),
+    "api": (4311, 3480),
     "layers": (3074, 2500),
-    "integrations": (5837, 2920),
+    "integrations": (4969, 2920),
     "tools": (4146, 2400),
     "": (118, 121),
 }
-PACKAGE_LINES = (34942, 27000)
-TEST_LINES = (50524, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (34040, 27000)
+TEST_LINES = (49937, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
-FILES_OF_OPTIONS = {"softcap": (13, 8), "sinks": (29, 12), "deterministic": (23, 12)}
+FILES_OF_OPTIONS = {"softcap": (10, 8), "sinks": (29, 12), "deterministic": (20, 12)}
 
 
 def lines_of(paths: Iterable[Path]) -> int:

@@ -68,7 +68,6 @@ from cp_dtensor.engine.arguments import (
     check_devices,
     check_qkv,
     check_tensors,
-    positive_scale,
     refuse_unsupported_sdpa,
 )
 from cp_dtensor.engine.attend import attend
@@ -84,7 +83,7 @@ from cp_dtensor.engine.call import (
 from cp_dtensor.engine.choose import Estimate, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
-from cp_dtensor.engine.run import CallMask, NamedMask, run_backward_again
+from cp_dtensor.engine.run import CallMask, NamedMask
 from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
 from cp_dtensor.plan.partition import partition_heads
 from cp_dtensor.plan.plan import ring_plan
@@ -103,7 +102,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "softmax_scale", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
-    "merge", "ring_attention_by_backend", "ring_attention_backward", "attention_of_shards",
+    "merge", "ring_attention_by_backend", "attention_of_shards",
     # registries
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
@@ -161,43 +160,10 @@ def ring_attention_by_backend(
         TypeError, ValueError: arguments that do not fit.
         NotImplementedError: the backend cannot compute it.
     """
-    call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
+    check_qkv(q, k, v, enable_gqa=True)
+    call = Call.of(mesh, method="ring", layout=layout, mask=mask, scale=scale, seq_len=seq_len)
+    call = replace(call, backends=only_backend(backend))
     try:
         return attend(call, Tensors(q, k, v), needs_lse=True)
     except NotImplementedError as error:
         raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error
-
-
-def ring_attention_backward(
-    backend: str, grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, *, mesh: Mesh, mask: Mask, layout: Layout, scale: float | None = None, seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of `ring_attention_by_backend` from its inputs and results, without an autograd graph.
-
-    Args:
-        grad_out: (B, H, S, Dv), the gradient of this rank's `out`.
-        out, lse: the results; lse contiguous.
-        backend, q, k, v, mesh, mask, layout, scale, seq_len: as there.
-
-    Returns:
-        (dq, dk, dv) of this rank's shards, in the dtypes of q, k and v. Raises as there.
-    """
-    call = _ring_call(backend, q, k, v, mesh, mask, layout, scale, seq_len)
-    with torch.enable_grad():  # a scale <= 0 is moved into the queries, which has a derivative
-        leaf = q.detach().requires_grad_()
-        scaled, positive = positive_scale(leaf, scale)
-    with torch.no_grad():
-        t = Tensors(scaled.detach(), k, v)
-        grad_q, grad_k, grad_v = run_backward_again(replace(call, scale=positive), t, grad_out, out, lse)
-    if scaled is not leaf:
-        (grad_q,) = torch.autograd.grad(scaled, leaf, grad_q)
-    return grad_q, grad_k, grad_v
-
-
-def _ring_call(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: Mesh, mask: Mask, layout: Layout,
-    scale: float | None, seq_len: tuple[int, int],
-) -> Call:  # fmt: skip
-    check_qkv(q, k, v, enable_gqa=True)
-    call = Call.of(mesh, method="ring", layout=layout, mask=mask, scale=scale, seq_len=seq_len)
-    return replace(call, backends=only_backend(backend))

@@ -5,23 +5,17 @@
     out = attention(q, k, v, causal=True)  # this rank's shards, (batch, sequence, heads, head_dim)
 
 The one difference in calls: the process groups are a mesh that layers take, not state of the process. The layout of the
-ring divides the sequence over the ring ranks, and the Ulysses axis divides the tokens of each into adjacent parts:
-
-| `ring_impl_type` | layout of the ring |
-|---|---|
-| `"basic"` | `Contiguous()` |
-| `"zigzag"` | `HeadTail()` |
-| `"strip"` | `Striped(1)` |
+ring divides the sequence over the ring ranks (`ring_impl_type` "basic": `Contiguous()`, "zigzag": `HeadTail()`,
+"strip": `Striped(1)`), and the Ulysses axis divides the tokens of each into adjacent parts.
 
 Source: USP (arXiv 2405.07719).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,43 +23,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor import (
-    Contiguous,
-    HeadTail,
-    Layout,
-    Striped,
-    context_parallel_attention,
-    context_parallel_shard,
-    context_parallel_unshard,
-)
-from cp_dtensor.api.extension import Mesh, Segment, bottom_right_mask, heads_before_rows, take_shard
-from cp_dtensor.integrations.flash_attn_arguments import group_or_default, supported_window, unpacked
-from cp_dtensor.integrations.ring_flash_attn import (
-    ring_flash_attn_func,
-    ring_flash_attn_qkvpacked_func,
-    stripe_flash_attn_func,
-    stripe_flash_attn_qkvpacked_func,
-    zigzag_ring_flash_attn_func,
-    zigzag_ring_flash_attn_qkvpacked_func,
-)
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel_shard, context_parallel_unshard
+from cp_dtensor.api.extension import Mesh, Segment, take_shard
+from cp_dtensor.integrations.ring_flash_attn import attention_of, group_or_default, unpacked
 
 __all__ = [
-    "EXTRACT_FUNC_DICT",
-    "RING_IMPL_DICT",
-    "RING_IMPL_QKVPACKED_DICT",
-    "AsyncLongContextAttention",
-    "AttnType",
-    "LongContextAttention",
-    "LongContextAttentionQKVPacked",
-    "UlyssesAttention",
-    "UlyssesCut",
-    "basic_extract_local",
-    "set_seq_parallel_pg",
-    "shard",
-    "stripe_extract_local",
-    "unshard",
-    "zigzag_extract_local",
-]
+    "AttnType", "LongContextAttention", "LongContextAttentionQKVPacked", "UlyssesAttention", "UlyssesCut",
+    "basic_extract_local", "set_seq_parallel_pg", "shard", "stripe_extract_local", "unshard", "zigzag_extract_local",
+]  # fmt: skip
 
 
 class AttnType(Enum):
@@ -90,76 +55,56 @@ class AttnType(Enum):
 
     @classmethod
     def from_string(cls, s: str) -> AttnType:
-        """The member with a value such as "fa".
-
-        Raises:
-            ValueError: no such member.
-        """
+        """Return the member with a value such as "fa"; raise ValueError if there is none."""
         return cls(s)
 
 
-_EXACT = (
-    "aiter", "fa", "fa3", "flashinfer", "torch", "torch_math", "torch_flash", "torch_efficient", "torch_cudnn",
-)  # fmt: skip
-
-
-def _check_kernel(attn_type: Enum | str) -> None:
-    name = attn_type.value if isinstance(attn_type, Enum) else attn_type
-    if name not in _EXACT:
-        expected = ", ".join(map(repr, _EXACT))
-        raise NotImplementedError(f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}")
+_EXACT = [each.value for each in AttnType if not each.value.startswith(("sage", "sparse", "npu"))]
 
 
 class _Attention(nn.Module):
-    """Attention over the ranks of `mesh`, by `method`, of shards in `layout`."""
+    """Attention over the ranks of a mesh.
 
-    mesh: Mesh
-    method: str
-    layout: Layout
+    Raises:
+        ValueError: `dims`, the pair (scatter_idx, gather_idx), is not (2, 1).
+        NotImplementedError: quantized and sparse kernels.
+    """
+
+    def __init__(
+        self, mesh: Mesh, method: str, layout: Layout, attn_type: Enum | str, dims: tuple[int, int], heads_dim: int = 2
+    ) -> None:
+        super().__init__()
+        if dims != (heads_dim, 1):
+            raise ValueError(
+                f"expected scatter_idx={heads_dim} and gather_idx=1, the dims of heads and of the sequence; got "
+                f"scatter_idx={dims[0]} and gather_idx={dims[1]}"
+            )
+        if (attn_type.value if isinstance(attn_type, Enum) else attn_type) not in _EXACT:
+            expected = ", ".join(map(repr, _EXACT))
+            raise NotImplementedError(
+                f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}"
+            )
+        self.mesh, self.method, self.layout = mesh, method, layout
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: Sequence[int] = (-1, -1),
-        softcap: float = 0.0,
-        alibi_slopes: torch.Tensor | None = None,
-        deterministic: bool = False,
-        return_attn_probs: bool = False,
-        *,
-        seq_len: int | tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """This rank's rows of softmax(softmax_scale q k^T + mask) v over the whole sequence; differentiable.
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0,
+        softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
+        *args: Any, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return this rank's rows (B, S, H, Dv) of softmax(softmax_scale q k^T + mask) v over the whole sequence.
 
         Args:
-            query: (B, S, H, D), this rank's queries.
-            key: (B, T, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA); neither has to be a multiple
-                of the Ulysses degree.
-            value: (B, T, Hkv, Dv), this rank's values.
-            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, seq_len: as for
-                `cp_dtensor.integrations.ring_flash_attn.ring_flash_attn_func`.
-            return_attn_probs: no effect: yunchang's layer returns the output alone too.
-
-        Returns:
-            (B, S, H, Dv), contiguous.
-
-        Raises:
-            TypeError, ValueError: arguments that do not fit.
-            NotImplementedError: options refused above, before any collective.
+            query, key, value: (B, S, H, D), (B, T, Hkv, D), (B, T, Hkv, Dv): this rank's shards. H may be a multiple of
+                Hkv (GQA, MQA); neither has to be a multiple of the Ulysses degree.
+            dropout_p, softmax_scale, causal, window_size, args, options: those of `ring_flash_attn_func`, and raises as
+                it does. `return_attn_probs` has no effect: yunchang's layer returns the output alone too.
         """
-        shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
-        q, k, v = heads_before_rows(query, key, value, 1, shapes)
-        mask = bottom_right_mask(causal, supported_window(window_size, alibi_slopes))
-        out = context_parallel_attention(
-            q, k, v, mesh=self.mesh, method=self.method, mask=mask, enable_gqa=True, layout=self.layout,
-            dropout_p=dropout_p, scale=softmax_scale, deterministic=deterministic, seq_len=seq_len, softcap=softcap,
+        result = attention_of(self.layout, self.method)(
+            query, key, value, dropout_p, softmax_scale, causal, window_size, *args, group=self.mesh, softcap=softcap,
+            **options,
         )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
-        return out.transpose(1, 2).contiguous()
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
 
     def extra_repr(self) -> str:
         return f"layout={self.layout}, mesh={self.mesh}"
@@ -170,87 +115,40 @@ class LongContextAttention(_Attention):
 
     Args:
         scatter_idx, gather_idx: 2 and 1, the dims of heads and of the sequence.
-        ring_impl_type: layout of the ring, "basic", "zigzag" or "strip" (the table above).
+        ring_impl_type: layout of the ring, "basic", "zigzag" or "strip".
         use_pack_qkv: no effect: q, k and v always travel together.
         use_sync: no effect: CUDA streams are ordered by events, and the host does not wait.
         attn_type: an exact kernel, as yunchang's enum, `AttnType` or a name; `torch.nn.attention.sdpa_kernel` chooses
             the backend. Quantized and sparse kernels are refused.
         attn_processor: None; other values are refused.
         mesh: the result of `set_seq_parallel_pg`, or another mesh with the axes "ring" and "ulysses".
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: options refused above.
-
-    Source: USP (arXiv 2405.07719).
     """
 
     def __init__(
-        self,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
-        ring_impl_type: str = "basic",
-        use_pack_qkv: bool = False,
-        use_sync: bool = False,
-        attn_type: Enum | str = AttnType.FA,
-        attn_processor: nn.Module | None = None,
-        *,
+        self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic", use_pack_qkv: bool = False,
+        use_sync: bool = False, attn_type: Enum | str = AttnType.FA, attn_processor: nn.Module | None = None, *,
         mesh: DeviceMesh,
-    ) -> None:
-        super().__init__()
-        _check_dims(scatter_idx, gather_idx, heads_dim=2)
-        _check_kernel(attn_type)
+    ) -> None:  # fmt: skip
         if attn_processor is not None:
             raise NotImplementedError(
                 f"expected attn_processor=None, since kernels here are torch's own; got {type(attn_processor).__name__}"
             )
-        self.mesh, self.method, self.layout = mesh, "hybrid", layout_of(ring_impl_type, mesh)
+        super().__init__(mesh, "hybrid", layout_of(ring_impl_type, mesh), attn_type, (scatter_idx, gather_idx))
 
 
-class LongContextAttentionQKVPacked(nn.Module):
-    """`LongContextAttention` of packed queries, keys and values.
-
-    Args:
-        scatter_idx, gather_idx: 3 and 1, the dims of heads and of the sequence.
-        ring_impl_type, use_sync, attn_type, mesh: as for `LongContextAttention`.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: quantized and sparse kernels.
-    """
+class LongContextAttentionQKVPacked(_Attention):
+    """`LongContextAttention` of packed queries, keys and values; `scatter_idx` is 3."""
 
     def __init__(
-        self,
-        scatter_idx: int = 3,
-        gather_idx: int = 1,
-        ring_impl_type: str = "basic",
-        use_sync: bool = False,
-        attn_type: Enum | str = AttnType.FA,
-        *,
-        mesh: DeviceMesh,
-    ) -> None:
-        super().__init__()
-        _check_dims(scatter_idx, gather_idx, heads_dim=3)
-        self.attention = LongContextAttention(
-            ring_impl_type=ring_impl_type, use_sync=use_sync, attn_type=attn_type, mesh=mesh
-        )
+        self, scatter_idx: int = 3, gather_idx: int = 1, ring_impl_type: str = "basic", use_sync: bool = False,
+        attn_type: Enum | str = AttnType.FA, *, mesh: DeviceMesh,
+    ) -> None:  # fmt: skip
+        layout = layout_of(ring_impl_type, mesh)
+        super().__init__(mesh, "hybrid", layout, attn_type, (scatter_idx, gather_idx), heads_dim=3)
 
-    def forward(self, qkv: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Calls `LongContextAttention.forward` with q, k and v from qkv: (B, S, 3, H, D), this rank's shard."""
-        return self.attention(*unpacked("qkv", qkv, 3), *args, **kwargs)
-
-
-class AsyncLongContextAttention(LongContextAttention):
-    """`LongContextAttention` with fewer arguments: transfers are hidden in both.
-
-    Args:
-        scatter_idx, gather_idx, ring_impl_type, mesh: as there. Raises as there.
-    """
-
-    def __init__(
-        self, scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic", *, mesh: DeviceMesh
-    ) -> None:
-        super().__init__(scatter_idx, gather_idx, ring_impl_type, mesh=mesh)
+    def forward(self, qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        """Compute the layer's attention of q, k and v from qkv: (B, S, 3, H, D), this rank's shard."""
+        return super().forward(*unpacked("qkv", qkv, 3), *args, **options)
 
 
 class UlyssesAttention(_Attention):
@@ -260,33 +158,15 @@ class UlyssesAttention(_Attention):
         sequence_process_group: the ranks that share the sequence; None is the default group.
         scatter_idx, gather_idx, use_sync, attn_type: as for `LongContextAttention`.
 
-    Raises:
-        TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: quantized and sparse kernels.
-
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
 
     def __init__(
-        self,
-        sequence_process_group: Mesh | None = None,
-        scatter_idx: int = 2,
-        gather_idx: int = 1,
-        use_sync: bool = False,
-        attn_type: Enum | str = AttnType.FA,
-    ) -> None:
-        super().__init__()
-        _check_dims(scatter_idx, gather_idx, heads_dim=2)
-        _check_kernel(attn_type)
-        self.mesh, self.method, self.layout = group_or_default(sequence_process_group), "ulysses", Contiguous()
-
-
-def _check_dims(scatter_idx: int, gather_idx: int, heads_dim: int) -> None:
-    if (scatter_idx, gather_idx) != (heads_dim, 1):
-        raise ValueError(
-            f"expected scatter_idx={heads_dim} and gather_idx=1, the dims of heads and of the sequence; got "
-            f"scatter_idx={scatter_idx} and gather_idx={gather_idx}"
-        )
+        self, sequence_process_group: Mesh | None = None, scatter_idx: int = 2, gather_idx: int = 1,
+        use_sync: bool = False, attn_type: Enum | str = AttnType.FA,
+    ) -> None:  # fmt: skip
+        mesh = group_or_default(sequence_process_group)
+        super().__init__(mesh, "ulysses", Contiguous(), attn_type, (scatter_idx, gather_idx))
 
 
 @dataclass(frozen=True)
@@ -326,7 +206,7 @@ class UlyssesCut(Layout):
 
 
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
-    """The local tokens `start, ..., stop - 1` of a segment."""
+    """Return the local tokens `start, ..., stop - 1` of a segment."""
     start, stop = (min(max(index, 0), segment.length) for index in (start, stop))
     if segment.block == 1:
         return Segment(segment.start + start * segment.period, stop - start, 1, segment.period)
@@ -335,28 +215,19 @@ def _cut(segment: Segment, start: int, stop: int) -> Segment:
     return Segment.contiguous(segment.start + start, segment.start + stop)
 
 
-_RING_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {"basic": Contiguous(), "zigzag": HeadTail(), "strip": Striped(1)}
-)
-
-
 def _ulysses_cut(ring_impl_type: str, ulysses_degree: int) -> UlyssesCut:
-    if ring_impl_type not in _RING_LAYOUTS:
-        expected = ", ".join(map(repr, _RING_LAYOUTS))
+    layouts: dict[str, Layout] = {"basic": Contiguous(), "zigzag": HeadTail(), "strip": Striped(1)}
+    if ring_impl_type not in layouts:
+        expected = ", ".join(map(repr, layouts))
         raise ValueError(f"expected ring_impl_type to be one of {expected}; got {ring_impl_type!r}")
-    return UlyssesCut(_RING_LAYOUTS[ring_impl_type], ulysses_degree)
+    return UlyssesCut(layouts[ring_impl_type], ulysses_degree)
 
 
 def set_seq_parallel_pg(
-    sp_ulysses_degree: int,
-    sp_ring_degree: int,
-    rank: int,
-    world_size: int,
-    use_ulysses_low: bool = True,
-    *,
+    sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True, *,
     device_type: str | None = None,
-) -> DeviceMesh:
-    """Makes the mesh of the ranks that share a sequence. A collective over all ranks.
+) -> DeviceMesh:  # fmt: skip
+    """Make the mesh of the ranks that share a sequence. A collective over all ranks.
 
     Args:
         sp_ulysses_degree: number of ranks of the Ulysses axis.
@@ -384,15 +255,15 @@ def set_seq_parallel_pg(
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"ring": sp_ring_degree, "ulysses": sp_ulysses_degree}
     axes = ("ring", "ulysses") if use_ulysses_low else ("ulysses", "ring")
+    shape = tuple(sizes[axis] for axis in axes)
     replicas = world_size // (sp_ulysses_degree * sp_ring_degree)
     if replicas == 1:
-        return init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
-    shape = (replicas, *(sizes[axis] for axis in axes))
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicas", *axes))[axes]
+        return init_device_mesh(device_type, shape, mesh_dim_names=axes)
+    return init_device_mesh(device_type, (replicas, *shape), mesh_dim_names=("replicas", *axes))[axes]
 
 
 def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
-    """The layout of a mesh's ranks."""
+    """Return the layout of a mesh's ranks."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected mesh to be a DeviceMesh, as from set_seq_parallel_pg; got {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
@@ -402,76 +273,36 @@ def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
 
 
 def shard(tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
-    """This rank's shard of a tensor that every rank has whole.
-
-    Args:
-        ring_impl_type: "basic", "zigzag" or "strip".
-        mesh: the result of `set_seq_parallel_pg`.
-        tensor, dim, returns, raises: as for `cp_dtensor.integrations.ring_flash_attn.shard`.
-    """
-    (local,) = context_parallel_shard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh))
-    return local
+    """Return this rank's shard of a tensor that every rank has whole, as `context_parallel_shard` does."""
+    return context_parallel_shard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh))[0]
 
 
 def unshard(
-    tensor: torch.Tensor,
-    ring_impl_type: str,
-    mesh: DeviceMesh,
-    dim: int = 1,
-    *,
+    tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1, *,
     grad: Literal["replicated", "partial"] = "replicated",
-) -> torch.Tensor:
-    """The whole tensor on every rank from the ranks' shards: the inverse of `shard`.
+) -> torch.Tensor:  # fmt: skip
+    """Return the whole tensor on every rank from the ranks' shards, as `context_parallel_unshard` does."""
+    return context_parallel_unshard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh), grad=grad)[0]
+
+
+def _extract_local(
+    ring_impl_type: str, value: torch.Tensor, rank: int, world_size: int, rd: int | None = None, ud: int | None = None,
+    dim: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    """Return a rank's shard of a whole tensor (B, S, ...), for layers of a `ring_impl_type`.
 
     Args:
-        ring_impl_type, mesh: as for `shard`.
-        tensor, dim, grad, returns, raises: as for `cp_dtensor.integrations.ring_flash_attn.unshard`.
+        rank: ring rank * ud + Ulysses rank: the global rank with `use_ulysses_low` only; else use `shard`.
+        rd, ud: the ring and Ulysses degrees; their product is `world_size`, else ValueError. "basic" needs none.
+        dim: of the sequence.
     """
-    (whole,) = context_parallel_unshard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh), grad=grad)
-    return whole
+    if (rd, ud, ring_impl_type) == (None, None, "basic"):
+        rd, ud = world_size, 1
+    if rd is None or ud is None or rd * ud != world_size:
+        raise ValueError(f"expected rd * ud to be the world size {world_size}, got rd={rd} and ud={ud}")
+    return take_shard(value, dim, _ulysses_cut(ring_impl_type, ud), rank, world_size)
 
 
-@dataclass(frozen=True)
-class _Extraction:
-    ring_impl_type: str
-
-    def extract_local(
-        self, value: torch.Tensor, rank: int, world_size: int, rd: int | None = None, ud: int | None = None,
-        dim: int = 1,
-    ) -> torch.Tensor:  # fmt: skip
-        """A rank's shard of a whole tensor (B, S, ...), for layers of this `ring_impl_type`.
-
-        Args:
-            rank: ring rank * ud + Ulysses rank: the global rank with `use_ulysses_low` only; else use `shard`.
-            rd, ud: the ring and Ulysses degrees; their product is `world_size`, else ValueError. "basic" needs none.
-            dim: of the sequence.
-        """
-        if (rd, ud, self.ring_impl_type) == (None, None, "basic"):
-            rd, ud = world_size, 1
-        if rd is None or ud is None or rd * ud != world_size:
-            raise ValueError(f"expected rd * ud to be the world size {world_size}, got rd={rd} and ud={ud}")
-        return take_shard(value, dim, _ulysses_cut(self.ring_impl_type, ud), rank, world_size)
-
-
-basic_extract_local = _Extraction("basic").extract_local
-zigzag_extract_local = _Extraction("zigzag").extract_local
-stripe_extract_local = _Extraction("strip").extract_local
-
-EXTRACT_FUNC_DICT: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
-    {"basic": basic_extract_local, "zigzag": zigzag_extract_local, "strip": stripe_extract_local}
-)
-"""Functions `(value, rank, world_size, rd, ud, dim=1)` to a rank's shard of a whole tensor, by `ring_impl_type`."""
-
-RING_IMPL_DICT: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"basic": ring_flash_attn_func, "zigzag": zigzag_ring_flash_attn_func, "strip": stripe_flash_attn_func}
-)
-"""Ring attention of q, k and v (B, S, H, D), by `ring_impl_type`."""
-
-RING_IMPL_QKVPACKED_DICT: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "basic": ring_flash_attn_qkvpacked_func,
-        "zigzag": zigzag_ring_flash_attn_qkvpacked_func,
-        "strip": stripe_flash_attn_qkvpacked_func,
-    }
-)
-"""Ring attention of packed qkv (B, S, 3, H, D), by `ring_impl_type`."""
+basic_extract_local = partial(_extract_local, "basic")
+zigzag_extract_local = partial(_extract_local, "zigzag")
+stripe_extract_local = partial(_extract_local, "strip")

@@ -24,13 +24,13 @@ from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.call import Call
-from cp_dtensor.integrations.llama3_flash_attn_varlen import (
+from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
+from cp_dtensor.integrations.ring_flash_attn import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_qkvpacked_func,
+    zigzag_ring_flash_attn_qkvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
-from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_qkvpacked_func
-from cp_dtensor.integrations.ring_flash_attn_varlen import zigzag_ring_flash_attn_varlen_qkvpacked_func
 
 RANKS = 2
 Options = dict[str, Any]

@@ -1,9 +1,8 @@
-"""Layers of long-context-attention: out and gradients equal one device, on meshes of a ring and a Ulysses axis."""
+"""Meshes, layouts, arguments and refusals of long-context-attention. Results: test_integrations_ring_flash_attn.py."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -18,19 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.integrations.long_context import (
-    EXTRACT_FUNC_DICT,
     AttnType,
     LongContextAttention,
     LongContextAttentionQKVPacked,
+    UlyssesAttention,
     UlyssesCut,
+    basic_extract_local,
     set_seq_parallel_pg,
     shard,
+    stripe_extract_local,
     unshard,
+    zigzag_extract_local,
 )
 
-TYPES = ["basic", "zigzag", "strip"]
+EXTRACT = {"basic": basic_extract_local, "zigzag": zigzag_extract_local, "strip": stripe_extract_local}
+TYPES = list(EXTRACT)
 each_type = pytest.mark.parametrize("ring_impl_type", TYPES)
-each_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 degrees = pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (1, 3), (3, 1), (4, 1), (2, 3)])
 
 
@@ -54,63 +56,6 @@ def mesh_of(ulysses: int, ring: int, rank: int, world_size: int, ulysses_low: bo
     return set_seq_parallel_pg(ulysses, ring, rank, world_size, ulysses_low, device_type="cpu")
 
 
-def check(
-    ring_impl_type: str, problem: Problem, ulysses: int, ring: int, ulysses_low: bool = True, **options: Any
-) -> None:
-    *qkv, grad_out = whole = problem.draw(0)
-    out, *grads = (heads_last(tensor) for tensor in reference(problem, *whole))
-    inputs, grad_out = list(map(heads_last, qkv)), heads_last(grad_out)
-
-    def body(rank: int) -> None:
-        mesh = mesh_of(ulysses, ring, rank, ulysses * ring, ulysses_low)
-
-        def local(tensor: torch.Tensor) -> torch.Tensor:
-            return shard(tensor, ring_impl_type, mesh)
-
-        attention = LongContextAttention(ring_impl_type=ring_impl_type, mesh=mesh)
-        leaves = [local(tensor).requires_grad_() for tensor in inputs]
-        got = attention(
-            *leaves, causal=problem.is_causal, softmax_scale=problem.scale, softcap=problem.softcap, **options
-        )
-        assert got.is_contiguous()
-        assert_close(got, local(out), f"out of rank {rank}")
-        got.backward(local(grad_out))
-        for name, leaf, wanted in zip("qkv", leaves, grads, strict=True):
-            assert_close(leaf.grad, local(wanted), f"d{name} of rank {rank}")
-
-    run_ranks(ulysses * ring, body)
-
-
-@degrees
-@each_mask
-@each_type
-@pytest.mark.parametrize("kv_heads", [6, 3])
-def test_out_and_gradients_are_those_of_one_device(
-    ring_impl_type: str, causal: bool, kv_heads: int, ulysses: int, ring: int
-) -> None:
-    problem = Problem(24, 24, batch=2, q_heads=6, kv_heads=kv_heads, is_causal=causal)
-    check(ring_impl_type, problem, ulysses, ring, return_attn_probs=True)
-    check(ring_impl_type, replace(problem, softcap=0.5), ulysses, ring)
-
-
-@each_mask
-@each_type
-@pytest.mark.parametrize("length", [1, 3, 4, 17, 30])
-def test_any_length(ring_impl_type: str, length: int, causal: bool) -> None:
-    for ulysses, ring in ((2, 2), (1, 3), (3, 1)):
-        check(ring_impl_type, Problem(length, length, is_causal=causal), ulysses, ring, seq_len=length)
-
-
-@each_type
-def test_scale_cross_attention_and_one_key_head(ring_impl_type: str) -> None:
-    check(ring_impl_type, Problem(14, 23, q_heads=4, kv_heads=1, scale=0.3), 2, 2, seq_len=(14, 23))
-
-
-@each_type
-def test_the_ring_may_be_the_axis_of_neighbours(ring_impl_type: str) -> None:
-    check(ring_impl_type, Problem(24, 24, is_causal=True), 2, 3, ulysses_low=False)
-
-
 @degrees
 @each_type
 def test_tokens_of_each_rank_are_those_of_that_package(ring_impl_type: str, ulysses: int, ring: int) -> None:
@@ -124,7 +69,7 @@ def test_tokens_of_each_rank_are_those_of_that_package(ring_impl_type: str, ulys
         assert torch.equal(local, tokens[:, of_rank])
         assert torch.equal(unshard(local, ring_impl_type, mesh), tokens)
         for dim, whole in ((1, tokens), (-1, tokens), (0, tokens.T)):
-            extracted = EXTRACT_FUNC_DICT[ring_impl_type](whole, rank, world_size, rd=ring, ud=ulysses, dim=dim)
+            extracted = EXTRACT[ring_impl_type](whole, rank, world_size, rd=ring, ud=ulysses, dim=dim)
             assert torch.equal(extracted, whole.index_select(dim, of_rank))
 
     run_ranks(world_size, body)
@@ -172,27 +117,6 @@ def test_unshard_is_differentiable(ring_impl_type: str) -> None:
     run_ranks(4, body)
 
 
-@each_mask
-@each_type
-def test_packed(ring_impl_type: str, causal: bool) -> None:
-    ulysses = 4 if ring_impl_type == "strip" else 2
-    problem = Problem(16, 16, batch=2, q_heads=4, kv_heads=4, is_causal=causal)
-    *qkv, grad_out = whole = problem.draw(0)
-    out, *grads = (heads_last(tensor) for tensor in reference(problem, *whole))
-    packed, grad_packed = torch.stack(list(map(heads_last, qkv)), 2), torch.stack(grads, 2)
-
-    def body(rank: int) -> None:
-        mesh = mesh_of(ulysses, 4 // ulysses, rank, 4)
-        attention = LongContextAttentionQKVPacked(ring_impl_type=ring_impl_type, attn_type="torch", mesh=mesh)
-        leaf = shard(packed, ring_impl_type, mesh).requires_grad_()
-        got = attention(leaf, causal=causal)
-        assert_close(got, shard(out, ring_impl_type, mesh))
-        got.backward(shard(heads_last(grad_out), ring_impl_type, mesh))
-        assert_close(leaf.grad, shard(grad_packed, ring_impl_type, mesh))
-
-    run_ranks(4, body)
-
-
 @pytest.mark.parametrize("ulysses_low", [True, False])
 def test_more_ranks_than_share_a_sequence(ulysses_low: bool) -> None:
     """Ranks 0 to 3 have one sequence, 4 to 7 another."""
@@ -206,6 +130,24 @@ def test_more_ranks_than_share_a_sequence(ulysses_low: bool) -> None:
         assert_close(got, shard(heads_last(reference(problem, *tensors)[0]), "zigzag", mesh))
 
     run_ranks(8, body)
+
+
+@pytest.mark.parametrize("attn_type", [AttnType.TORCH_MATH, "torch_flash", AttnType.from_string("fa")])
+def test_ulysses_attention(attn_type: Any) -> None:
+    problem = Problem(13, 13, batch=2, q_heads=4, kv_heads=2, is_causal=True, softcap=0.5)
+    *qkv, grad_out = (heads_last(tensor) for tensor in problem.draw(0))
+    expected = [heads_last(tensor) for tensor in reference(problem, *problem.draw(0))]
+
+    def body(rank: int) -> None:
+        def local(tensor: torch.Tensor) -> torch.Tensor:
+            return basic_extract_local(tensor, rank, 3)
+
+        leaves = [local(tensor).requires_grad_() for tensor in qkv]
+        out = UlyssesAttention(attn_type=attn_type)(*leaves, causal=True, softcap=0.5, seq_len=13)
+        for got, wanted in zip((out, *torch.autograd.grad(out, leaves, local(grad_out))), expected, strict=True):
+            assert_close(got, local(wanted))
+
+    run_ranks(3, body)
 
 
 class YunchangAttnType(Enum):
@@ -237,21 +179,15 @@ def test_layers_take_that_package_s_arguments_and_can_be_copied() -> None:
 def test_what_a_layer_cannot_do_is_refused_and_not_ignored() -> None:
     def body(rank: int) -> None:
         mesh = mesh_of(2, 1, rank, 2)
-        attention, packed = LongContextAttention(mesh=mesh), LongContextAttentionQKVPacked(mesh=mesh)
         for attn_type in (AttnType.SAGE_FP8, YunchangAttnType.SAGE_FP8, "sparse_sage", "torch_nonsense"):
             with pytest.raises(NotImplementedError, match="exact kernels"):
                 LongContextAttention(attn_type=attn_type, mesh=mesh)
             with pytest.raises(NotImplementedError, match="exact kernels"):
                 LongContextAttentionQKVPacked(attn_type=attn_type, mesh=mesh)
+            with pytest.raises(NotImplementedError, match="exact kernels"):
+                UlyssesAttention(attn_type=attn_type)
         with pytest.raises(NotImplementedError, match=r"attn_processor=None.*got Identity"):
             LongContextAttention(attn_processor=nn.Identity(), mesh=mesh)
-        if rank == 0:  # the others would have to join a collective
-            q = torch.randn(1, 4, 2, 8)
-            for option, value in {"alibi_slopes": torch.ones(2)}.items():
-                with pytest.raises(NotImplementedError, match=f"{option}.*expected"):
-                    attention(q, q, q, **{option: value})
-                with pytest.raises(NotImplementedError, match=f"{option}.*expected"):
-                    packed(torch.stack([q, q, q], 2), **{option: value})
 
     run_ranks(2, body)
 
@@ -264,6 +200,8 @@ def test_arguments_that_do_not_fit() -> None:
             LongContextAttention(ring_impl_type="stripe", mesh=mesh)
         with pytest.raises(ValueError, match=r"scatter_idx=2 and gather_idx=1.*scatter_idx=1 and gather_idx=2"):
             LongContextAttention(1, 2, mesh=mesh)
+        with pytest.raises(ValueError, match=r"scatter_idx=2 and gather_idx=1.*scatter_idx=1"):
+            UlyssesAttention(scatter_idx=1)
         with pytest.raises(ValueError, match=r"scatter_idx=3 and gather_idx=1.*scatter_idx=2"):
             LongContextAttentionQKVPacked(2, mesh=mesh)
         with pytest.raises(TypeError, match="got NoneType"):
@@ -281,6 +219,8 @@ def test_arguments_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match=r"qkv of shape .*got \(2, 4, 6, 8\)"):
             LongContextAttentionQKVPacked(mesh=mesh)(q)
         with pytest.raises(ValueError, match=r"world size 4, got rd=2 and ud=1"):
-            EXTRACT_FUNC_DICT["basic"](q, 0, 4, rd=2, ud=1)
+            basic_extract_local(q, 0, 4, rd=2, ud=1)
+        with pytest.raises(ValueError, match="got rd=None and ud=None"):
+            zigzag_extract_local(q, 1, 4)
 
     run_ranks(2, body)

@@ -22,9 +22,7 @@ from cp_dtensor import Contiguous, HeadTail, Layout
 from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.integrations import torch_experimental as ours
 from cp_dtensor.integrations.torch_experimental import (
-    _CausalBehavior,
     _cp_options,
-    _is_causal_behavior,
     _RotateMethod,
     context_parallel,
     context_parallel_unshard,
@@ -197,11 +195,6 @@ def test_options_and_rotate_method() -> None:
         _cp_options.rotate_method = "alltoall"  # type: ignore[assignment]
     with pytest.raises(AttributeError):
         _cp_options.enable_loadbalance = True  # type: ignore[attr-defined]
-    behaviors = [_is_causal_behavior(1, 3, i, True) for i in range(3)]
-    assert behaviors == [_CausalBehavior.IS_CAUSAL, _CausalBehavior.NOT_IS_CAUSAL, _CausalBehavior.NOT_IS_CAUSAL]
-    _cp_options.enable_load_balance = False
-    assert _is_causal_behavior(1, 3, 2, True) is _CausalBehavior.SKIP
-    assert _is_causal_behavior(1, 3, 2, False) is _CausalBehavior.NOT_IS_CAUSAL
 
 
 def contents() -> dict[str, dict[str, Any]]:
@@ -240,13 +233,11 @@ def test_what_others_replace_meanwhile_stays_theirs() -> None:
 def test_signatures_are_torchs() -> None:
     torchs = importlib.import_module(f"{TORCHS}._context_parallel._attention")
     for name in (
-        "context_parallel", "context_parallel_unshard", "set_rotate_method", "_is_causal_behavior", "_ContextParallel",
-        "_templated_ring_attention", "_templated_ring_attention_backward", "_create_cp_block_mask", "_SDPAMerger",
-        "_context_parallel_shard", "_enable_context_parallel_dispatcher", "_disable_context_parallel_dispatcher",
+        "context_parallel", "context_parallel_unshard", "set_rotate_method", "_ContextParallel",
+        "_templated_ring_attention", "_context_parallel_shard", "_enable_context_parallel_dispatcher",
+        "_disable_context_parallel_dispatcher",
     ):  # fmt: skip
         theirs = list(inspect.signature(getattr(torchs, name)).parameters.values())
-        if name == "_create_cp_block_mask" and theirs[5].name == "device_mesh":
-            theirs.insert(5, theirs[5].replace(name="BLOCK_SIZE"))  # of torch 2.15; ours takes both
         own = list(inspect.signature(getattr(ours, name)).parameters.values())
         assert [(p.name, p.kind) for p in own][: len(theirs)] == [(p.name, p.kind) for p in theirs]
         assert all(p.default is not p.empty for p in own[len(theirs) :])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -26,12 +25,6 @@ def shard_type(module: Any, mesh: Any) -> None:
 def shard_rows(module: Any, mesh: Any) -> None:
     balancer = ours._PerDocumentHeadTailLoadBalancer([[4, 4], [8]], 2, "cpu")
     module._context_parallel_shard(mesh, [torch.zeros(3, 8)], [1], balancer)
-
-
-def block_mask(module: Any, mesh: Any) -> None:
-    create = module._create_cp_block_mask
-    blocks = {"BLOCK_SIZE": (128, 128)} if "BLOCK_SIZE" in signature(create).parameters else {}  # not before torch 2.15
-    create(lambda b, h, q, kv: q >= kv, 1, 1, 130, 130, **blocks, device_mesh=mesh)
 
 
 def context_dims(module: Any, mesh: Any) -> None:
@@ -60,7 +53,6 @@ CASES = [
     (shard_dims, ValueError, "`seq_dims` must have the same number of elements as `buffers`"),
     (shard_type, ValueError, "Unknown buffer type: <class 'int'>"),
     (shard_rows, ValueError, "Cannot rearrange buffer"),
-    (block_mask, NotImplementedError, r"Q_LEN 130 is not divisible by CP mesh world size 2 \* (Q_)?BLOCK_SIZE"),
     (context_dims, ValueError, "`seq_dims` must have the same number of elements as `buffers`"),
     (context_no_restore, ValueError, "`no_restore_buffers` must be a subset of `buffers`"),
     (rotate_method, NotImplementedError, "rings|Unknown method|rotate"),

@@ -1,4 +1,4 @@
-"""`_templated_ring_attention`, its backward and `_SDPAMerger`, called with custom attention operators."""
+"""`_templated_ring_attention`, called with torch's fused operators and with operators of the program's own."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +11,7 @@ from support.processes import Processes
 from support.ranks import run_ranks
 
 from cp_dtensor import Contiguous, HeadTail, Layout
-from cp_dtensor.integrations.torch_experimental import (
-    _cp_options,
-    _SDPAMerger,
-    _templated_ring_attention,
-    _templated_ring_attention_backward,
-)
+from cp_dtensor.integrations.torch_experimental import _cp_options, _templated_ring_attention
 
 aten = torch.ops.aten
 CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu
@@ -45,12 +40,6 @@ class OwnOp:
         logits = masked_logits(q, k, is_causal)
         return logits.softmax(-1) @ v, logits.logsumexp(-1), f"call {len(self.calls)}"
 
-    def backward(self, *, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, **kwargs: Any) -> Any:
-        value, out, lse = kwargs["value"], kwargs["out"], kwargs["logsumexp"]
-        weights = (masked_logits(query, key, kwargs["is_causal"]) - lse[..., None]).exp()
-        grad_logits = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) / query.size(3) ** 0.5
-        return grad_logits @ key, grad_logits.mT @ query, weights.mT @ grad, "more"
-
 
 def masked_logits(q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> torch.Tensor:
     logits = q @ k.mT / q.size(3) ** 0.5
@@ -70,7 +59,7 @@ def lse_of(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("problem", [CAUSAL, FULL, CROSS], ids=["causal", "full", "cross"])
 def test_an_op_of_the_programs_own(problem: Problem, balanced: bool, world_size: int) -> None:
     q, k, v, grad_out = problem.draw(0)
-    out, *grads = reference(problem, q, k, v, grad_out)
+    out, *_ = reference(problem, q, k, v, grad_out)
     layout = order(problem, balanced)
     _cp_options.enable_load_balance = balanced
 
@@ -91,12 +80,6 @@ def test_an_op_of_the_programs_own(problem: Problem, balanced: bool, world_size:
         skipped = 0 if balanced or not problem.is_causal else world_size - 1 - rank
         assert len(op.calls) == world_size - skipped  # one call for each rank's keys
         assert [is_causal for _, _, is_causal in op.calls] == [problem.is_causal] + [False] * (len(op.calls) - 1)
-        *local_grads, more = _templated_ring_attention_backward(
-            *ring, op.backward, mine(grad_out), "grad", *local, local_out, lse, problem.is_causal, label="mine"
-        )
-        assert more == "more"
-        for actual, expected in zip(local_grads, grads, strict=True):
-            assert_close(actual, mine(expected))
 
     run_ranks(world_size, body)
 
@@ -109,7 +92,6 @@ def test_torchs_op(problem: Problem, op: Any, balanced: bool) -> None:
     out, *grads = reference(problem, q, k, v, grad_out)
     layout = order(problem, balanced)
     _cp_options.enable_load_balance = balanced
-    backward_op = getattr(aten, f"{op.__name__.partition('.')[0]}_backward")
 
     def body(rank: int) -> None:
         def mine(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,12 +109,6 @@ def test_torchs_op(problem: Problem, op: Any, balanced: bool) -> None:
         for tensor, expected in zip(local, grads, strict=True):
             assert tensor.grad is not None
             assert_close(tensor.grad, mine(expected))
-        detached = [x.detach() for x in (*local, *result[:2])]
-        local_grads = _templated_ring_attention_backward(
-            dist.group.WORLD, 2, backward_op, mine(grad_out), "grad_out", *detached, problem.is_causal, dropout_p=0.0
-        )
-        for actual, expected in zip(local_grads, grads, strict=True):
-            assert_close(actual, mine(expected))
 
     run_ranks(2, body)
 
@@ -146,11 +122,9 @@ def test_scale_and_grouped_heads_of_torchs_op(scale: float) -> None:
     def body(rank: int) -> None:
         local_q, local_k, local_v, local_grad = (shard(x, HeadTail(), rank, 2) for x in (q, k, v, grad_out))
         ring, local = (dist.group.WORLD, 2), (local_q, local_k, local_v)
-        out, lse = _templated_ring_attention(*ring, CPU_FLASH, *local, is_causal=True, scale=scale)
-        grads = _templated_ring_attention_backward(
-            *ring, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, local_grad, "grad_out", *local,
-            out, lse, True, scale=scale,
-        )  # fmt: skip
+        local = tuple(x.requires_grad_() for x in local)
+        out, _ = _templated_ring_attention(*ring, CPU_FLASH, *local, is_causal=True, scale=scale)
+        grads = torch.autograd.grad(out, local, local_grad)
         for actual, whole in zip((out, *grads), expected, strict=True):
             assert_close(actual, shard(whole, HeadTail(), rank, 2))
 
@@ -180,7 +154,7 @@ def test_refusals() -> None:
             _templated_ring_attention(world, 2, OwnOp(), local[0], *short)
         wants_grad = local[0].clone().requires_grad_()
         out, *_ = _templated_ring_attention(world, 2, OwnOp(), wants_grad, *local[1:], dropout_p=0.0, label="mine")
-        with pytest.raises(NotImplementedError, match="_templated_ring_attention_backward"):
+        with pytest.raises(NotImplementedError, match="pass a fused SDPA op of torch"):
             out.sum().backward()
 
     run_ranks(2, body)
@@ -193,14 +167,10 @@ def over_gloo(rank: int) -> None:
         layout = order(problem, True)
         local = [shard(x, layout, rank, 2) for x in (q, k, v, grad_out)]
         op = OwnOp()
-        out, lse, *_ = _templated_ring_attention(
+        out, *_ = _templated_ring_attention(
             dist.group.WORLD, 2, op, *local[:3], is_causal=problem.is_causal, dropout_p=0.0, label="mine"
         )
-        grads = _templated_ring_attention_backward(
-            dist.group.WORLD, 2, op.backward, local[3], "grad", *local[:3], out, lse, problem.is_causal
-        )
-        for actual, whole in zip((out, *grads[:3]), expected, strict=True):
-            assert_close(actual, shard(whole, layout, rank, 2))
+        assert_close(out, shard(expected[0], layout, rank, 2))
 
 
 def test_over_gloo(two_processes: Processes) -> None:
@@ -213,22 +183,19 @@ def fused_ops_over_nccl(rank: int) -> None:
     expected = reference(problem, *wholes)
     local = [shard(x, HeadTail(), rank, 2) for x in wholes]
     for kind in ("flash", "efficient", "cudnn"):
-        names = {"flash": "grad_out", "efficient": "grad_out_", "cudnn": "grad_out"}
         op = getattr(aten, f"_scaled_dot_product_{kind}_attention")
-        backward_op = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
         of_kind = {} if kind == "flash" else {"attn_bias": None, "compute_log_sumexp": True}
 
         def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, op: Any = op, **kwargs: Any) -> Any:
             return op(q, k, v, **kwargs)
 
+        leaves = [x.requires_grad_() for x in local[:3]]
         for each in (op, own):  # by our ring, and called as an op of the program's own
-            out, lse, *_ = _templated_ring_attention(
-                dist.group.WORLD, 2, each, *local[:3], is_causal=True, dropout_p=0.0, **of_kind
+            out, *_ = _templated_ring_attention(
+                dist.group.WORLD, 2, each, *leaves, is_causal=True, dropout_p=0.0, **of_kind
             )
-            grads = _templated_ring_attention_backward(
-                dist.group.WORLD, 2, backward_op, local[3], names[kind], *local[:3], out, lse, True, dropout_p=0.0
-            )
-            for actual, whole in zip((out, *grads[:3]), expected, strict=True):
+            grads = torch.autograd.grad(out, leaves, local[3]) if each is op else ()
+            for actual, whole in zip((out, *grads), expected, strict=False):
                 error = (actual.double() - shard(whole, HeadTail(), rank, 2)).norm() / whole.norm()
                 assert error < 5e-3, (kind, error)
 
@@ -243,48 +210,32 @@ def test_fused_ops_over_nccl() -> None:
 
 
 @pytest.mark.parametrize("last_dim", [False, True])
-@pytest.mark.parametrize("rows", [8, 7])
-def test_merger(rows: int, last_dim: bool) -> None:
-    problem = Problem(q_len=rows, kv_len=9, batch=2)
-    q, k, v, _ = problem.draw(3)
-    merger = _SDPAMerger(True, 2)
-    whole, first_rows = [], rows // 2 + rows % 2
-    for keys, first in (((0, 4), 0), ((4, 6), 0), ((6, 9), first_rows)):
-        logits = masked_logits(q[:, :, first:], k[:, :, keys[0] : keys[1]], False)
-        out, lse = logits.softmax(-1) @ v[:, :, keys[0] : keys[1]], logits.logsumexp(-1)
-        whole.append((out.clone(), lse.clone()))
-        lse = lse[..., None] if last_dim else lse
-        merger.step(out, lse, first > 0)
-        assert torch.equal(out, whole[-1][0])  # what an op returns is left alone
-    out, lse = merger.results()
-    assert out.dtype == torch.float64
-    lse = lse.squeeze(-1) if last_dim else lse
-    logits = masked_logits(q, k, False)
-    logits[:, :, :first_rows, 6:] = float("-inf")
-    assert_close(out, logits.softmax(-1) @ v)
-    assert_close(lse, logits.logsumexp(-1))
+def test_rows_that_see_nothing_and_padded_lse(last_dim: bool) -> None:
+    """As torch's efficient op pads and its cuDNN op shapes an LSE; results have the form and dtypes of the op's."""
+
+    def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> Any:
+        lse = torch.full((*q.shape[:2], 32), float("-inf"))
+        out = torch.zeros_like(q)
+        if kwargs["is_causal"]:  # this rank's own keys: the last row sees the first
+            out[:, :, -1], lse[:, :, q.size(2) - 1] = v[:, :, 0], 0.5
+        return out, lse[:, :, : q.size(2), None] if last_dim else lse
+
+    def body(rank: int) -> None:
+        q = torch.ones(1, 1, 4, 8, dtype=torch.bfloat16)
+        out, lse = _templated_ring_attention(dist.group.WORLD, 2, op, q, q, q * 3, is_causal=True)
+        assert out.dtype == torch.bfloat16
+        assert out[0, 0, :, 0].tolist() == [0, 0, 0, 3]
+        assert lse.dtype == torch.float32
+        assert lse.shape == ((1, 1, 4, 1) if last_dim else (1, 1, 4))
+        assert lse.flatten().tolist() == [float("-inf")] * 3 + [0.5]
+
+    run_ranks(2, body)
 
 
-def test_merger_of_rows_that_see_nothing_and_of_padded_lse() -> None:
-    merger = _SDPAMerger(True, 2)
-    nothing = torch.full((1, 1, 32), float("-inf"))
-    for _ in range(2):
-        merger.step(torch.zeros(1, 1, 3, 4, dtype=torch.bfloat16), nothing, False)
-    out, lse = merger.results()
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, torch.zeros_like(out))
-    assert torch.equal(lse, nothing[..., :3])
+def test_an_lse_of_another_shape_is_refused() -> None:
+    def body(rank: int) -> None:
+        q = torch.zeros(1, 2, 4, 8)
+        with pytest.raises(ValueError, match="expected an lse of shape"):
+            _templated_ring_attention(dist.group.WORLD, 2, lambda q, *_, **__: (q, q[..., 0].mT), q, q, q)
 
-
-def test_merger_refuses_what_does_not_fit() -> None:
-    out, lse = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4)
-    with pytest.raises(RuntimeError, match="partial=True"):
-        _SDPAMerger(True, 2).step(out, lse, True)
-    with pytest.raises(RuntimeError, match="at least one"):
-        _SDPAMerger(True, 2).results()
-    merger = _SDPAMerger(False, 2)
-    merger.step(out, lse, False)
-    with pytest.raises(ValueError, match="expected a result of shape"):
-        merger.step(out[:, :, :3], lse[:, :, :3], False)
-    with pytest.raises(ValueError, match="expected an lse of shape"):
-        merger.step(out, lse.transpose(1, 2), False)
+    run_ranks(1, body)

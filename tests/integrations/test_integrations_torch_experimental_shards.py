@@ -23,7 +23,6 @@ from cp_dtensor.integrations.torch_experimental import (
     _context_parallel_shard,
     _ContextParallel,
     _cp_options,
-    _create_cp_block_mask,
     _disable_context_parallel_dispatcher,
     _enable_context_parallel_dispatcher,
     _HeadTailLoadBalancer,
@@ -271,10 +270,28 @@ def test_block_masks_and_modules_with_flex_attention() -> None:
             torch.testing.assert_close(out, local["out"], rtol=1e-4, atol=1e-5)
         with pytest.raises(TypeError, match="value"):
             module(local["q"], local["k"])
+
+    run_ranks(2, body)
+
+
+def test_block_masks_of_shards() -> None:
+    """Shards keep the block size, unless such blocks are not whole on any rank."""
+
+    def body(rank: int) -> None:
+        mesh = cp_mesh()
+        balancer = _HeadTailLoadBalancer(512, 2, "cpu")
         with pytest.raises(NotImplementedError, match=r"world size 2 .* BLOCK_SIZE 128: .* has whole blocks"):
-            _create_cp_block_mask(causal, 1, 1, 384, 384, mesh)
+            _context_parallel_shard(mesh, [create_block_mask(causal, 1, 1, 384, 384, device="cpu")], [0])
         with pytest.raises(ValueError, match="as many keys as queries"):
-            _create_cp_block_mask(causal, 1, 1, 512, 1024, mesh, _HeadTailLoadBalancer(512, 2, "cpu"))
+            _context_parallel_shard(mesh, [create_block_mask(causal, 1, 1, 512, 1024, device="cpu")], [0], balancer)
+        order = balancer._generate_indices()[0]
+        seen = order[rank * 256 : rank * 256 + 256, None] >= order
+        for blocks, kept in (((64, 32), (64, 32)), ((512, 512), (128, 128))):
+            whole_mask = create_block_mask(causal, 1, 1, 512, 512, device="cpu", BLOCK_SIZE=blocks)
+            (local_mask,) = _context_parallel_shard(mesh, [whole_mask], [2], balancer)
+            wanted = create_block_mask(lambda b, h, i, j: seen[i, j], 1, 1, 256, 512, "cpu", kept)
+            assert kept == local_mask.BLOCK_SIZE
+            assert torch.equal(local_mask.to_dense(), wanted.to_dense())
 
     run_ranks(2, body)
 

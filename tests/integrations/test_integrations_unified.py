@@ -119,42 +119,6 @@ def test_functions(function: Callable[..., torch.Tensor], is_causal: bool) -> No
     run_ranks(WORLD, body)
 
 
-BIASES = ("boolean bhs", "boolean s", "boolean b", "additive bhs", "additive", "additive hs")
-
-
-@pytest.mark.parametrize("bias", BIASES)
-@each_mode
-def test_masks_of_local_queries_and_all_keys(mode: Callable[..., Mode], bias: str) -> None:
-    """Also causal, in other layouts, and between sequences of different lengths."""
-    problems = (
-        (MaskedProblem(13, 13, Full(), batch=2, q_heads=4, bias=bias, is_causal=True), HeadTail()),
-        (MaskedProblem(7, 18, Full(), batch=2, q_heads=4, bias=bias), Contiguous()),
-    )
-    drawn = [(problem, layout, problem.draw(0)) for problem, layout in problems]
-    expected = [problem.reference(*whole) for problem, _, whole in drawn]
-
-    def body(rank: int) -> list[torch.Tensor]:
-        place, of_bias = rank_in_sequence(mode, rank), []
-        for (problem, layout, whole), (out, *grads) in zip(drawn, expected, strict=True):
-            q, k, v, grad_out, local_bias = problem.shard(whole, layout, place, WORLD)
-            leaves = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in (q, k, v, local_bias)]
-            with mode(layout=layout, seq_len=(problem.q_len, problem.kv_len)):
-                got = F.scaled_dot_product_attention(*leaves, is_causal=problem.is_causal, enable_gqa=True)
-            got.backward(grad_out)
-            for leaf, wanted, name in zip((got, *leaves), (out, *grads[:3]), ("out", "dq", "dk", "dv"), strict=False):
-                assert_close(leaf if name == "out" else leaf.grad, shard(wanted, layout, place, WORLD), name)
-            if len(grads) > 4 and "s" in bias.split()[-1]:
-                assert_close(leaves[3].grad, problem.shard_bias(grads[4], layout, place, WORLD), "dbias")
-            elif len(grads) > 4:
-                assert leaves[3].grad is not None
-                of_bias.append(leaves[3].grad)
-        return of_bias
-
-    shares = zip(*run_ranks(WORLD, body), strict=True)
-    for parts, (*_, wanted) in zip(shares, expected, strict=False):
-        assert_close(torch.stack(parts).sum(0), wanted, "dbias, of rows that all ranks share")
-
-
 @pytest.mark.parametrize("function", [ulysses_attn_func, ring_attn_func])
 def test_masks_and_dropout_of_functions(function: Callable[..., torch.Tensor]) -> None:
     problem = MaskedProblem(11, 11, Full(), q_heads=4, bias="boolean hs")
@@ -174,27 +138,6 @@ def test_masks_and_dropout_of_functions(function: Callable[..., torch.Tensor]) -
         (alone,) = run_ranks(1, dropped, 1)
         assert not torch.allclose(alone, expected)
         run_ranks(WORLD, body)
-
-
-@each_mode
-def test_dropout_is_that_of_one_device(mode: Callable[..., Mode]) -> None:
-    q, k, v, _ = Problem(13, 13, q_heads=4, kv_heads=4).draw(0)
-
-    def alone(rank: int) -> torch.Tensor:
-        with RingAttnMode():
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
-
-    def body(rank: int, expected: torch.Tensor) -> None:
-        place = rank_in_sequence(mode, rank)
-        with mode(seq_len=13):
-            local = (shard(tensor, Contiguous(), place, WORLD) for tensor in (q, k, v))
-            out = F.scaled_dot_product_attention(*local, dropout_p=0.3, is_causal=True)
-        assert_close(out, shard(expected, Contiguous(), place, WORLD))
-
-    with equal_generators():
-        (expected,) = run_ranks(1, alone)
-        assert not torch.allclose(expected, F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        run_ranks(WORLD, body, expected)
 
 
 def test_what_does_not_fit_is_refused_and_not_ignored() -> None:

@@ -15,23 +15,15 @@ from cp_dtensor.integrations.torch_experimental.context import (
     context_parallel,
 )
 from cp_dtensor.integrations.torch_experimental.options import (
-    _CausalBehavior,
     _ContextParallelOptions,
     _cp_options,
-    _is_causal_behavior,
     _RotateMethod,
     set_rotate_method,
 )
 from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather, redirect_imports
-from cp_dtensor.integrations.torch_experimental.rings import (
-    _AttentionOp,
-    _SDPAMerger,
-    _templated_ring_attention,
-    _templated_ring_attention_backward,
-)
+from cp_dtensor.integrations.torch_experimental.rings import _templated_ring_attention
 from cp_dtensor.integrations.torch_experimental.sharding import (
     _context_parallel_shard,
-    _create_cp_block_mask,
     _HeadTailLoadBalancer,
     _LoadBalancer,
     _PerDocumentHeadTailLoadBalancer,
@@ -40,27 +32,8 @@ from cp_dtensor.integrations.torch_experimental.sharding import (
 )
 
 __all__ = [
-    "_AttentionOp",
-    "_CausalBehavior",
-    "_ContextParallel",
-    "_ContextParallelOptions",
-    "_HeadTailLoadBalancer",
-    "_LoadBalancer",
-    "_PTRRLoadBalancer",
-    "_PerDocumentHeadTailLoadBalancer",
-    "_RotateMethod",
-    "_SDPAMerger",
-    "_context_parallel_shard",
-    "_cp_options",
-    "_create_cp_block_mask",
-    "_disable_context_parallel_dispatcher",
-    "_enable_context_parallel_dispatcher",
-    "_is_causal_behavior",
-    "_templated_ring_attention",
-    "_templated_ring_attention_backward",
-    "context_parallel",
-    "context_parallel_unshard",
-    "flex_cp_allgather",
-    "redirect_imports",
-    "set_rotate_method",
-]
+    "_ContextParallel", "_ContextParallelOptions", "_HeadTailLoadBalancer", "_LoadBalancer", "_PTRRLoadBalancer",
+    "_PerDocumentHeadTailLoadBalancer", "_RotateMethod", "_context_parallel_shard", "_cp_options",
+    "_disable_context_parallel_dispatcher", "_enable_context_parallel_dispatcher", "_templated_ring_attention",
+    "context_parallel", "context_parallel_unshard", "flex_cp_allgather", "redirect_imports", "set_rotate_method",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs a module of another program after `redirect_imports()`.
+"""Run a module of another program after `redirect_imports()`.
 
     torchrun --nproc-per-node 8 -m cp_dtensor.integrations.torch_experimental torchtitan.train ...
 
@@ -15,7 +15,7 @@ from cp_dtensor.integrations.torch_experimental import redirect_imports
 
 
 def main() -> None:
-    """Runs the module that the first argument names, with the other arguments."""
+    """Run the module that the first argument names, with the other arguments."""
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m cp_dtensor.integrations.torch_experimental MODULE [ARGUMENTS]")
     redirected = redirect_imports()

@@ -98,7 +98,7 @@ class _Dispatcher:
         self._installed: ExitStack | None = None
 
     def enable(self) -> None:
-        """Enables SDPA on DTensors that are sharded along the sequence; further calls do nothing.
+        """Enable SDPA on DTensors that are sharded along the sequence; further calls do nothing.
 
         See `cp_dtensor.enable_context_parallel_dispatcher`. In addition, causal attention of DTensors made of shards of
         `_context_parallel_shard` is in the order of its load balancer.
@@ -111,7 +111,7 @@ class _Dispatcher:
                     self._installed = stack.pop_all()
 
     def disable(self) -> None:
-        """Disables the dispatcher, even after several calls that enable it."""
+        """Disable the dispatcher, even after several calls that enable it."""
         with self._lock:
             installed, self._installed = self._installed, None
         if installed is not None:
@@ -126,7 +126,7 @@ _SEQUENCE = Shard(2)
 
 
 def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
-    """Computes causal attention of DTensors whose shards are reordered; returns None for other calls.
+    """Compute causal attention of DTensors whose shards are reordered; returns None for other calls.
 
     A DTensor does not record a load balancer: `_context_parallel_shard` records that sequences of this length are
     reordered.
@@ -185,7 +185,7 @@ class _ContextParallel(ParallelStyle):
     With SDPA, `F.scaled_dot_product_attention` inside of the module is ring attention over shards in the order in which
     `_context_parallel_shard` last sharded for this axis (if it never did, as `_cp_options.enable_load_balance` says).
     With FLEX, the module gets the keys and values of all ranks, rank after rank, for `flex_attention` with masks from
-    `_context_parallel_shard` or `_create_cp_block_mask`.
+    `_context_parallel_shard` or torch's `_create_cp_block_mask`.
 
     Args:
         seq_dim: the sequence dim of the module's inputs: tensors, or DTensors that are `Shard(seq_dim)` on the axis, of
@@ -224,7 +224,7 @@ class _ContextParallel(ParallelStyle):
 def _with_all_keys(
     seq_dim: int, group_name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments (query, key, value, ...) of flex_attention with the keys and values of all ranks."""
+    """Return the arguments (query, key, value, ...) of flex_attention with the keys and values of all ranks."""
     names = ("query", "key", "value")
     given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
     missing = [name for name in names if not isinstance(given.get(name), torch.Tensor)]
@@ -247,7 +247,7 @@ def _forward_of_shards(forward: Callable[..., Any], mesh: Mesh, seq_dim: int, *a
 
 
 def _order_now(mesh: Mesh) -> tuple[Layout, list[int]]:
-    """The layout of the shards, and the global lengths recorded in it."""
+    """Return the layout of the shards, and the global lengths recorded in it."""
     group = axis_group(mesh)
     noted = _cp_options.orders.of_group(group)
     layouts = {layout for _, layout in noted}
@@ -267,7 +267,7 @@ def _order_now(mesh: Mesh) -> tuple[Layout, list[int]]:
 
 
 def _local_shard(value: Any, mesh: Mesh, seq_dim: int) -> Any:
-    """The local tensor of a DTensor over the axis, other values unchanged."""
+    """Return the local tensor of a DTensor over the axis, other values unchanged."""
     if not isinstance(value, DTensor) or value.device_mesh.ndim != 1:
         return value
     if value.device_mesh.get_group() is not axis_group(mesh):

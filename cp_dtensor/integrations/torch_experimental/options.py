@@ -24,14 +24,6 @@ class _RotateMethod(Enum):
 _NAMES = {"ALL_TO_ALL": "alltoall", "ALL_GATHER": "allgather"}
 
 
-class _CausalBehavior(Enum):
-    """Attention call of a rank on another rank's keys under a causal mask; the value is `is_causal` of this call."""
-
-    SKIP = None
-    NOT_IS_CAUSAL = False
-    IS_CAUSAL = True
-
-
 class ShardOrders:
     """The layouts in which this process has sharded sequences, by group and global length.
 
@@ -44,30 +36,30 @@ class ShardOrders:
         self._have_balancer: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
     def note(self, group: dist.ProcessGroup, length: int, layout: Layout | None) -> None:
-        """Records the layout of a sequence of `length` tokens."""
+        """Record the layout of a sequence of `length` tokens."""
         noted = self._noted.setdefault(group, {})
         noted.pop((length, layout), None)
         noted[length, layout] = None
 
     def note_shards(self, group: dist.ProcessGroup, length: int, layout: Layout | None, has_balancer: bool) -> None:
-        """Records the layout of shards outside of contexts, and whether they had a load balancer."""
+        """Record the layout of shards outside of contexts, and whether they had a load balancer."""
         self.note(group, length, layout)
         self._have_balancer[group] = has_balancer
 
     def shards_are_contiguous(self, group: dist.ProcessGroup) -> bool:
-        """True if the latest shards outside of contexts had no load balancer."""
+        """Return whether the latest shards outside of contexts had no load balancer."""
         return not self._have_balancer.get(group, True)
 
     def of_length(self, group: dist.ProcessGroup, length: int) -> list[Layout | None]:
-        """The layouts in which sequences of this length were sharded, the latest last."""
+        """Return the layouts in which sequences of this length were sharded, the latest last."""
         return [layout for noted, layout in self.of_group(group) if noted == length]
 
     def of_group(self, group: dist.ProcessGroup) -> list[tuple[int, Layout | None]]:
-        """All (length, layout), the latest last."""
+        """Return All (length, layout), the latest last."""
         return list(self._noted.get(group, {}))
 
     def forget(self) -> None:
-        """Deletes all records; called when the program sets `enable_load_balance`."""
+        """Delete all records; called when the program sets `enable_load_balance`."""
         self._noted.clear()
         self._have_balancer.clear()
 
@@ -123,7 +115,7 @@ _cp_options = _ContextParallelOptions()
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Sets the default KV transport of this process.
+    """Set the default KV transport of this process.
 
     Args:
         rotate_method: "allgather" or "alltoall", as in torch; also "symm_mem" or "auto", the initial default (see
@@ -138,18 +130,8 @@ def set_rotate_method(rotate_method: str) -> None:
         raise NotImplementedError(str(error)) from error
 
 
-def _is_causal_behavior(rank: int, world_size: int, i: int, is_causal: bool) -> _CausalBehavior:
-    """The call of `rank` on the keys of rank - i, under `_cp_options.enable_load_balance`."""
-    if not is_causal:
-        return _CausalBehavior.NOT_IS_CAUSAL
-    if i == 0:
-        return _CausalBehavior.IS_CAUSAL
-    is_seen = (rank - i) % world_size < rank or _cp_options.enable_load_balance
-    return _CausalBehavior.NOT_IS_CAUSAL if is_seen else _CausalBehavior.SKIP
-
-
 def check_one_dim_each(buffers: Sequence[object], dims: Sequence[object]) -> None:
-    """Refuses more or fewer dims than buffers, in torch's words."""
+    """Refuse more or fewer dims than buffers, in torch's words."""
     if len(buffers) != len(dims):
         raise ValueError(
             "`seq_dims` must have the same number of elements as `buffers`: expected one sequence dim per buffer, got "
@@ -158,7 +140,7 @@ def check_one_dim_each(buffers: Sequence[object], dims: Sequence[object]) -> Non
 
 
 def axis_group(mesh: Mesh) -> dist.ProcessGroup:
-    """The process group of a context-parallel axis."""
+    """Return the process group of a context-parallel axis."""
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if not isinstance(mesh, DeviceMesh):
@@ -171,13 +153,13 @@ def axis_group(mesh: Mesh) -> dist.ProcessGroup:
 
 
 def default_layout(length: int, world_size: int) -> Layout:
-    """The layout of a context: torch's, so that its shards fit those of other helpers."""
+    """Return the layout of a context: torch's, so that its shards fit those of other helpers."""
     balanced = _cp_options.enable_load_balance and length % (2 * world_size) == 0
     return HeadTail() if balanced else Contiguous()
 
 
 def assumed_layout(group: dist.ProcessGroup, length: int) -> Layout:
-    """The layout of shards for calls that do not name one, if all sequences of this length have one layout."""
+    """Return the layout of shards for calls that do not name one, if all sequences of this length have one layout."""
     orders = _cp_options.orders.of_length(group, length)
     if not orders:
         return default_layout(length, group.size())

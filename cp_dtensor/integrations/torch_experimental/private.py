@@ -18,11 +18,6 @@ from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops impo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cp_dtensor.api.extension import SharedInstallation, entry_replaced
-from cp_dtensor.integrations.torch_experimental.rings import (
-    _SDPAMerger,
-    _templated_ring_attention,
-    _templated_ring_attention_backward,
-)
 from cp_dtensor.integrations.torchtitan import describe_installed
 
 __all__ = ["Redirection", "flatten_tree", "flex_cp_allgather", "redirect_imports", "refuse_patched_rings", "simulated"]
@@ -31,13 +26,13 @@ _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 
 
 def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
+    """Return the leaves of nested lists, tuples and dicts, and a function that rebuilds the tree from other leaves."""
     leaves, structure = tree_flatten(tree, is_leaf=is_leaf)
     return leaves, lambda others: tree_unflatten(others, structure)
 
 
 def simulated(mesh: DeviceMesh, tensor: Any, shard: Callable[[Any, int], torch.Tensor]) -> torch.Tensor | None:
-    """The `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
+    """Return the `LocalTensor` of `shard(tensor, rank)` for each rank that torch's `LocalTensorMode` simulates.
 
     Args:
         mesh: an axis; its ranks are those of the simulation.
@@ -71,6 +66,7 @@ class _Redirection:
 
     def __init__(self) -> None:
         self.replaced: dict[ModuleType, tuple[str, ...]] = {}
+        self.rings: dict[ModuleType, dict[str, Any]] = {}  # as they were after the replacement
         self.installation = SharedInstallation(self._parts)
 
     def _parts(self) -> Iterator[AbstractContextManager[None]]:
@@ -90,15 +86,15 @@ class _Redirection:
 
     @contextmanager
     def _replaced(self, module: ModuleType, names: dict[str, Any]) -> Iterator[None]:
-        """Sets names of a module while open. On exit restores them, except those that others have replaced since."""
+        """Set names of a module while open. On exit restores them, except those that others have replaced since."""
         with ExitStack() as stack:
             for name, ours in names.items():
                 stack.enter_context(entry_replaced(vars(module), name, ours))
-            self.replaced[module] = tuple(names)
+            self.replaced[module], self.rings[module] = tuple(names), _rings_of(module)
             try:
                 yield
             finally:
-                del self.replaced[module]
+                del self.replaced[module], self.rings[module]
 
 
 _redirection = _Redirection()
@@ -125,7 +121,7 @@ class Redirection(ExitStack):
 
 
 def redirect_imports() -> Redirection:
-    """Replaces the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
+    """Replace the names in `torch.distributed.tensor.experimental` and its private modules by those of this package.
 
         redirect_imports()  # before other imports of these names
         import accelerate
@@ -139,29 +135,28 @@ def redirect_imports() -> Redirection:
     return Redirection()
 
 
-_RINGS = {
-    "_SDPAMerger": _SDPAMerger,
-    "_templated_ring_attention": _templated_ring_attention,
-    "_templated_ring_attention_backward": _templated_ring_attention_backward,
-}
-_METHODS = dict(vars(_SDPAMerger))
+_RINGS = ("_SDPAMerger", "_templated_ring_attention", "_templated_ring_attention_backward")
+
+
+def _rings_of(module: ModuleType) -> dict[str, Any]:
+    """Return the parts of rings in a module, and the methods of those that are classes."""
+    found = {name: vars(module).get(name) for name in _RINGS}
+    methods = dict(vars(found["_SDPAMerger"])) if found["_SDPAMerger"] is not None else {}
+    return {**found, **{f"_SDPAMerger.{name}": methods.get(name) for name in ("step", "results")}}
 
 
 def refuse_patched_rings() -> None:
-    """Refuses attention of contexts and modules, which does not call names that a program has replaced.
+    """Refuse attention of contexts and modules, which does not call names that a program has replaced.
 
     Raises:
         NotImplementedError: naming the replaced functions.
     """
-    modules = [*_redirection.replaced, importlib.import_module(__package__ or "")]
-    # Names that a module lacks are not replaced: modules have only some of ours.
     replaced = [
         f"{module.__name__}.{name}"
-        for module in modules
-        for name, value in _RINGS.items()
-        if vars(module).get(name, value) is not value
+        for module, rings in _redirection.rings.items()
+        for name, value in _rings_of(module).items()
+        if value is not rings[name]
     ]
-    replaced += [f"_SDPAMerger.{name}" for name in ("step", "results") if vars(_SDPAMerger)[name] is not _METHODS[name]]
     if replaced:
         raise NotImplementedError(
             f"{', '.join(replaced)} have been replaced, which would have no effect: attention in contexts and modules "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -28,13 +29,10 @@ _BLOCKS = (128, 128)
 
 
 def _context_parallel_shard(
-    mesh: DeviceMesh,
-    buffers: Any,
-    seq_dims: Any,
-    load_balancer: Any = None,
+    mesh: DeviceMesh, buffers: Any, seq_dims: Any, load_balancer: Any = None,
     batch_and_seq: tuple[int, int] | None = None,
-) -> Any:
-    """This rank's shards, in the structure of `buffers`.
+) -> Any:  # fmt: skip
+    """Return this rank's shards, in the structure of `buffers`.
 
     It changes no setting; it records the order of sequences of this length for `context_parallel_unshard` and
     `_ContextParallel`.
@@ -105,7 +103,7 @@ def _shard_one(mesh: DeviceMesh, index: int, buffer: Any, dim: int, balancer: An
 
 
 def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) -> torch.Tensor:
-    """Tokens (along `dim`) in the order of `indices`: (1, tokens), or (B, tokens) for each batch row."""
+    """Return tokens (along `dim`) in the order of `indices`: (1, tokens), or (B, tokens) for each batch row."""
     indices = indices.to(tensor.device)
     if indices.size(0) == 1:
         return tensor.index_select(dim, indices[0])
@@ -122,7 +120,7 @@ def _permuted(tensor: torch.Tensor, dim: int, indices: torch.Tensor, what: str) 
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], load_balancer: Any = None
 ) -> list[torch.Tensor]:
-    """Whole tensors on every rank from the ranks' shards.
+    """Return whole tensors on every rank from the ranks' shards.
 
     Args:
         mesh: the context-parallel axis.
@@ -166,13 +164,14 @@ class _LoadBalancer(ABC):
 
     @abstractmethod
     def _generate_indices(self, restore: bool = False) -> torch.Tensor | None:
-        """Indices so that `x[indices]` is in balanced order; with `restore`, those of the inverse permutation.
+        """Return indices so that `x[indices]` is in balanced order; with `restore`, those of the inverse permutation.
 
         Returns:
             (1, S), or (B, S) if batch rows differ; None for no permutation.
         """
 
 
+@dataclass(eq=False)
 class _HeadTailLoadBalancer(_LoadBalancer):
     """The order of `HeadTail()`, for any length: rank r of n has chunks r and 2n - 1 - r.
 
@@ -180,16 +179,16 @@ class _HeadTailLoadBalancer(_LoadBalancer):
     [[0, 1, 6, 7, 2, 3, 4, 5]]
     """
 
-    def __init__(self, seq_length: int, world_size: int, device: str | torch.device) -> None:
-        self.seq_length = seq_length
-        self.world_size = world_size
-        self.device = device
+    seq_length: int
+    world_size: int
+    device: str | torch.device
 
     def _generate_indices(self, restore: bool = False) -> torch.Tensor:
         order = _layout_positions(HeadTail(), self.seq_length, self.world_size, self.device)
         return order.argsort()[None] if restore else order[None]
 
 
+@dataclass(eq=False)
 class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
     """Head-tail order within each of several packed documents.
 
@@ -205,12 +204,9 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
     [[0, 3, 4, 5, 10, 11, 1, 2, 6, 7, 8, 9]]
     """
 
-    def __init__(
-        self, seq_length_per_doc: Sequence[Sequence[int]], world_size: int, device: str | torch.device
-    ) -> None:
-        self.seq_length_per_doc = seq_length_per_doc
-        self.world_size = world_size
-        self.device = device
+    seq_length_per_doc: Sequence[Sequence[int]]
+    world_size: int
+    device: str | torch.device
 
     def _generate_indices(self, restore: bool = False) -> torch.Tensor:
         order = torch.stack([self._row(lengths) for lengths in self.seq_length_per_doc])
@@ -227,6 +223,7 @@ class _PerDocumentHeadTailLoadBalancer(_LoadBalancer):
         return _layout_positions(layout, layout.seq_len, self.world_size, self.device)
 
 
+@dataclass(eq=False)
 class _PTRRLoadBalancer(_LoadBalancer):
     """Blocks of queries, assigned to ranks by their workload: the number of key blocks that they see.
 
@@ -240,13 +237,12 @@ class _PTRRLoadBalancer(_LoadBalancer):
         ValueError: on use, a mask that does not fit.
     """
 
-    def __init__(self, block_mask: BlockMask, world_size: int) -> None:
-        self.block_mask = block_mask
-        self.world_size = world_size
+    block_mask: BlockMask
+    world_size: int
 
     @staticmethod
     def ptrr_scheduling(process_time: torch.Tensor, group_size: int) -> torch.Tensor:
-        """Assigns tasks to groups.
+        """Assign tasks to groups.
 
         Args:
             process_time: (tasks,), the cost of each task.
@@ -286,14 +282,14 @@ class _PTRRLoadBalancer(_LoadBalancer):
 
 
 def _layout_positions(layout: Layout, length: int, world_size: int, device: Any) -> torch.Tensor:
-    """(S,) global positions of all ranks' tokens, rank after rank, for layouts of contiguous segments."""
+    """Return (S,) global positions of all ranks' tokens, rank after rank, for layouts of contiguous segments."""
     segments = [segment for rank in range(world_size) for segment in layout.segments(length, rank, world_size)]
     parts = [torch.arange(segment.start, segment.start + segment.length, device=device) for segment in segments]
     return torch.cat(parts)
 
 
 def _balancer_indices(balancer: Any, length: int, restore: bool = False) -> torch.Tensor | None:
-    """The permutation of a balancer of these classes, of torch's or of the program's own; None for None."""
+    """Return the permutation of a balancer of these classes, of torch's or of the program's; None for None."""
     if balancer is None:
         return None
     if not hasattr(balancer, "_generate_indices"):
@@ -308,7 +304,7 @@ def _balancer_indices(balancer: Any, length: int, restore: bool = False) -> torc
 
 
 def _balancer_layout(balancer: Any, length: int, world_size: int) -> Layout | None:
-    """The layout that has a balancer's order, None if no layout has it."""
+    """Return the layout that has a balancer's order, None if no layout has it."""
     if getattr(balancer, "world_size", world_size) != world_size:
         raise ValueError(
             f"expected a load balancer for {world_size} ranks, got one for {balancer.world_size}, "
@@ -328,59 +324,11 @@ def _balancer_layout(balancer: Any, length: int, world_size: int) -> Layout | No
 # Block masks
 
 
-def _create_cp_block_mask(
-    mask_mod: MaskMod,
-    B: int,
-    H: int,
-    Q_LEN: int,
-    KV_LEN: int,
-    BLOCK_SIZE: Any = _BLOCKS,
-    device_mesh: Any = None,
-    load_balancer: Any = None,
-) -> BlockMask:
-    """The mask of this rank's queries and the keys of all ranks, rank after rank.
-
-    Before torch 2.15 there is no `BLOCK_SIZE`, and `device_mesh` is the sixth argument; both ways of calling work here.
-
-    Args:
-        mask_mod: of global positions, as `create_block_mask` takes it.
-        B: batch rows of the mask.
-        H: heads of the mask.
-        Q_LEN: global number of queries.
-        KV_LEN: global number of keys.
-        BLOCK_SIZE: queries and keys of a block.
-        device_mesh: the context-parallel axis.
-        load_balancer: the order of the tokens. If None, the order in which sequences of this length were sharded; if
-            none was, as `_cp_options.enable_load_balance` says.
-
-    Raises:
-        NotImplementedError: Q_LEN is not a multiple of a block's queries times the number of ranks.
-        TypeError: device_mesh is not a DeviceMesh.
-        ValueError: reordered tokens and KV_LEN other than Q_LEN; sequences of this length were sharded in several
-            orders.
-    """
-    if isinstance(BLOCK_SIZE, DeviceMesh):  # the older order of arguments
-        load_balancer = device_mesh if load_balancer is None else load_balancer
-        BLOCK_SIZE, device_mesh = _BLOCKS, BLOCK_SIZE
-    if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"_create_cp_block_mask expects device_mesh to be a DeviceMesh, got {device_mesh!r}")
-    order = _balancer_indices(load_balancer, Q_LEN)
-    if load_balancer is None:
-        group = axis_group(device_mesh)
-        layout = assumed_layout(group, Q_LEN)
-        if layout != Contiguous():
-            order = _layout_positions(layout, Q_LEN, group.size(), device_mesh.device_type)[None]
-    return _block_mask_of_rank(mask_mod, (B, H, Q_LEN, KV_LEN), BLOCK_SIZE, device_mesh, order)
-
-
 def _block_mask_of_rank(
-    mask_mod: MaskMod,
-    shape: tuple[int, int, int, int],
-    blocks: tuple[int, int],
-    mesh: DeviceMesh,
+    mask_mod: MaskMod, shape: tuple[int, int, int, int], blocks: tuple[int, int], mesh: DeviceMesh,
     order: torch.Tensor | None,
-) -> BlockMask:
-    """This rank's rows of a mask of `shape` (batch rows, heads, queries, keys).
+) -> BlockMask:  # fmt: skip
+    """Return this rank's rows of a mask of `shape` (batch rows, heads, queries, keys).
 
     `order` is (1 or B, S), the global position of each token, rank after rank; None for contiguous shards.
     """
