@@ -57,9 +57,10 @@ class FlagOperations:
 
 
 def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
-    """Operations that wait until all these local flags have a value, and reset them to 0.
+    """Return operations that keep a stream waiting until peers have raised all these local flags, then lower them.
 
-    The word of host memory at `status` has the value while they wait, and then 0.
+    Flags are words of GPU memory, 0 or the value chosen when the operations are submitted. The word of host memory at
+    `status` has that value while the stream waits, so that the host can tell a wait from work.
     """
     begin, end = ((_WRITE_VALUE_32, status, value, _DEFAULT) for value in (1, 0))
     waits = [(_WAIT_VALUE_32, address, 1, _WAIT_EQUAL) for address in addresses]
@@ -67,7 +68,7 @@ def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
 
 
 def raise_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Operations that set local or remote flags to a value when earlier work on the stream is done and visible."""
+    """Return operations that set local or remote flags to a value when earlier work on the stream is done and visible."""
     return FlagOperations([(_WRITE_VALUE_32, address, 1, _DEFAULT) for address in addresses])
 
 

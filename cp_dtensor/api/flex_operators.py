@@ -120,6 +120,7 @@ def _fake_keys(
 def _keys_backward(
     grad_k: torch.Tensor, grad_v: torch.Tensor, left: torch.Tensor, key: str, kv_len: int, local: int
 ) -> Pair:
+    """Return the gradients of this rank's keys and values: sums over the ranks of those of the gathered rows."""
     call = call_in(key, left)
     if left.numel():
         found: _Left = value_of(left)

@@ -163,7 +163,7 @@ class Tiling(ABC):
 
     @abstractmethod
     def gathered_rows(self, rank: int) -> GatheredRows:
-        """The gathered buffer of `rank`. Lengths of parts are the same for all ranks."""
+        """Return where each part of each shard lies in the K/V that `rank` gathers; lengths are those of all parts."""
 
     @property
     @abstractmethod
