@@ -68,7 +68,7 @@ def await_flags(addresses: Sequence[int], status: int) -> FlagOperations:
 
 
 def raise_flags(addresses: Sequence[int]) -> FlagOperations:
-    """Return operations that set local or remote flags to a value when earlier work on the stream is done and visible."""
+    """Return operations that raise local or remote flags once earlier work on the stream is done and visible."""
     return FlagOperations([(_WRITE_VALUE_32, address, 1, _DEFAULT) for address in addresses])
 
 
