@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ class InPlaceShard:
                 local = self._swapped_out.pop()
                 if local is not None:
                     _torch.swap_identities(tensor, local)
+                    if local.requires_grad and local.is_leaf:
+                        local.register_post_accumulate_grad_hook(_warn_of_late_gradient)
 
     def release_whole(self) -> None:
         """Frees the whole contents of a buffer that is not to be restored."""
@@ -103,6 +106,15 @@ class InPlaceShard:
         local = self._shard.detach()
         _torch.swap_identities(self.buffer.tensor, local)
         return local
+
+
+def _warn_of_late_gradient(shard: torch.Tensor) -> None:
+    warnings.warn(
+        f"a buffer that was set to require grad inside of context_parallel got the gradient of its shard, of shape "
+        f"{tuple(shard.shape)}, after the context had ended, so its .grad does not have it: call backward inside, or "
+        "shard the tensor by context_parallel_shard, which is differentiable",
+        stacklevel=2,
+    )
 
 
 def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:

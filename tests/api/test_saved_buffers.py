@@ -178,6 +178,18 @@ def test_a_buffer_that_requires_grad_inside_gets_the_gradient_of_its_shard() -> 
     run_ranks(WORLD, body)
 
 
+def test_a_gradient_of_a_buffer_that_comes_after_exit_is_told() -> None:
+    def body(rank: int) -> None:
+        table = torch.ones(LENGTH, WIDTH)
+        with context_parallel(dist.group.WORLD, buffers=[table], buffer_seq_dims=[0]):
+            total = (table.requires_grad_() * 2).sum()
+        total.backward()
+        assert table.grad is None
+
+    with pytest.warns(UserWarning, match=r"shape \(5, 6\), after the context had ended"):
+        run_ranks(WORLD, body)
+
+
 def test_hooks_outlive_a_context_that_is_left_first() -> None:
     """Hooks that are pushed inside stay when the context is left before them, and nothing of ours does."""
     packed: list[str] = []
