@@ -264,7 +264,8 @@ def inherited(owner: str, call: Call, *, layout: bool, mask: bool, traced: bool 
                 "or none: pass layout= and mask= (Full() for none)"
             )
     return replace(
-        call, layout=outer.layout if layout else call.layout, lengths=outer.lengths if layout else call.lengths,
+        call, layout=outer.layout if layout else call.layout,
+        lengths=call.lengths or (outer.lengths if layout else ()),
         mask=both_masks(outer.mask, call.mask) if mask else call.mask,
     )  # fmt: skip
 
@@ -333,7 +334,7 @@ class _Pending:
             found = [asked for each, asked in self._passes if each == key]
         if len({replace(asked, lengths=(), batch_size=None) for asked in found}) == 1:  # they differ in lengths only
             declared = [asked for asked in found if _declares(asked, q_local) and _declares(asked, kv_local)]
-            found = declared or found[:1]
+            found = declared or found[-1:]  # older ones may never have a backward
         if len(found) != 1:
             raise RuntimeError(
                 "attention is computed again in a backward, by code that was compiled inside of context_parallel; "
