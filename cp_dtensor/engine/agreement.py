@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import combinations
 from typing import Any
@@ -71,14 +72,8 @@ def agreed_pair(
     # Programs that measure may draw equal shards. Compiled code may have shards of any origin.
     may_be_whole = (call.in_context or not is_declared) and needs_grads is not None
     shards = (t.q, t.k, t.v) if may_be_whole and refusal is None else ()
-    try:
-        compare(call, signature, t.q, facts, shards, is_refused=refusal is not None)
-    except ValueError:
-        if refusal is None:
-            raise
-    if refusal is not None or pair is None:  # what this rank refuses says more
-        assert refusal is not None
-        raise refusal
+    compare(call, signature, t.q, facts, shards, refusal=refusal)
+    assert pair is not None  # or there was a refusal
     if call.debug:
         _refuse_equal_rows(call, t.bias, min(shard_lengths(call.layout, pair[0], ranks.size)))
     return pair
@@ -174,7 +169,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 def compare(
     sharding: Sharding, signature: Hashable, x: Tensor | None, facts: Callable[[], Facts],
-    shards: tuple[Tensor, ...] = (), *, is_refused: bool = False,
+    shards: tuple[Tensor, ...] = (), *, refusal: ValueError | None = None,
 ) -> None:  # fmt: skip
     """Refuse, on every rank alike, facts that differ between ranks: the first of each signature, or all with `debug`.
 
@@ -185,16 +180,18 @@ def compare(
         x: a tensor of the call, or on the device of a context's buffers.
         facts: makes the facts; may read tensors.
         shards: tensors that are equal on all ranks only if they were not sharded; the last one's rows are looked at.
-        is_refused: True if this rank refuses the call in any case; the next one is the first of its signature then.
+        refusal: raised in any case, but after the others, which may be about to compare, have compared with this rank.
+            The next call is the first of its signature then.
 
     Raises:
-        ValueError: facts that differ, or shards that are equal.
+        ValueError: the refusal, which says more than what differs; facts that differ, or shards that are equal.
     """
     ranks = sharding.ranks
     key = ranks.inner, signature, sharding.in_context
-    if ranks.size == 1 or (not sharding.debug and _compared.has(ranks.outer, key)):
-        return
-    if capturing() or (x is not None and _torch.is_traced(x)) or _are_fake(ranks):
+    is_first = ranks.size > 1 and (sharding.debug or not _compared.has(ranks.outer, key))
+    if not is_first or capturing() or (x is not None and _torch.is_traced(x)) or _are_fake(ranks):
+        if refusal is not None:
+            raise refusal
         return
 
     def compared() -> None:
@@ -213,7 +210,11 @@ def compare(
         if all(vary) and len({*found}) == 1:
             _refuse_equal_shards(sharding, shards)
 
-    if sharding.debug or is_refused:
+    if refusal is not None:
+        with suppress(ValueError):
+            compared()
+        raise refusal
+    if sharding.debug:
         compared()
     else:
         _compared.get(ranks.outer, key, compared)

@@ -75,14 +75,8 @@ class SequenceCall(Sharding):
                 LENGTH: known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": edges,
             }  # fmt: skip
 
-        try:
-            compare(self, signature, x, facts, is_refused=refusal is not None)
-        except ValueError:
-            if refusal is None:
-                raise
-        if refusal is not None or known is None:  # what this rank refuses says more
-            assert refusal is not None
-            raise refusal
+        compare(self, signature, x, facts, refusal=refusal)
+        assert known is not None  # or there was a refusal
         # Compiled code and checkpoints compute layers again in backward, which not every rank need do.
         if current_backward() is None:
             begin_pass(self.ranks, _signature(self.owner, x.dtype, self.layout), x)
