@@ -28,6 +28,8 @@ from support.ranks import RanksFailed
 
 T = TypeVar("T")
 _START_SECONDS = 120
+_GRACE_SECONDS = 30
+"""For the other ranks to end after one has raised or died: longer than any deadline of ranks in tests."""
 GPU_RANKS = int(os.environ.get("CP_DTENSOR_TEST_GPU_RANKS", "2"))
 """Number of ranks of the fixture `gpus`, 2 or more."""
 if GPU_RANKS < 2:
@@ -137,6 +139,8 @@ class Processes:
                 else:
                     if errors[rank] is not None:
                         errors[rank].__cause__ = RemoteTraceback(f"rank {rank}:\n{text}")
+                if errors[rank] is not None:  # others may wait for this rank until the deadline, on the GPU for ever
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         return results, errors
 
 
