@@ -216,8 +216,9 @@ def _traced_flex(flex: FlexCall, key: str, lengths: tuple[int, int] | None = Non
     batch_size, q_local, kv_local = index(flex.q.size(0)), index(flex.q.size(2)), index(flex.k.size(2))
     q_len, kv_len = lengths or of_mask or (count * q_local, count * kv_local)
     q_len, kv_len = index(q_len), index(kv_len)
+    declared = lengths is not None or of_mask is not None  # Dynamo of torch 2.11 knows no bool() of a tuple
     keys, values, positions, left = torch.ops.cp_dtensor.flex_keys(
-        flex.q, flex.k, flex.v, key, q_len, kv_len, bool(lengths or of_mask), softmax_scale(flex.q.size(3), flex.scale),
+        flex.q, flex.k, flex.v, key, q_len, kv_len, declared, softmax_scale(flex.q.size(3), flex.scale),
         torch.is_grad_enabled(),
     )  # fmt: skip
     if mask is not None and q_local:
