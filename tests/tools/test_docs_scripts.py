@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +18,7 @@ from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
-from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.draw import assignment, key_positions
-from cp_dtensor.tools.report import Results, Row
 
 methods, schedules = (docs_script(name) for name in ("methods", "schedules"))
 
@@ -173,45 +171,31 @@ def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
     rooms.plt.close(figure)
 
 
-def test_reports_become_rows_of_measured(tmp_path: Path) -> None:
-    """Rows of a table are replaced; those of others stay. Refused rows, and kernels of torch without a name, go."""
+def test_runs_become_tables_of_measured(tmp_path: Path) -> None:
+    """Rows of the table are replaced, those of others stay. Refused rows and columns that follow from others go."""
     measured = docs_script("measured")
-    case = Case(64, Heads(4, 2, v_dim=16), 8, 1, "bfloat16", "window 9", "HeadTail", "auto")
-    times: dict[str, Any] = {"samples_ms": ((4.0, 6.0, 5.0), (1.0, 1.0, 1.0)), "ranks": 2}
-    method = "ours-symm_mem Balanced graph"
-    ours = Row(
-        case, "fwd", method, "measured", cpu_us=7.4, kernels=("cuDNN", "void f<1,"), errors={"out": 2e-3}, **times
-    )
-    found = Results("torch 2  \n2 x NVIDIA H100 80GB visible", "torchrun", 2, (ours, Row(case, "fwd", "a", "refused")))
-    (tmp_path / "bench.json").write_text(found.to_json())
+    run = {
+        "machine": "2xH100", "versions": "torch 2", "tokens": 64, "mask": "window 9", "q_heads": 4, "kv_heads": 2,
+        "head_dim": "8/16", "dtype": "bfloat16", "layout": "Balanced", "pass": "fwd", "status": "measured",
+        "method": "ours-symm_mem Balanced graph", "median_ms": 4.99999, "low_ms": 4.25, "high_ms": 6, "host_us": 7.4,
+        "tflops": 1.234, "percent_of_ideal": 90.5, "mib": 3.0, "kernels": "cuDNN, ours", "note": "", "error_out": 2e-3,
+    }  # fmt: skip
+    with (tmp_path / "run.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(run))
+        writer.writeheader()
+        writer.writerows([run, run | {"status": "refused", "median_ms": None}])
     old = [dict.fromkeys(measured.COLUMNS, "") | {"table": name} for name in ("new", "other")]
     measured.write(old, tmp_path / "measured.csv")
-    arguments = ["new", tmp_path / "bench.json", "--commit", "1a2b3c4", "--csv", tmp_path / "measured.csv"]
+    arguments = ["new", tmp_path / "run.csv", "--commit", "1a2b3c4", "--csv", tmp_path / "measured.csv"]
     measured.main([*map(str, arguments)])
     row, other = measured.read(tmp_path / "measured.csv")
     assert other["table"] == "other"
-    assert {name: value for name, value in row.items() if name != "tflops"} == {
+    assert row == {
         "table": "new", "machine": "2xH100", "versions": "torch 2", "commit": "1a2b3c4", "tokens": "64",
         "mask": "window 9", "layout": "Balanced", "q_heads": "4", "kv_heads": "2", "head_dim": "8/16",
-        "method": "ours-symm_mem graph", "pass": "fwd", "median_ms": "5.0000", "low_ms": "4.4000", "high_ms": "5.6000",
-        "host_us": "7", "mib": "", "kernels": "cuDNN", "note": "out 2.00e-03",
+        "method": "ours-symm_mem graph", "pass": "fwd", "median_ms": "5.0000", "low_ms": "4.2500", "high_ms": "6.0000",
+        "tflops": "1.2", "host_us": "7", "mib": "3", "kernels": "cuDNN, ours", "note": "error_out 0.002",
     }  # fmt: skip
-
-
-def test_reports_of_training_become_rows_of_measured() -> None:
-    measured = docs_script("measured")
-    case = {"seq_len": 64, "heads": {"q": 4, "kv": 2}, "head_dim": 8, "mask": "causal", "layout": "HeadTail"}
-    job = {"size": {"layers": 3, "dim": 32, "ffn": 48}, "case": case, "checkpointed": True, "offloaded": False}
-    turn = {"losses": [3.0, 2.0, 1.5], "gradient_norm": 0.25}
-    row = {
-        "job": job, "method": "ours-symm_mem compiled", "status": "measured", "turns": [turn], "median_ms": 8.0,
-        "spread_ms": [7.0, 9.0], "mfu_percent": 25.0, "peak_bytes": 3 << 20,
-    }  # fmt: skip
-    data = {"environment": "torch 2  \n2 x NVIDIA H200 visible", "world_size": 2, "peak_tflops": 989.0, "rows": [row]}
-    (found,) = measured.rows_of(data, "steps", "1a2b3c4")
-    assert (found["pass"], found["median_ms"], found["tflops"], found["mib"]) == ("step", "8.0000", "247.2", "3")
-    assert found["method"] == "ours-symm_mem compiled"
-    assert found["note"] == "3 layers of 32 and 48; checkpointing; losses 3.0000 to 1.5000; gradient norm 0.25000"
 
 
 def test_pictures_of_measured_times(tmp_path: Path) -> None:
