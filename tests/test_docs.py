@@ -4,7 +4,6 @@ import doctest
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from support.pages import blocks
 from support.ranks import run_ranks
 
 import cp_dtensor
-from cp_dtensor.tools.report import Results
+from cp_dtensor.tools.report import significant
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,6 +25,12 @@ PACKED = ROOT / "docs" / "packed.md"
 MLA = ROOT / "docs" / "mla.md"
 HYBRID = ROOT / "docs" / "hybrid.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
+DECISIONS = ROOT / "docs" / "decisions.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+WORDS = {DECISIONS: 5_000, BENCHMARKS / "README.md": 2_000}
+ALL_WORDS = 44_000
+"""Words of all documents, at most: 40,000 once all pages are shortened."""
+BENCHMARK_BYTES = 1_500_000
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -98,13 +103,41 @@ def test_ci_runs_the_second_command() -> None:
     assert printed == blocks(ROOT / "README.md", "sh", "bash")[1]
 
 
+def anchors(path: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings}
+
+
 @each_document
 def test_anchors_are_headings(path: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text()):
-        target = path.parent / link if link else path
-        text = re.sub(r"^```.*?^```", "", target.read_text(), flags=re.MULTILINE | re.DOTALL)
-        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings}, link
+        assert anchor in anchors(path.parent / link if link else path), link
+
+
+def test_code_refers_to_decisions_that_are_there() -> None:
+    paths = [path for folder in ("cp_dtensor", "docs/scripts", "examples") for path in (ROOT / folder).rglob("*.py")]
+    said = [each for path in paths for each in re.findall(r"docs/decisions\.md#([\w-]+)", path.read_text())]
+    assert said
+    assert [each for each in said if each not in anchors(DECISIONS)] == []
+
+
+def test_documents_are_short() -> None:
+    words = {path: len(path.read_text().split()) for path in DOCUMENTS}
+    assert {path.name: words[path] for path, most in WORDS.items() if words[path] > most} == {}
+    assert sum(words.values()) <= ALL_WORDS
+    assert sum(path.stat().st_size for path in BENCHMARKS.rglob("*")) <= BENCHMARK_BYTES
+
+
+def test_decisions_have_four_lines_and_name_tables_that_are_there() -> None:
+    known = {row["table"] for row in docs_script("measured").read()}
+    entries = re.split(r"^### .+\n\n", DECISIONS.read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) >= 40
+    for entry in entries:
+        lines = [line for line in entry.splitlines() if line.startswith("- ")]
+        assert [line.split(":*")[0] for line in lines] == ["- *Decided", "- *Because", "- *Rejected", "- *Measured by"]
+        named = re.findall(r"\b(?:\d+xH\d00|kernels|layers|new)(?:-\w+)+\b", lines[3])
+        assert [each for each in named if each not in known] == []
 
 
 def test_the_program_of_the_readme_equals_one_device() -> None:
@@ -128,8 +161,7 @@ def test_the_readme_is_short() -> None:
 def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
     """3.4 times, 1.4 and 1.24, of auto over the faster rotation of torch."""
     speed = docs_script("speed")
-    results = (ROOT / "docs" / "benchmarks" / "8xH200-packages" / "bench.json").read_text()
-    times = speed.eager_times(Results.from_json(results))
+    times = speed.eager_times(speed.table("8xH200-packages"))
     said = re.findall(r"([\d.]+)(?: times as fast as torch 2\.11's SDPA ring)? at (\d[\d,]*\d)", README.read_text())
     assert [tokens for _, tokens in said[:3]] == ["8,192", "32,768", "131,072"]
     for factor, tokens in said[:3]:
@@ -141,11 +173,37 @@ def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
 def test_the_picture_has_one_kind_of_rows() -> None:
     """Eager rows only; rows of other heads beside them are refused."""
     speed = docs_script("speed")
-    found = Results.from_json((ROOT / "docs" / "benchmarks" / "8xH200-graphs" / "bench.json").read_text())
-    assert not any(name.endswith("graph") for *_, name in speed.eager_times(found))
-    another = replace(found.rows[0], case=replace(found.rows[0].case, head_dim=64))
+    rows = speed.table("8xH200-graphs")
+    assert not any(name.endswith("graph") for *_, name in speed.eager_times(rows))
     with pytest.raises(ValueError, match="got 2 kinds"):
-        speed.eager_times(replace(found, rows=(*found.rows, another)))
+        speed.eager_times([*rows, {**rows[0], "head_dim": "64"}])
+
+
+def test_tables_of_benchmarks_are_those_of_measured() -> None:
+    """The first columns of a table choose rows of measured.csv; the others are methods, some with a layout."""
+    measured, compared = docs_script("measured").read(), 0
+    for table in re.findall(r"^\| table \|.*\n(?:\|.*\n)+", (BENCHMARKS / "README.md").read_text(), re.MULTILINE):
+        names, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+        for line in lines:
+            wanted = {name: cell for name, cell in zip(names, line, strict=True) if not name.startswith("`")}
+            wanted["tokens"] = wanted["tokens"].replace(",", "")
+            if heads := wanted.pop("heads", ""):
+                wanted |= zip(("q_heads", "kv_heads", "head_dim"), re.split(":| of ", heads), strict=True)
+            of_case = [row for row in measured if wanted.items() <= row.items()]
+            for name, cell in zip(names, line, strict=True):
+                if name.startswith("`") and cell:
+                    method, _, layout = name.replace("`", "").partition(", ")
+                    rows = [row for row in of_case if row["method"] == method and layout in ("", row["layout"])]
+                    by_pass = {row["pass"]: row for row in rows}
+                    assert len(by_pass) == len(rows), (line[:3], name)
+                    times = {each: float(row["median_ms"]) for each, row in by_pass.items()}
+                    if "step" in times:
+                        found = f"{times['step']:,.0f} ({float(by_pass['step']['tflops']) / 9.89:.1f}%)"
+                    else:
+                        found = f"{significant(times['fwd'])} / {significant(times['fwdbwd'])}"
+                    assert cell == found, (line[:3], name)
+                    compared += 1
+    assert compared > 100
 
 
 def test_every_public_name_is_in_the_api() -> None:

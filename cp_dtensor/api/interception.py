@@ -1,7 +1,7 @@
 """Shared patches of torch, and interception of `F.scaled_dot_product_attention` at torch's dispatcher.
 
 A dispatcher kernel sees every call, however the function was imported and in whatever thread it runs, backward
-included, and costs other operators nothing (`docs/log.md` has the comparison with a function mode).
+included, and costs other operators nothing (docs/decisions.md#sdpa-is-intercepted-in-torchs-dispatcher).
 """
 
 from __future__ import annotations

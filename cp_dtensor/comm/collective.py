@@ -198,7 +198,7 @@ class Staging:
     grad_keys_per_stage: int = 1 << 17
     """Rows of keys of all ranks, times query heads, that a stage of backward has at least: eight waves of blocks of 128
     keys on an H200. Of two ranks with a causal mask and `HeadTail`, one computes two of these waves, the other four.
-    More rows were up to 5% faster and took up to 44% more memory (docs/log.md, 2026-11-26)."""
+    More rows: up to 5% faster, up to 44% more memory (docs/decisions.md#a-stage-of-backward-fills-the-gpu)."""
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 

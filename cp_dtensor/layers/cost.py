@@ -28,7 +28,7 @@ CHUNK = 64
 """Tokens of a chunk of the kernels."""
 _BLOCK = 64
 """Columns of the state that a thread block of the kernels has."""
-# Fitted to one H200 and fla-core 0.6 (docs/benchmarks/hybrid.md), within 13%.
+# Fitted to one H200 and fla-core 0.6 (layers-hybrid in docs/benchmarks/measured.csv), within 13%.
 _LAUNCHES = 1.25
 """Host time of the kernels of a run in forward, in launches."""
 _CHUNK_SECONDS = 1.4e-6

@@ -19,7 +19,7 @@ from cp_dtensor.plan.tiles import ShapedMask, Tile
 from cp_dtensor.spec.layouts import Span, joined_spans
 
 # Constants of the model, beside `Hardware.launch` and `Hardware.link_latency`. The first three are parts of the
-# vendors' peaks, measured on H200s with NVLink 4 (docs/benchmarks/2xH200) and assumed of all others.
+# vendors' peaks, measured on H200s with NVLink 4 (2xH200 in docs/benchmarks/measured.csv) and assumed of all others.
 FLOPS_REACHED = 620 / 989
 """FLOPs a second of attention over the peak: 620 of 989 TFLOP/s."""
 MEMORY_REACHED = 3.5 / 4.8
@@ -29,11 +29,11 @@ LINK_REACHED = 330 / 450
 SINGLE_PRECISION = 0.05
 """Speed of attention in float32 or float64 over that in bfloat16 (assumed)."""
 BACKWARD = 3.0
-"""FLOPs and launches of backward over those of forward (rings in docs/benchmarks/8xH200-graphs; CPU time there)."""
+"""FLOPs and launches of backward over those of forward (rings of 8xH200-graphs; the host's time there)."""
 TRIANGLE = 0.52
-"""FLOPs that a triangle takes the time of, over those of its rectangle ("ideal" in docs/benchmarks/8xH200-graphs)."""
+"""FLOPs that a triangle takes the time of, over those of its rectangle ("ideal" of 8xH200-graphs)."""
 INTERVALS = 1.3
-"""Time of interval-masked tiles over tiles by shape with as many pairs (docs/benchmarks/2xH200-masks)."""
+"""Time of interval-masked tiles over tiles by shape with as many pairs (2xH200-masks)."""
 TRANSFER_TAX = 0.15
 """Fraction by which attention slows down while kernels of transfers take multiprocessors (measured on H200s)."""
 TOLERANCE = 1.05
@@ -118,8 +118,8 @@ class Hardware:
     link_latency: float = 20e-6
     """Seconds until the first byte of a transfer arrives."""
     launch: float = 180e-6
-    """Seconds of host time to launch a step of attention, each of its tiles, or an exchange of heads, in forward (CPU
-    time at 8,192 tokens in docs/benchmarks: 120 to 250 on six machines)."""
+    """Seconds of host time to launch a step of attention, each of its tiles, or an exchange of heads, in forward (the
+    host's time at 8,192 tokens in docs/benchmarks/measured.csv: 120 to 250 on six machines)."""
     shares_memory: bool = True
     """False if the link is a network, across which ranks cannot read each other's memory. Read by `explain` only:
     calls look at the GPUs themselves."""

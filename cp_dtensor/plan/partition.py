@@ -367,7 +367,7 @@ def partition_call(spec: CallSpec, world_size: int, stages: int) -> HeadPartitio
 
 _MORE_UNHIDDEN = 2.0
 """Multiplier of `flops_per_stage` if exchanges do not overlap attention. 4 H200s: 0.3e12 is too little, and 1.2e12 too
-much for one length (docs/log.md, 2026-11-22)."""
+much for one length (docs/decisions.md#twice-as-much-work-where-nothing-is-hidden)."""
 
 
 def head_stages(
@@ -376,8 +376,8 @@ def head_stages(
     """The number of stages of Ulysses that are worthwhile and divide a rank's KV-head groups.
 
     Exchanges of heads overlap the computation of other stages. Launches cost time, so a stage has at least
-    `flops_per_stage` FLOPs of a rank in forward (0.7 ms on an H200; 8 H200s, docs/log.md, 2026-11-27). A stage has
-    whole groups: parts of a group would each need its K/V, and were no faster (docs/log.md, 2026-11-26).
+    `flops_per_stage` FLOPs of a rank in forward, 0.7 ms on an H200 (docs/decisions.md#a-stage-has-a-least-of-work). It
+    has whole groups, whose parts would each need their K/V (docs/decisions.md#a-stage-of-ulysses-has-whole-groups).
     """
     groups = spec.partition.groups()
     least = flops_per_stage * (1.0 if hides_exchanges(spec, publishes) else _MORE_UNHIDDEN)

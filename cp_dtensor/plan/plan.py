@@ -12,7 +12,7 @@ from cp_dtensor.plan.tiling import GatheredRows, Tiling
 from cp_dtensor.spec.layouts import Span, chunk, joined_spans
 
 LONGEST_TRIANGLE = 1 << 16
-"""Most rows of a causal tile in forward: cuDNN is 7% slower on a longer one than on its parts (H200, docs/log.md)."""
+"""Most rows of a causal tile in forward: cuDNN is slower on longer ones (docs/decisions.md#long-triangles-are-cut)."""
 _MOST_SPANS = 4
 """Most ranges of rows to send: each is packed by launches of its own."""
 

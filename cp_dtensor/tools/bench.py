@@ -36,7 +36,7 @@ _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
 ideal, on the same inputs in the same run. Exits with status 1 if a row ended in an error.
 
-    torchrun --nproc-per-node 8 -m cp_dtensor bench --output docs/benchmarks/8xH200
+    torchrun --nproc-per-node 8 -m cp_dtensor bench --output outputs/8xH200
     torchrun --nproc-per-node 2 -m cp_dtensor bench --quick
     torchrun --nproc-per-node 2 -m cp_dtensor bench --errors
     torchrun --nproc-per-node 8 -m cp_dtensor bench --quick --seq-lens 32768 --trace traces

@@ -191,18 +191,6 @@ def test_json_comes_back() -> None:
     assert (derived["median_ms"], derived["percent_of_ideal"], derived["error_ratios"]) == (2.0, 112.5, {"out": 2.0})
 
 
-@pytest.mark.parametrize("table", ["2xH200", "8xH200-masks-flex"])
-def test_committed_tables_are_read(table: str) -> None:
-    """They name methods "contestant"; the numbers that they derive are those of today."""
-    text = (ROOT / "docs" / "benchmarks" / table / "bench.json").read_text()
-    found, raw = Results.from_json(text), json.loads(text)["rows"]
-    for each, data in zip(found.rows, raw, strict=True):
-        assert each.method == data["contestant"]
-        if each.status == "measured":
-            assert each.median_ms == data["median_ms"]
-            assert found.percent_of_ideal(each) == data["percent_of_ideal"]
-
-
 def test_the_report_shows_every_row() -> None:
     text = markdown(
         results(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from itertools import product
 from pathlib import Path
 
@@ -17,12 +18,9 @@ from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
-from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.draw import assignment, key_positions
-from cp_dtensor.tools.methods import methods_by_name
-from cp_dtensor.tools.report import Results, Row
 
-balance, methods, schedules, states = (docs_script(name) for name in ("balance", "methods", "schedules", "states"))
+methods, schedules = (docs_script(name) for name in ("methods", "schedules"))
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -37,20 +35,6 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
         for segment in layout.segments(SEQ_LEN, rank, RANKS, group):
             rank_of[list(segment.positions())] = rank
     return rank_of
-
-
-@pytest.mark.parametrize(("_title", "layout", "edges"), states.PANELS, ids=lambda value: repr(value))
-def test_ways_of_states(_title: str, layout: Layout, edges: tuple[int, ...]) -> None:
-    """A state passes through the positions of its document in order, on the ranks that own them."""
-    for way in states.ways(layout, edges):
-        positions = [position for _, run in way for position in range(*run)]
-        assert positions == list(range(positions[0], positions[-1] + 1))
-        assert not edges or {positions[0], positions[-1] + 1} <= {*edges}
-        for rank, (start, stop) in way:
-            owned = [
-                each for segment in layout.segments(states.SEQ_LEN, rank, states.RANKS) for each in segment.positions()
-            ]
-            assert {*range(start, stop)} <= {*owned}
 
 
 @pytest.mark.parametrize(("_title", "layout", "group"), schedules.PANELS, ids=lambda value: repr(value))
@@ -157,13 +141,6 @@ def test_the_picture_has_a_panel_for_each_group_of_heads() -> None:
     methods.plt.close(figure)
 
 
-def test_the_table_of_balance_has_a_row_for_every_mask_and_layout() -> None:
-    text = balance.report([256], [2, 4])
-    assert text.count("| Balanced |") == 16
-    assert text.count("| PerDocument |") == 8
-    assert "| causal | Contiguous | 74.71% | 1 | 64, 64 | 100.0%, 50.0% |" in text
-
-
 def test_the_rooms_are_those_of_the_rules_and_imports_are_counted(tmp_path: Path) -> None:
     rooms = docs_script("rooms")
     assert {*rooms.ROOMS} == {*FLOORS, rooms.PUBLIC}
@@ -194,15 +171,45 @@ def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
     rooms.plt.close(figure)
 
 
-def test_pictures_of_a_benchmark(tmp_path: Path) -> None:
-    """Every method that is measured by default has a public name and a colour."""
-    picture = docs_script("picture")
-    names = [each.name for each in methods_by_name(None, graph=True, compiled=True) if not each.alone]
-    shown = {name: picture.label_and_colour(name, ranks=8) for name in names}
-    assert not [label for label, _ in shown.values() if "ours" in label or "torch-" in label]
-    assert len({label for label, _ in shown.values()}) == len(names)
-    assert shown["ours-hybrid-4 graph"] == ("hybrid 2 x 4, CUDA graph", picture.METHODS["ours-hybrid"][1])
-    case = Case(64, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
-    rows = [Row(case, "fwd", name, "measured", samples_ms=((4.0,),)) for name in ("ideal", "ours-auto")]
-    picture.draw(Results("torch  \n8 x GPU", "torchrun ...", 2, tuple(rows)), tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+def test_runs_become_tables_of_measured(tmp_path: Path) -> None:
+    """Rows of the table are replaced, those of others stay. Refused rows and columns that follow from others go."""
+    measured = docs_script("measured")
+    run = {
+        "machine": "2xH100", "versions": "torch 2", "tokens": 64, "mask": "window 9", "q_heads": 4, "kv_heads": 2,
+        "head_dim": "8/16", "dtype": "bfloat16", "layout": "Balanced", "pass": "fwd", "status": "measured",
+        "method": "ours-symm_mem Balanced graph", "median_ms": 4.99999, "low_ms": 4.25, "high_ms": 6, "host_us": 7.4,
+        "tflops": 1.234, "percent_of_ideal": 90.5, "mib": 3.0, "kernels": "cuDNN, ours", "note": "", "error_out": 2e-3,
+    }  # fmt: skip
+    with (tmp_path / "run.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(run))
+        writer.writeheader()
+        writer.writerows([run, run | {"status": "refused", "median_ms": None}])
+    old = [dict.fromkeys(measured.COLUMNS, "") | {"table": name} for name in ("new", "other")]
+    measured.write(old, tmp_path / "measured.csv")
+    arguments = ["new", tmp_path / "run.csv", "--commit", "1a2b3c4", "--csv", tmp_path / "measured.csv"]
+    measured.main([*map(str, arguments)])
+    row, other = measured.read(tmp_path / "measured.csv")
+    assert other["table"] == "other"
+    assert row == {
+        "table": "new", "machine": "2xH100", "versions": "torch 2", "commit": "1a2b3c4", "tokens": "64",
+        "mask": "window 9", "layout": "Balanced", "q_heads": "4", "kv_heads": "2", "head_dim": "8/16",
+        "method": "ours-symm_mem graph", "pass": "fwd", "median_ms": "5.0000", "low_ms": "4.2500", "high_ms": "6.0000",
+        "tflops": "1.2", "host_us": "7", "mib": "3", "kernels": "cuDNN, ours", "note": "error_out 0.002",
+    }  # fmt: skip
+
+
+def test_pictures_of_measured_times(tmp_path: Path) -> None:
+    """All four are drawn, with a bar and its milliseconds for each method; a graph has no speedup."""
+    speed = docs_script("speed")
+    figure = speed.Figure()
+    axis = figure.subplots()
+    times = {"torch-allgather": 6.0, "ours-symm_mem": 3.0, "ours-symm_mem graph": 1.5, "ideal": 1.0, "ideal-other": 2.0}
+    bars = [bar for bar in speed.CAUSAL if times.keys() & {*bar.names}]
+    speed.panel(axis, bars, times, "torch-allgather")
+    assert [text.get_text() for text in axis.texts] == ["6.00", "3.00  2.00x", "1.50"]
+    assert [bar.get_width() for bar in axis.patches] == [6.0, 3.0, 1.5]
+    assert axis.lines[0].get_xdata()[0] == 1.0
+    speed.draw_masks(speed.table("8xH200-masks-flex"), tmp_path / "masks.png")
+    speed.draw_lengths(speed.table("8xH200-packages-graphs"), speed.CAUSAL, "", tmp_path / "causal.png")
+    speed.draw_steps(tmp_path / "steps.png")
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())

@@ -58,7 +58,7 @@ class CudnnFlexAttention(AttentionBackend):
 
     deterministic: bool = False
     """True for gradients that are the same bits in every run: by the kernels of this package. cuDNN's deterministic
-    backward takes 24 times as long as its other one under a window (docs/log.md)."""
+    backward takes 24 times as long under a window (docs/decisions.md#cudnns-deterministic-backward-is-not-used)."""
 
     name = "CUDNN_FLEX_ATTENTION"
 
