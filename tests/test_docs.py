@@ -4,7 +4,6 @@ import doctest
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from support.pages import blocks
 from support.ranks import run_ranks
 
 import cp_dtensor
-from cp_dtensor.tools.report import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -127,9 +125,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
     """3.4 times, 1.4 and 1.24, of auto over the faster rotation of torch."""
-    speed = docs_script("speed")
-    results = (ROOT / "docs" / "benchmarks" / "8xH200-packages" / "bench.json").read_text()
-    times = speed.eager_times(Results.from_json(results))
+    times = docs_script("speed").eager_times()
     said = re.findall(r"([\d.]+)(?: times as fast as torch 2\.11's SDPA ring)? at (\d[\d,]*\d)", README.read_text())
     assert [tokens for _, tokens in said[:3]] == ["8,192", "32,768", "131,072"]
     for factor, tokens in said[:3]:
@@ -139,13 +135,11 @@ def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:
 
 
 def test_the_picture_has_one_kind_of_rows() -> None:
-    """Eager rows only; rows of other heads beside them are refused."""
+    """Eager rows only; a table of several heads is refused."""
     speed = docs_script("speed")
-    found = Results.from_json((ROOT / "docs" / "benchmarks" / "8xH200-graphs" / "bench.json").read_text())
-    assert not any(name.endswith("graph") for *_, name in speed.eager_times(found))
-    another = replace(found.rows[0], case=replace(found.rows[0].case, head_dim=64))
+    assert not any(name.endswith("graph") for *_, name in speed.eager_times("8xH200-packages-graphs"))
     with pytest.raises(ValueError, match="got 2 kinds"):
-        speed.eager_times(replace(found, rows=(*found.rows, another)))
+        speed.eager_times("8xH200-packages-heads")
 
 
 def test_every_public_name_is_in_the_api() -> None:

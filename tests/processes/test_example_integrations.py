@@ -43,14 +43,3 @@ def test_diffusers(tmp_path: Path) -> None:
         4, EXAMPLES / "diffusers_four_ranks.py", folder=tmp_path, timeout=240, imports=["diffusers.models.transformers"]
     )
     assert printed.count(": largest error of out and gradients ") == 5
-
-
-@pytest.mark.slow
-def test_steps_of_models_of_transformers(tmp_path: Path) -> None:
-    """The benchmark of docs/scripts: losses of steps are those of whole sequences."""
-    pytest.importorskip("transformers", reason=REASON)
-    options = ("--toy", "--tokens", "48", "--steps", "1", "--warm-steps", "1", "--packed", "19")
-    program = ROOT / "docs" / "scripts" / "model_steps.py"
-    printed = launch(2, program, *options, folder=tmp_path, timeout=240, imports=["transformers.models.llama"])
-    assert [printed.count(f"| {method} |") for method in ("whole", "gathered", "plain", "provider")] == [2, 2, 2, 2]
-    assert "losses are equal" in printed

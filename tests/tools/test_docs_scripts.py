@@ -17,12 +17,9 @@ from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
-from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.draw import assignment, key_positions
-from cp_dtensor.tools.methods import methods_by_name
-from cp_dtensor.tools.report import Results, Row
 
-balance, methods, schedules, states = (docs_script(name) for name in ("balance", "methods", "schedules", "states"))
+methods, schedules = (docs_script(name) for name in ("methods", "schedules"))
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -37,20 +34,6 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
         for segment in layout.segments(SEQ_LEN, rank, RANKS, group):
             rank_of[list(segment.positions())] = rank
     return rank_of
-
-
-@pytest.mark.parametrize(("_title", "layout", "edges"), states.PANELS, ids=lambda value: repr(value))
-def test_ways_of_states(_title: str, layout: Layout, edges: tuple[int, ...]) -> None:
-    """A state passes through the positions of its document in order, on the ranks that own them."""
-    for way in states.ways(layout, edges):
-        positions = [position for _, run in way for position in range(*run)]
-        assert positions == list(range(positions[0], positions[-1] + 1))
-        assert not edges or {positions[0], positions[-1] + 1} <= {*edges}
-        for rank, (start, stop) in way:
-            owned = [
-                each for segment in layout.segments(states.SEQ_LEN, rank, states.RANKS) for each in segment.positions()
-            ]
-            assert {*range(start, stop)} <= {*owned}
 
 
 @pytest.mark.parametrize(("_title", "layout", "group"), schedules.PANELS, ids=lambda value: repr(value))
@@ -157,13 +140,6 @@ def test_the_picture_has_a_panel_for_each_group_of_heads() -> None:
     methods.plt.close(figure)
 
 
-def test_the_table_of_balance_has_a_row_for_every_mask_and_layout() -> None:
-    text = balance.report([256], [2, 4])
-    assert text.count("| Balanced |") == 16
-    assert text.count("| PerDocument |") == 8
-    assert "| causal | Contiguous | 74.71% | 1 | 64, 64 | 100.0%, 50.0% |" in text
-
-
 def test_the_rooms_are_those_of_the_rules_and_imports_are_counted(tmp_path: Path) -> None:
     rooms = docs_script("rooms")
     assert {*rooms.ROOMS} == {*FLOORS, rooms.PUBLIC}
@@ -192,17 +168,3 @@ def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
     numbers = [text.get_text() for text in figure.axes[0].texts if text.get_text().isdecimal()]
     assert sorted(map(int, numbers)) == sorted(counts.values())
     rooms.plt.close(figure)
-
-
-def test_pictures_of_a_benchmark(tmp_path: Path) -> None:
-    """Every method that is measured by default has a public name and a colour."""
-    picture = docs_script("picture")
-    names = [each.name for each in methods_by_name(None, graph=True, compiled=True) if not each.alone]
-    shown = {name: picture.label_and_colour(name, ranks=8) for name in names}
-    assert not [label for label, _ in shown.values() if "ours" in label or "torch-" in label]
-    assert len({label for label, _ in shown.values()}) == len(names)
-    assert shown["ours-hybrid-4 graph"] == ("hybrid 2 x 4, CUDA graph", picture.METHODS["ours-hybrid"][1])
-    case = Case(64, Heads(4, 2), 8, 2, "float32", "causal", "HeadTail", "auto")
-    rows = [Row(case, "fwd", name, "measured", samples_ms=((4.0,),)) for name in ("ideal", "ours-auto")]
-    picture.draw(Results("torch  \n8 x GPU", "torchrun ...", 2, tuple(rows)), tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
