@@ -1,15 +1,13 @@
 """Ranks of a command: their start and end, their devices, and their exchange of values and failures.
 
-Ranks run and fail together. They exchange values and failures between their host processes, through a store and not
+Ranks run and fail together. They exchange values and failures between their host processes, by gloo and not
 through the devices: a rank that waits there keeps its device idle, and learns of another rank's failure before it waits
 for a collective that the other rank never joined.
 """
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 import shlex
 import statistics
 import sys
@@ -48,23 +46,16 @@ def start(program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds
     if "RANK" not in os.environ:
         count = torch.cuda.device_count() if use_gpu else 2
         sys.exit(f"start with torchrun: torchrun --nproc-per-node {count} {program} {shlex.join(arguments)}".rstrip())
-    store, rank, world_size = next(dist.rendezvous("env://"))
     if use_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = Device(use_gpu)
-    dist.init_process_group(
-        "nccl" if use_gpu else "gloo", store=dist.PrefixStore("process_group", store), rank=rank,
-        world_size=world_size, timeout=timedelta(seconds=timeout_seconds),
-        device_id=device.torch_device if use_gpu else None,
-    )  # fmt: skip
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    nodes = world_size // local_ranks
+    device, timeout = Device(use_gpu), timedelta(seconds=timeout_seconds)
+    of_device = device.torch_device if use_gpu else None
+    dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout, device_id=of_device)
+    ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    nodes = ranks.world_size // local_ranks
     launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {local_ranks}"
-    return (
-        Ranks(dist.PrefixStore("bench", store), rank, world_size),
-        device,
-        f"{launch} {program} " + shlex.join(arguments),
-    )
+    return ranks, device, f"{launch} {program} {shlex.join(arguments)}"
 
 
 def end(ranks: Ranks, lost: Failed | None) -> None:
@@ -97,21 +88,15 @@ class Failed(Exception):
 
 
 class Ranks:
-    """This rank, and its exchange of values with the other ranks through a store."""
+    """This rank, and its exchange of values with the other ranks through a group of their host processes."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._round = store, 0
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size, self._group = group.rank(), group.size(), group
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. Waits on the host; values must be picklable."""
-        self._round += 1
-        self._store.set(self._key(self._round, self.rank), base64.b64encode(pickle.dumps(value)).decode())
-        keys = [self._key(self._round, rank) for rank in range(self.world_size)]
-        self._store.wait(keys, _TIMEOUT)
-        values = [pickle.loads(base64.b64decode(self._store.get(key))) for key in keys]
-        # All ranks are in this round, so all ranks have read the values of the round before.
-        self._store.delete_key(self._key(self._round - 1, self.rank))
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
@@ -143,10 +128,6 @@ class Ranks:
         results: list[T] = []
         self.together(lambda: results.append(function()), taking_part)
         return results[0] if results else None
-
-    @staticmethod
-    def _key(number: int, rank: int) -> str:
-        return f"bench/{number}/{rank}"
 
 
 def _cause(error: str) -> str:

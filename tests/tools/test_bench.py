@@ -177,8 +177,7 @@ def test_shards_are_parts_of_the_whole_and_lie_as_models_have_them() -> None:
 
 def as_ranks(body: Callable[[Ranks], Any]) -> list[Any]:
     """Run `body` on two ranks that are threads."""
-    store = dist.HashStore()
-    return run_ranks(2, lambda rank: body(Ranks(store, rank, 2)))
+    return run_ranks(2, lambda rank: body(Ranks(dist.group.WORLD)))  # type: ignore[arg-type]
 
 
 def test_errors_are_of_the_whole_and_see_every_rank() -> None:

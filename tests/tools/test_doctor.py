@@ -30,6 +30,12 @@ def meshes_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "mesh_of_ranks", methods.mesh_of_ranks.__wrapped__)
 
 
+def of_threads() -> Ranks:
+    """Return the ranks of `run_ranks`."""
+    assert dist.group.WORLD is not None
+    return Ranks(dist.group.WORLD)
+
+
 def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:
     return {each.check: each for each in findings}
 
@@ -49,8 +55,7 @@ def test_a_sound_machine_ends_in_ok(tmp_path: Path) -> None:
 
 
 def test_four_ranks_have_hybrids_and_nested_rings(meshes_of_threads: None) -> None:
-    store = dist.HashStore()
-    ((finding,), *_) = run_ranks(4, lambda rank: list(results(Ranks(store, rank, 4), Device(use_gpu=False))))
+    ((finding,), *_) = run_ranks(4, lambda rank: list(results(of_threads(), Device(use_gpu=False))))
     assert finding.status == OK
     assert finding.text.startswith("allgather, alltoall, ulysses, hybrid-2, nested-2: forward and")
 
@@ -60,7 +65,7 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
 ) -> None:
     def body(rank: int) -> list[Finding]:
         report = Report(as_json=False, visible=True)
-        check(report, Ranks(dist.HashStore(), rank, 1), Device(use_gpu=False), 4096, Heads(4, 2))
+        check(report, of_threads(), Device(use_gpu=False), 4096, Heads(4, 2))
         return report.findings
 
     hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
@@ -77,7 +82,6 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
 
 def test_wrong_results_of_one_rank_are_a_problem(meshes_of_threads: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The gradient of one rank is off by 1e-6 in one method."""
-    store = dist.HashStore()
     right = methods.context_parallel_attention
 
     def attention(*tensors: torch.Tensor, **options: object) -> object:
@@ -88,7 +92,7 @@ def test_wrong_results_of_one_rank_are_a_problem(meshes_of_threads: None, capsys
 
     def body(rank: int) -> int:
         report = Report(as_json=False, visible=rank == 0)
-        report.add(*results(Ranks(store, rank, 2), Device(use_gpu=False)))
+        report.add(*results(of_threads(), Device(use_gpu=False)))
         return report.end()
 
     with mock.patch.object(methods, "context_parallel_attention", attention):

@@ -55,8 +55,8 @@ def torch_shards(case: Case, device: torch.device, buffers: list[torch.Tensor]) 
         yield
 
 
-def turns_on(rank: int, store: str, job: Job, names: Sequence[str]) -> list[Turn]:
-    ranks = Ranks(dist.FileStore(store, 2), rank, 2)
+def turns_on(rank: int, job: Job, names: Sequence[str]) -> list[Turn]:
+    ranks = Ranks(dist.group.WORLD)  # type: ignore[arg-type]
     with_torch = Method("torch's shards", shards=torch_shards, contiguous=True)
     methods = [*methods_by_name(names), *([with_torch] if job.case.is_plain else [])]
     return [take_turn(job, method, ranks, Device(use_gpu=False), warm=WARM, steps=STEPS) for method in methods]
@@ -94,9 +94,9 @@ def on_one_device(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float
     ids=["causal", "documents", "causal by another name"],
 )
 def test_losses_and_gradients_are_those_of_one_device(
-    job: Job, names: Sequence[str], two_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, names: Sequence[str], two_processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = two_processes.run(turns_on, str(tmp_path / "store"), job, names)
+    found = two_processes.run(turns_on, job, names)
     losses, norm = on_one_device(job, monkeypatch)
     assert losses[-1] < losses[0]
     for turns in found:
