@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cp_dtensor.tools.cases import PASSES, Heads, grid
-from cp_dtensor.tools.measure import Effort, Suite
+from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.parsing import (
     MASK_HELP,
@@ -141,8 +141,8 @@ def main(arguments: Sequence[str]) -> None:
             what = f"{row['tokens']:,} tokens, {row['mask']}, {row['pass']}, {row['method']}"
             print(f"[{next(numbers)}/{total * len(options.passes)}] {what}: {outcome}", file=sys.stderr, flush=True)
 
-    effort = Effort(options.repeats, options.row_seconds, options.warm_ms)
-    suite = Suite(ranks, device, effort, options.check_up_to, options.trace, report)
+    effort = options.repeats, options.row_seconds, options.warm_ms, options.check_up_to
+    suite = Suite(ranks, device, *effort, options.trace, report)
     lost: Failed | None = None
     about = place(ranks.world_size)
     if ranks.rank == 0:
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> None:
         except Failed as failure:
             lost = failure
         if ranks.rank == 0:  # now, so that a run that ends early keeps its rows
-            print(f"\n## {case.title}\n\n{table_of(rows[first:], [*case.columns()])}", flush=True)
+            print(f"\n## {case.title}\n\n{table_of(rows[first:], [*case.columns(), 'layout'])}", flush=True)
             if options.output is not None:
                 write_csv(options.output, [{**about, **row} for row in rows])
         if lost is not None:

@@ -272,3 +272,9 @@ class Method:
     """True if the method's attention, or the layers of a model around it, are compiled."""
     contiguous: bool = False
     """True if attention gets inputs that are contiguous as (B, H, S, D)."""
+
+    @property
+    def layout_column(self) -> str:
+        """The layout as the column of a row: HeadTail, beside which all stand, unless the method is named after it."""
+        layout = self.layout.removeprefix("torch ")
+        return layout if layout in self.name.split() else "HeadTail"

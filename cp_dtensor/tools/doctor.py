@@ -28,7 +28,7 @@ from cp_dtensor.tools import info
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
 from cp_dtensor.tools.info import ALL_GPUS, backends, gpu_name, peer_access
-from cp_dtensor.tools.measure import Effort, Suite
+from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS, methods_by_name
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
@@ -401,7 +401,7 @@ def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Findi
 def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
     """Yield findings about out and gradients of every method and KV transport, beside one device in float64."""
     began, kind, size, rows = time.monotonic(), device.torch_device.type, ranks.world_size, list[Row]()
-    suite = Suite(ranks, device, Effort(repeats=1, seconds=1.0, warm_ms=0.0), check_up_to=_TOKENS * size)
+    suite = Suite(ranks, device, repeats=1, seconds=1.0, warm_ms=0.0, check_up_to=_TOKENS * size)
     ours = [each for each in methods_by_name(None) if each.name.startswith(OURS) and each.name != f"{OURS}auto"]
     if ranks.together(lambda: _obstacle(device))[0] is not None:
         ours = [each for each in ours if "symm_mem" not in each.name]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor.tools.cases import Case, head_of, rows_of
 from cp_dtensor.tools.ranks import Ranks
@@ -18,8 +19,6 @@ _TRUTH = -1
 """Number of the reference among those of outcomes."""
 _BLOCK_ELEMENTS = 2**25
 """Logits of a block, 8 bytes each; about six such arrays exist at once."""
-_MOST_ROWS = 1024
-"""Most rows of a block: the more rows, the more keys that only some of them see."""
 
 
 class Outcome(NamedTuple):
@@ -69,37 +68,32 @@ def _reference_heads(case: Case, device: torch.device) -> Iterator[tuple[str, in
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for head in range(kv_head * group, (kv_head + 1) * group):
             q, grad_out = (head_of(case, name, head, device).double() for name in ("q", "grad_out"))
-            out, dq = reference_head(q, k, v, grad_out, dk, dv, seen)
+            out, (dq, *more) = reference_head(q, k, v, grad_out, seen)
             yield "out", head, out
             yield "dq", head, dq
+            dk, dv = dk + more[0], dv + more[1]
         yield "dk", kv_head, dk
         yield "dv", kv_head, dv
 
 
 def reference_head(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-    seen: torch.Tensor, *, block_elements: int = _BLOCK_ELEMENTS,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute attention of one head and its gradients; all tensors are (B, S, D or Dv) of one dtype.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, seen: torch.Tensor,
+    *, block_elements: int = _BLOCK_ELEMENTS,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
+    """Return attention of one head and the gradients of q, k and v; all tensors are (B, S, D or Dv) of one dtype.
 
-    The gradients of keys and values are added to dk and dv. `seen` is the result of `Case.seen_keys`, `block_elements`
-    the approximate number of logits of a block. Returns out and dq.
+    `seen` is the result of `Case.seen_keys`, `block_elements` the approximate number of logits of a block of queries,
+    whose logits are computed again in backward.
     """
-    batch, seq_len, _ = q.shape
-    out, dq = torch.zeros_like(grad_out), torch.zeros_like(q)
-    widest = max(int((seen[1] - seen[0]).max()), 1)
-    rows = min(max(block_elements // (batch * widest), 1), _MOST_ROWS)
-    for block in (slice(start, start + rows) for start in range(0, seq_len, rows)):
-        lo, hi = seen[:, block]
-        if not (lo < hi).any():
-            continue
-        first, last = int(lo[lo < hi].min()), int(hi[lo < hi].max())
-        column = torch.arange(first, last)
-        allowed = ((column >= lo[:, None]) & (column < hi[:, None])).to(q.device)
-        leaves = [x.detach().requires_grad_() for x in (q[:, block], k[:, first:last], v[:, first:last])]
-        out_block = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], attn_mask=allowed)
-        dq_block, dk_block, dv_block = torch.autograd.grad(out_block, leaves, grad_out[:, block])
-        out[:, block], dq[:, block] = out_block.detach(), dq_block
-        dk[:, first:last] += dk_block
-        dv[:, first:last] += dv_block
-    return out, dq
+    key, seen = torch.arange(q.size(1), device=q.device), seen.to(q.device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> Any:
+        allowed = (key >= first[:, None]) & (key < last[:, None])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+    rows = max(block_elements // (q.size(0) * q.size(1)), 1)
+    blocks = zip(q.split(rows, 1), *(bound.split(rows) for bound in seen), strict=True)
+    outs = [checkpoint(attend, block, k, v, *bounds, use_reentrant=False) for block, *bounds in blocks]
+    out = torch.cat(outs, 1)
+    return out.detach(), torch.autograd.grad(out, leaves, grad_out)

@@ -59,34 +59,17 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Effort:
-    """Time that a row may take."""
-
-    repeats: int
-    """Timed calls, if there is time for them."""
-    seconds: float
-    """Time of all timed calls; slower calls are repeated less often, but at least three times."""
-    warm_ms: float = 400.0
-    """Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
-
-    def repeats_of(self, call_ms: float) -> int:
-        """Return the number of times that a call is timed.
-
-        >>> effort = Effort(repeats=20, seconds=3.0)
-        >>> [effort.repeats_of(call_ms) for call_ms in (1.0, 300.0, 4000.0)]
-        [20, 10, 3]
-        """
-        affordable = int(self.seconds * 1e3 / max(call_ms, 1e-3))
-        return max(min(self.repeats, affordable), min(self.repeats, _FEWEST_REPEATS))
-
-
-@dataclass(frozen=True)
 class Suite:
     """The runner of all cases on this rank."""
 
     ranks: Ranks
     device: Device
-    effort: Effort
+    repeats: int
+    """Timed calls, if there is time for them."""
+    seconds: float
+    """Time of all timed calls; slower calls are repeated less often, but at least three times."""
+    warm_ms: float
+    """Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
     check_up_to: int
     """Errors are computed of cases with no more work than a causal sequence of this length."""
     traces: Path | None = None
@@ -105,14 +88,8 @@ class Suite:
         layouts = sorted(dict.fromkeys(each.layout for each in methods), key=WHOLE.__ne__)
         drawn: dict[str, tuple[torch.Tensor, Inputs] | None] = {}
         for method, name in product(sorted(methods, key=lambda each: layouts.index(each.layout)), passes):
-            row: Row = {
-                **case.columns(),
-                "layout": method.layout,
-                "pass": name,
-                "method": method.name,
-                "status": ERROR,
-                "message": None,
-            }
+            row: Row = {**case.columns(), "layout": method.layout_column, "pass": name, "method": method.name}
+            row |= {"status": ERROR, "message": None}
             rows.append(row)
             if refusal := method.refusal(case, self.ranks.world_size):
                 row |= {"status": REFUSED, "message": refusal}
@@ -212,8 +189,9 @@ class Suite:
         else:
             extra = together(lambda: self.device.extra_bytes(call))
         first_ms = max(together(timed))
-        repeats = self.effort.repeats_of(first_ms)
-        warm_calls = min(_MOST_WARM_CALLS, int(self.effort.warm_ms / max(first_ms, 1e-3)))
+        affordable = max(int(self.seconds * 1e3 / max(first_ms, 1e-3)), _FEWEST_REPEATS)
+        repeats = min(self.repeats, affordable)
+        warm_calls = min(_MOST_WARM_CALLS, int(self.warm_ms / max(first_ms, 1e-3)))
         together(lambda: [timed() for _ in range(warm_calls)])
         samples = together(lambda: [timed() for _ in range(repeats)])
         host_us = together(lambda: self.device.launch_us(call, min(_LAUNCH_CALLS, repeats)))

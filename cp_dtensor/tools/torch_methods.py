@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial, wraps
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -267,27 +267,6 @@ Span = tuple[int, int]
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-class VarlenArguments(NamedTuple):
-    """Arguments of varlen attention for contiguous queries; `keys` is the range of the keys that are passed."""
-
-    keys: Span
-    cu_seqlens_q: tuple[int, ...]
-    cu_seqlens_k: tuple[int, ...]
-
-    @classmethod
-    def of(cls, documents: Sequence[Span], queries: Span) -> VarlenArguments:
-        """Pair each document's queries with its keys up to the last query: the kernel aligns them at their ends.
-
-        >>> VarlenArguments.of([(0, 4), (4, 9)], (2, 6))
-        VarlenArguments(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
-        """
-        first, last = queries
-        mine = [span for span in documents if max(span[0], first) < min(span[1], last)]
-        q = [min(stop, last) - max(start, first) for start, stop in mine]
-        k = [min(stop, last) - start for start, stop in mine]
-        return cls((mine[0][0], last), tuple(accumulate(q, initial=0)), tuple(accumulate(k, initial=0)))
-
-
 def varlen_refusal(case: Case, world_size: int) -> str | None:
     """Return the reason why varlen attention of a case is not measured; None if it is."""
     if case.batch != 1 or case.dropout:
@@ -326,16 +305,18 @@ def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[.
     documents, window = [(0, case.seq_len)], (-1, 0)  # keys before and after a query, -1 for all
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()):
-            documents = list(pairwise(cu_seqlens))
+            documents = [span for span in pairwise(cu_seqlens) if span[0] < span[1]]
         case SlidingWindow(left, 0) if left is not None:
             window = (left, 0)
         case other if other != Causal():
             raise NotImplementedError(f"no varlen attention for {case.mask}")
-    keys, *edges = VarlenArguments.of(documents, queries)
-    numbers: list[Any] = [torch.tensor(each, dtype=torch.int32, device=device) for each in edges]
-    numbers += [max(stop - start for start, stop in pairwise(each)) for each in edges]
-    attend: Any = varlen_attn  # which returns out alone
-    return lambda q, k, v: attend(q, k, v, *numbers, window_size=window, **_GQA), keys
+    # Each document's queries, with its keys up to the last query: the kernel aligns them at their ends.
+    first, last = queries
+    mine = [(start, min(stop, last)) for start, stop in documents if start < last and stop > first]
+    lengths = [[stop - max(start, first) for start, stop in mine], [stop - start for start, stop in mine]]
+    numbers = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths]
+    attend: Any = partial(varlen_attn, window_size=window, **_GQA)  # which returns out alone
+    return lambda q, k, v: attend(q, k, v, *numbers, *map(max, lengths)), (mine[0][0], last)
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:

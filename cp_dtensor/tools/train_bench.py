@@ -297,7 +297,7 @@ def main(arguments: Sequence[str]) -> None:
     for job in options.jobs:
         first, lost = len(rows), _measure(job, options, ranks, device, rows)
         if ranks.rank == 0:
-            print(f"\n## {job.title}\n\n{table_of(rows[first:], [*job.columns()])}", flush=True)
+            print(f"\n## {job.title}\n\n{table_of(rows[first:], [*job.columns(), 'layout'])}", flush=True)
             if options.output is not None:  # now, so that a run that ends early keeps its rows
                 write_csv(options.output, [{**about, **row} for row in rows])
         if lost is not None:
@@ -337,5 +337,6 @@ def _measure(job: Job, options: argparse.Namespace, ranks: Ranks, device: Device
     gpu = gpu_name() if options.use_gpu and options.dtype in ("bfloat16", "float16") else None
     measured = rows_of(job, turns, ranks.world_size, None if gpu is None else GPUS[gpu].flops)
     found = [*measured, *({"method": name, **other} for name, other in others.items())]
-    rows += [{**job.columns(), **row} for row in found]
+    layouts = {each.name: each.layout_column for each in options.methods}
+    rows += [{**job.columns(), "layout": layouts[row["method"]], **row} for row in found]
     return lost

@@ -36,7 +36,7 @@ from cp_dtensor.tools.cases import (
     rows_of,
 )
 from cp_dtensor.tools.errors import ERRORS, Outcome, reference_head, relative_errors
-from cp_dtensor.tools.measure import Effort, Suite, compare
+from cp_dtensor.tools.measure import Suite, compare
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Failed, Ranks
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, table_of, times_of
@@ -154,12 +154,11 @@ def test_the_reference_is_attention(mask: str) -> None:
     """And masks of FlexAttention are the same masks."""
     generator, case = torch.Generator().manual_seed(0), replace(CASE, seq_len=13, mask=mask)
     q, k, v, grad_out = (torch.randn(2, 13, 8, generator=generator, dtype=torch.float64) for _ in range(4))
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    out, dq = reference_head(q, k, v, grad_out, dk, dv, case.seen_keys(), block_elements=2 * 13 * 5)
-    leaves, allowed = [x.clone().requires_grad_() for x in (q, k, v)], shown(case.mask_value, 13, 13, 1)[0, 0]
+    out, gradients = reference_head(q, k, v, grad_out, case.seen_keys(), block_elements=2 * 13 * 5)
+    leaves, allowed = [x.detach().clone().requires_grad_() for x in (q, k, v)], shown(case.mask_value, 13, 13, 1)[0, 0]
     expected = F.scaled_dot_product_attention(*leaves, attn_mask=allowed)
     expected.backward(grad_out)
-    torch.testing.assert_close((out, dq, dk, dv), (expected.detach(), *(leaf.grad for leaf in leaves)))
+    torch.testing.assert_close((out, *gradients), (expected.detach(), *(leaf.grad for leaf in leaves)))
     position = torch.arange(13)
     assert torch.equal(mask_mod(case, CPU)(None, None, position[:, None], position), allowed)
 
@@ -275,12 +274,12 @@ def method(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -
     return Method(name, lambda case, device: attention, **settings)
 
 
-def run_suite(*methods: Method, case: Case = CASE, device: Device | None = None) -> list[list[Row]]:
+def run_suite(*methods: Method, case: Case = CASE, device: Device | None = None, repeats: int = 2) -> list[list[Row]]:
     """Return the rows of each of two ranks."""
 
     def body(ranks: Ranks) -> list[Row]:
         rows: list[Row] = []
-        suite = Suite(ranks, device or Device(use_gpu=False), Effort(2, 1.0, 0.0), check_up_to=512)
+        suite = Suite(ranks, device or Device(use_gpu=False), repeats, 1.0, 0.0, check_up_to=512)
         with suppress(Failed):  # the run has ended: rows are those that were tried
             suite.run(case, ("fwd", "fwdbwd"), methods, rows)
         return rows
@@ -450,6 +449,8 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     for row in rows:
         name, documents = row["method"], row["mask"] == "documents 100"
         assert (row["machine"], row["head_dim"]) == ("2xCPU", "8")
+        layout = [word for word in name.split()[1:] if word not in ("graph", "FA4")] or ["HeadTail"]
+        assert row["layout"] == layout[0]
         runs = name in ON_CPUS - ({"ideal"} if documents else set()) or (name == "ours-auto PerDocument" and documents)
         assert row["status"] == (MEASURED if runs else REFUSED), row
         assert bool(row["message"]) != runs
