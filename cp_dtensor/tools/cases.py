@@ -1,4 +1,4 @@
-"""Attention problems of the benchmark, their random inputs, and methods that compute them."""
+"""Attention problems of the benchmarks, their random inputs, and methods that compute them."""
 
 from __future__ import annotations
 
@@ -6,58 +6,63 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_dtensor import Layout, Mask
+from cp_dtensor import BalancedBlocks, Layout, Mask, local_positions
 from cp_dtensor.plan.partition import BACKWARD_FLOPS
+from cp_dtensor.spec.masks import clipped_interval_sets
 from cp_dtensor.tools.parsing import layout_by_name, mask_by_name
 
-PASSES = {"fwd": "forward", "fwdbwd": "forward + backward"}
-"""Titles by name: forward alone (without autograd), and forward with backward."""
-Select = Callable[[torch.Tensor], torch.Tensor]
-"""From all tokens of a head, (B, S, D), to the tokens of a rank."""
+PASSES = ("fwd", "fwdbwd")
+"""Forward alone (without autograd), and forward with backward."""
+WHOLE = "whole"
+"""Layout of methods of one GPU: rank 0 has the whole sequence, and computes alone."""
+BLOCK = 128
+"""Queries, and keys, of a block of FlexAttention."""
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From q (B, H, S, D), k and v (B, Hkv or H, S, D) to out (B, H, S, D)."""
+"""From q (B, H, S, D), k and v (B, Hkv, S, D or Dv) to out (B, H, S, Dv)."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers of query heads and K/V heads, and their dims: None for those of the command line, and for v as of k."""
+    """Numbers of query heads and K/V heads, and their dims; `v_dim` 0 is `dim`."""
 
     q: int
     kv: int
-    dim: int | None = None
-    v_dim: int | None = None
+    dim: int = 128
+    v_dim: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Heads:
-        """Reads "query:kv", "query:kv:dim" or "query:kv:dim/v_dim".
+        """Read "query:kv", "query:kv:dim" or "query:kv:dim/v_dim".
 
-        >>> Heads.parse("16:16:192/128")
-        Heads(q=16, kv=16, dim=192, v_dim=128)
+        >>> Heads.parse("16:16:192/128"), str(Heads.parse("32:8"))
+        (Heads(q=16, kv=16, dim=192, v_dim=128), '32:8:128')
 
         Raises:
             ValueError: the text is none of them, or the query heads are no multiple of the kv heads.
         """
-        found = re.fullmatch(r"(\d+):(\d+)(?::(\d+)(?:/(\d+))?)?", text)
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)(?::([1-9]\d*)(?:/([1-9]\d*))?)?", text)
         if found is None:
             raise ValueError(f"expected heads as query:kv, such as 32:8, or with dims, 16:16:192/128, got {text!r}")
-        q, kv, dim, v_dim = (None if number is None else int(number) for number in found.groups())
-        if not q or not kv or 0 in (dim, v_dim) or q % kv:
+        heads = cls(*(int(number) for number in found.groups() if number is not None))
+        if heads.q % heads.kv:
             raise ValueError(f"expected the number of query heads to be a multiple of the kv heads, got {text!r}")
-        return cls(q, kv, dim, v_dim)
+        return heads
 
-    def dims(self, otherwise: int) -> tuple[int, int]:
-        """Return head dims of q and k, and of v; `otherwise` where these heads have none.
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of q and k, and of v."""
+        return self.dim, self.v_dim or self.dim
 
-        >>> Heads(16, 16, 192, 128).dims(64), Heads(32, 8, 256).dims(64), Heads(32, 8).dims(64)
-        ((192, 128), (256, 256), (64, 64))
-        """
-        dim = self.dim or otherwise
-        return dim, self.v_dim or dim
+    def __str__(self) -> str:
+        return f"{self.q}:{self.kv}:{self.dim}" + (f"/{self.v_dim}" if self.v_dim else "")
 
 
 @dataclass(frozen=True)
@@ -67,29 +72,35 @@ class Case:
     seq_len: int
     """Global number of tokens."""
     heads: Heads
-    head_dim: int
-    """Head dim of heads that have none of their own."""
-    batch: int
-    dtype: str
-    """Name of a torch dtype."""
-    mask: str
+    mask: str = "causal"
     """Name of a mask, as of `mask_by_name`."""
-    layout: str
-    """Name of a layout, as of `layout_by_name`; methods may have one of their own."""
-    backend: str
+    batch: int = 1
+    dtype: str = "bfloat16"
+    """Name of a torch dtype."""
+    backend: str = "auto"
     """Name of a `torch.nn.attention.SDPBackend`, or "auto"."""
     dropout: float = 0.0
     """Probability to drop a softmax weight. Results are random then, and have no errors."""
+
+    def columns(self) -> dict[str, object]:
+        """Return the case as columns of a row, named as in docs/benchmarks/measured.csv."""
+        return {
+            "tokens": self.seq_len, "mask": self.mask, "q_heads": self.heads.q, "kv_heads": self.heads.kv,
+            "head_dim": "/".join(map(str, dict.fromkeys(self.heads.dims))), "batch": self.batch, "dtype": self.dtype,
+            "backend": self.backend, "dropout": self.dropout,
+        }  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        """The case in words."""
+        words = [f"{self.seq_len:,} tokens", f"{self.heads} heads", self.mask, self.dtype]
+        words += [f"batch {self.batch}"] * (self.batch > 1) + [self.backend] * (self.backend != "auto")
+        return ", ".join(words + [f"dropout {self.dropout:g}"] * (self.dropout > 0))
 
     @property
     def enable_gqa(self) -> bool:
         """True if query heads share K/V heads."""
         return self.heads.q != self.heads.kv
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        """Head dims of q and k, and of v."""
-        return self.heads.dims(self.head_dim)
 
     @property
     def mask_value(self) -> Mask:
@@ -110,18 +121,20 @@ class Case:
         """
         return self.mask_value.pairs(self.seq_len, self.seq_len)
 
-    def layout_value(self, name: str | None = None) -> Layout:
-        """Return the layout of a name, by default that of the case.
+    def layout(self, name: str, device: torch.device | str = "cpu") -> Layout:
+        """Return the layout of a name, as of `layout_by_name`, or "BalancedBlocks" of the mask.
 
         Raises:
             ValueError: the layout does not fit the mask.
         """
-        return layout_by_name(name or self.layout, self.mask_value, self.seq_len)
+        if name == "BalancedBlocks":
+            return BalancedBlocks(block_mask(self, torch.device(device)))
+        return layout_by_name(name, self.mask_value, self.seq_len)
 
-    def layout_refusal(self, name: str | None = None) -> str | None:
-        """Return the reason why there is no such layout; None if there is."""
+    def layout_refusal(self, name: str) -> str | None:
+        """Return the reason why there is no layout of a name; None if there is."""
         try:
-            self.layout_value(name)
+            _ = name == "BalancedBlocks" or self.layout(name)  # the former fits every mask
         except ValueError as error:
             return str(error)
         return None
@@ -129,33 +142,62 @@ class Case:
     def flops(self, pass_name: str) -> float:
         """Return the floating point operations of a pass over the whole sequence; masked pairs do not count.
 
-        >>> Case(1024, Heads(32, 8), 128, 1, "bfloat16", "full", "HeadTail", "auto").flops("fwd")
+        >>> Case(1024, Heads(32, 8), "full").flops("fwd")
         17179869184.0
         """
-        forward = 2.0 * self.batch * self.heads.q * self.pairs * sum(self.dims)
+        forward = 2.0 * self.batch * self.heads.q * self.pairs * sum(self.heads.dims)
         return forward * (1 + BACKWARD_FLOPS if pass_name == "fwdbwd" else 1)
 
+    def seen_keys(self) -> torch.Tensor:
+        """Return the first key that each query sees, and the key after the last one: (2, S); equal if it sees none.
 
-def grid(
-    seq_lens: Sequence[int], heads: Sequence[Heads], masks: Sequence[str], backends: Sequence[str],
-    dropouts: Sequence[float] = (0.0,), **fixed: Any,
-) -> tuple[Case, ...]:  # fmt: skip
-    """Return all combinations, those with few keys first, so that buffers never exceed the needs of a case.
+        >>> Case(3, Heads(1, 1), "window:1,0").seen_keys().tolist()
+        [[0, 0, 1], [1, 2, 3]]
 
-    `fixed` are the other fields of all cases.
-    """
-    cases = [
-        Case(seq_len, each, mask=mask, backend=backend, dropout=dropout, **fixed)
-        for each, mask, backend, dropout, seq_len in itertools.product(heads, masks, backends, dropouts, seq_lens)
-    ]
-    return tuple(sorted(dict.fromkeys(cases), key=lambda case: case.seq_len * case.heads.kv))
+        Raises:
+            ValueError: a query sees several intervals of keys.
+        """
+        interval_sets = clipped_interval_sets(self.mask_value, self.seq_len, self.seq_len)
+        if len(interval_sets) > 1:
+            raise ValueError(f"expected a mask with one interval of keys for each query, got {self.mask}")
+        seen = torch.zeros(2, self.seq_len, dtype=torch.int64)
+        for band in (band for interval_set in interval_sets for band in interval_set):
+            query = torch.arange(band.first, band.last)
+            seen[0, band.first : band.last] = (query - band.left).clamp(min=band.lo)
+            seen[1, band.first : band.last] = (query + band.right + 1).clamp(max=band.hi)
+        return seen
 
 
-# Inputs that each rank draws by itself, head by head, so that no rank holds the whole sequence
+def grid(**options: Sequence[Any]) -> list[Case]:
+    """Return all combinations of fields of a case, those with few keys first, so that memory never shrinks."""
+    cases = [Case(**dict(zip(options, values, strict=True))) for values in itertools.product(*options.values())]
+    return sorted(dict.fromkeys(cases), key=lambda case: case.seq_len * case.heads.kv)
 
 
-@dataclass(frozen=True)
-class Inputs:
+# Masks of FlexAttention
+
+
+def mask_mod(case: Case, device: torch.device) -> Callable[..., torch.Tensor]:
+    """Return the mask of a case as a function of positions."""
+    if case.mask == "causal":
+        return lambda b, h, q, kv: q >= kv
+    first, last = case.seen_keys().to(device)
+    return lambda b, h, q, kv: (kv >= first[q]) & (kv < last[q])
+
+
+@lru_cache(maxsize=1)
+def block_mask(case: Case, device: torch.device) -> BlockMask:
+    """Return the block mask of a case; compiled on GPUs, where it would hold all pairs in memory."""
+    return create_block_mask(
+        mask_mod(case, device), None, None, case.seq_len, case.seq_len, device=device, BLOCK_SIZE=BLOCK,
+        _compile=device.type == "cuda",
+    )  # fmt: skip
+
+
+# Inputs, which each rank draws by itself, head by head, so that no rank holds the whole sequence
+
+
+class Inputs(NamedTuple):
     """(B, heads, S, D or Dv) each, views of (B, S, heads, D) memory as in models."""
 
     q: torch.Tensor
@@ -165,80 +207,42 @@ class Inputs:
 
     def contiguous(self) -> Inputs:
         """Return these numbers in (B, heads, S, D) memory."""
-        return Inputs(*(tensor.contiguous() for tensor in (self.q, self.k, self.v, self.grad_out)))
-
-    def with_expanded_kv(self) -> Inputs:
-        """Return this problem without GQA: each K/V head repeated for the query heads that read it."""
-        group = self.q.size(1) // self.k.size(1)
-        k, v = (x.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2) for x in (self.k, self.v))
-        return Inputs(self.q, k, v, self.grad_out)
+        return Inputs(*(tensor.contiguous() for tensor in self))
 
 
-@dataclass(frozen=True)
-class Source:
-    """Random numbers, equal on all ranks with the same kind of device."""
-
-    seed: int
-    device: torch.device
-
-    def head(self, case: Case, name: str, head: int) -> torch.Tensor:
-        """Draw all tokens of one head of "q", "k", "v" or "grad_out": (B, S, D or Dv), normal, in the case's dtype."""
-        stream = ("q", "k", "v", "grad_out").index(name)
-        generator = torch.Generator(self.device).manual_seed((self.seed * 4 + stream) * 100_003 + head)
-        shape = (case.batch, case.seq_len, case.dims[name in ("v", "grad_out")])
-        return torch.randn(shape, device=self.device, generator=generator).to(getattr(torch, case.dtype))
-
-    def inputs(self, case: Case, select: Select) -> Inputs:
-        """Draw the selected tokens of all heads."""
-        tensors = []
-        for name, heads in {
-            "q": case.heads.q,
-            "k": case.heads.kv,
-            "v": case.heads.kv,
-            "grad_out": case.heads.q,
-        }.items():
-            first = select(self.head(case, name, 0))
-            tensor = first.new_empty(case.batch, first.size(1), heads, first.size(2))
-            for head in range(heads):
-                tensor[:, :, head] = select(self.head(case, name, head)) if head else first
-            tensors.append(tensor.transpose(1, 2))
-        return Inputs(*tensors)
+def head_of(case: Case, name: str, head: int, device: torch.device) -> torch.Tensor:
+    """Draw all tokens of one head of "q", "k", "v" or "grad_out": (B, S, D or Dv), equal on every rank."""
+    stream = Inputs._fields.index(name)
+    generator = torch.Generator(device).manual_seed(stream * 100_003 + head)
+    shape = (case.batch, case.seq_len, case.heads.dims[name in ("v", "grad_out")])
+    return torch.randn(shape, device=device, generator=generator).to(getattr(torch, case.dtype))
 
 
-@dataclass(frozen=True)
-class ByLayout:
-    """The tokens of each rank, in local order, by a layout: that of the name, or of the case.
-
-    A value: methods with equal shards share their inputs.
-    """
-
-    name: str | None = None
-
-    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        """Return the function that selects a rank's tokens."""
-        return shard_of(case.layout_value(self.name), case, rank, world_size, device)
+def rows_of(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Select the rows of (B, S, D) tokens at (B, local tokens) positions."""
+    return tokens.take_along_dim(positions[..., None], 1)
 
 
-class AllTokens(ByLayout):
-    """The whole sequence, of rank 0 alone."""
+def inputs_of(case: Case, positions: torch.Tensor) -> Inputs:
+    """Draw the tokens at (B, local tokens) positions of all heads."""
+    drawn = []
+    for name, heads in zip(Inputs._fields, (case.heads.q, case.heads.kv, case.heads.kv, case.heads.q), strict=True):
+        by_head = (rows_of(head_of(case, name, head, positions.device), positions) for head in range(heads))
+        first = next(by_head)
+        tensor = first.new_empty(*first.shape[:2], heads, first.size(2))
+        for head, rows in enumerate(itertools.chain([first], by_head)):
+            tensor[:, :, head] = rows
+        drawn.append(tensor.transpose(1, 2))
+    return Inputs(*drawn)
 
-    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        return all_tokens
 
-
-def all_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """Selects all tokens."""
-    return tokens
-
-
-def shard_of(layout: Layout, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-    """Return the function that selects the tokens that a layout assigns to a rank."""
-    indices = []  # (batch rows, positions) of each group of rows that is divided alike
-    for group, rows in enumerate(layout.batch_groups(case.batch)):
-        segments = layout.segments(case.seq_len, rank, world_size, group)
-        positions = [position for segment in segments for position in segment.positions()]
-        indices.append((slice(*rows), torch.tensor(positions, dtype=torch.int64, device=device)))
-    return lambda tokens: torch.cat([tokens[rows].index_select(1, positions) for rows, positions in indices])
+def positions_by_layout(case: Case, layout: str, device: torch.device) -> torch.Tensor:
+    """Return the positions of this rank's tokens, (B, local tokens), in a layout by name or in `WHOLE`."""
+    if layout == WHOLE:
+        return torch.arange(case.seq_len, device=device).expand(case.batch, -1)
+    world = dist.group.WORLD
+    assert world is not None
+    return local_positions(world, case.seq_len, case.layout(layout, device), batch_size=case.batch, device=device)
 
 
 @dataclass(frozen=True)
@@ -246,33 +250,31 @@ class Method:
     """One way of computing attention: this library's, torch's, or one GPU's."""
 
     name: str
-    attention: Callable[[Case, torch.device], Attention]
-    """The attention of a case."""
+    attention: Callable[[Case, torch.device], Attention] | None = None
+    """The attention of a case; None for torch's SDPA inside of `shards`."""
     refusal: Callable[[Case, int], str | None] = lambda case, world_size: None
     """The reason why a case on so many ranks is not measured; None if it is."""
+    layout: str = "HeadTail"
+    """Tokens of each rank: methods of one layout share their inputs."""
+    positions: Callable[[Case, str, torch.device], torch.Tensor] = positions_by_layout
+    """Positions of this rank's tokens by case and layout."""
     context: Callable[[Case, torch.device], AbstractContextManager[object]] = lambda case, device: nullcontext()
-    """The context in which the attention is made and runs, forward and backward."""
-    shards: ByLayout = field(default_factory=ByLayout)
-    """Tokens of each rank. With `AllTokens`, rank 0 works alone."""
-    suits: Callable[[Case], bool] = lambda case: True
-    """False for cases that get no row, besides those with dropout if the method has none."""
-    has_dropout: bool = False
+    """The context of all calls."""
+    shards: Callable[[Case, torch.device, list[torch.Tensor]], AbstractContextManager[object]] | None = None
+    """The context of a training step, in which (B, S) tensors are this rank's shards, also after it."""
+    predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
+    """The time of a case and pass that the library's cost model predicts, on the slowest rank."""
     by_default: bool = True
     """True if the method is measured when no methods are named."""
     captured: bool = False
     """True if the method is measured as a CUDA graph."""
+    compiled: bool = False
+    """True if the method's attention, or the layers of a model around it, are compiled."""
     contiguous: bool = False
-    """True if the inputs are contiguous as (B, H, S, D)."""
-    may_expand_kv: bool = False
-    """True if the method is retried with repeated K/V heads where it fails with shared ones."""
-    predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
-    """The time of a case and pass that the library's cost model predicts, on the slowest rank."""
-
-    def has_row(self, case: Case) -> bool:
-        """True if a case gets a row."""
-        return self.suits(case) and (self.has_dropout or not case.dropout)
+    """True if attention gets inputs that are contiguous as (B, H, S, D)."""
 
     @property
-    def alone(self) -> bool:
-        """True if rank 0 computes the whole while the others wait."""
-        return isinstance(self.shards, AllTokens)
+    def layout_column(self) -> str:
+        """The layout as the column of a row: HeadTail, beside which all stand, unless the method is named after it."""
+        layout = self.layout.removeprefix("torch ")
+        return layout if layout in self.name.split() else "HeadTail"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import platform
@@ -32,7 +31,6 @@ from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 
 ALL_GPUS = "all GPUs of this node"
-_NONE = "none"
 _SHAPES = ((1, 64, 64), (1, 128, 128), (4, 192, 128), (1, 192, 128), (1, 256, 256), (1, 512, 512))
 """Key heads for four query heads, head dims of q and of v. Groups change the kernel only where the dims differ."""
 _KERNELS = {
@@ -43,39 +41,48 @@ _KERNELS = {
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Yields name and value of each row of the table."""
-    has_gpu, triton, peers = torch.cuda.is_available(), _version("triton"), peer_access()
-    yield "cp_dtensor", _version("cp_dtensor")
-    yield "Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}"
-    yield "torch", torch.__version__ + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU only")
-    runs = "compiler" if has_gpu else "no GPU to compile for"
+    """Yield name and value of each row of the table."""
+    has_gpu, peers = torch.cuda.is_available(), peer_access()
+    yield from versions()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        runs = "interpreter (TRITON_INTERPRET)"
-    yield "Triton", triton if triton == _NONE else f"{triton}, {runs}"
-    yield "cuDNN", _cudnn_version()
-    yield "NCCL", _nccl_version()
+        yield "Triton runs in its", "interpreter (TRITON_INTERPRET)"
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if has_gpu else 0)]
     found = Counter(
         f"{each.name} ({each.total_memory / 2**30:.0f} GiB, capability {each.major}.{each.minor})" for each in gpus
     )
     yield "devices", "; ".join(f"{n} x {name}" for name, n in found.items()) or f"CPU, {os.cpu_count()} cores"
     groups = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
-    yield "process groups", ", ".join(name for name, is_here in groups.items() if is_here()) or _NONE
+    yield "process groups", ", ".join(name for name, is_here in groups.items() if is_here()) or "none"
     yield "peer access", peers
-    if has_gpu:
-        yield "symmetric memory", "available" if peers == ALL_GPUS else "needs GPUs with peer access"
-        for dtype in (torch.bfloat16, torch.float32):
-            yield f"backends, {str(dtype).removeprefix('torch.')}", ", ".join(backends("cuda", dtype)) or _NONE
-    else:
-        yield "symmetric memory", "needs GPUs"
-        yield "backends", ", ".join(backends("cpu", torch.float32)) or _NONE
+    yield "symmetric memory", "available" if peers == ALL_GPUS else "needs GPUs with peer access"
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"backends, {str(dtype).removeprefix('torch.')}", ", ".join(backends(dtype)) or "none"
     for package in PACKAGES:
         yield package.title, package.version or f"not installed: {INSTALL}"
     yield from kernels()
 
 
+def versions() -> Iterator[tuple[str, str]]:
+    """Yield what is installed: names and versions.
+
+    Raises:
+        RuntimeError: torch refuses another cuDNN than that it was built with.
+    """
+    for package in ("cp_dtensor", "torch", "triton"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield package, torch.__version__ if package == "torch" else importlib.metadata.version(package)
+    yield "Python", platform.python_version()
+    if torch.cuda.is_available():
+        number = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
+        yield "CUDA", str(torch.version.cuda)
+        yield "cuDNN", f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        if dist.is_available() and dist.is_nccl_available():
+            yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+        yield from ((package.distribution, package.version) for package in PACKAGES if package.version)
+
+
 def kernels() -> Iterator[tuple[str, str]]:
-    """Yields which kernel computes what on the first device, by dtype, head dims of q and v, and key heads.
+    """Yield which kernel computes what on the first device, by dtype, head dims of q and v, and key heads.
 
     FlashAttention-4 and cuDNN's FlexAttention step back where their first results in a process are wrong.
     """
@@ -94,9 +101,9 @@ def kernels() -> Iterator[tuple[str, str]]:
                 allowed = allowed_backends()
                 alike = masked_by_shape(replace(by_row, deterministic=True), allowed)
                 served["deterministic"] = choose_backend(alike, allowed)
-            shown = str(dim) if dim == v_dim else f"{dim}/{v_dim}{', grouped' if kv_heads < 4 else ''}"
+            shape = str(dim) if dim == v_dim else f"{dim}/{v_dim}{', grouped' if kv_heads < 4 else ''}"
             text = "; ".join(f"{what}: {_kernel(backend, spec)}" for what, backend in served.items())
-            yield f"kernels, {dtype}, {shown}", text
+            yield f"kernels, {dtype}, {shape}", text
 
 
 def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
@@ -110,24 +117,9 @@ def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
     return f"{name} ({', '.join(left)})"
 
 
-def environment() -> str:
-    """Return hardware and versions as Markdown, for reports of measurements."""
-    versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
-    if not torch.cuda.is_available():
-        return f"{', '.join(versions)}  \nCPU only ({platform.machine()})"
-    versions += [f"triton {_version('triton')}", f"CUDA {torch.version.cuda}", f"cuDNN {_cudnn_version()}"]
-    versions += [f"NCCL {nccl}"] if (nccl := _nccl_version()) != _NONE else []
-    versions += versions_of_packages()
-    return f"{', '.join(versions)}  \n{torch.cuda.device_count()} x {torch.cuda.get_device_name()} visible"
-
-
-def versions_of_packages() -> list[str]:
-    """Return names and versions of the installed packages of the extra `kernels`."""
-    return [f"{package.distribution} {package.version}" for package in PACKAGES if package.version]
-
-
-def backends(device: str, dtype: torch.dtype, head_dim: int = 64) -> list[str]:
+def backends(dtype: torch.dtype, head_dim: int = 64) -> list[str]:
     """Return the backends of `F.scaled_dot_product_attention` that compute a causal call and its gradients."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.randn(1, 2, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
     names = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}  # those of CPUs
     if device != "cpu":
@@ -155,21 +147,3 @@ def gpu_name() -> str | None:
     """Return the name in `GPUS` of the current GPU; None for others, whose peaks are not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return None if "PCIe" in name or "NVL" in name else next((each for each in GPUS if each in name.split()), None)
-
-
-def _cudnn_version() -> str:
-    number = torch.backends.cudnn.version()  # 91900 is 9.19.0
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else _NONE
-
-
-def _nccl_version() -> str:
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    return ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else _NONE
-
-
-def _version(package: str) -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    with suppress(ImportError):
-        return getattr(importlib.import_module(package), "__version__", "not installed, imported from its folder")
-    return _NONE

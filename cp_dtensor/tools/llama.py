@@ -25,14 +25,13 @@ _LOSS_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a model."""
+    """Size of a model; `ffn` is the width of the SwiGLU."""
 
     layers: int
     dim: int
     heads: int
     kv_heads: int
     ffn: int
-    """Width of the SwiGLU."""
     vocabulary: int
 
     @property
@@ -51,7 +50,7 @@ class Size:
         return self.layers * (attention + 3 * self.dim * self.ffn) + self.dim * self.vocabulary
 
     def step_flops(self, tokens: int, pairs: int) -> float:
-        """Model FLOPs of forward and backward: 6 for each token and parameter, 12 D for each pair, head and layer.
+        """Return model FLOPs of forward and backward: 6 for each token and parameter, 12 D for each pair, head, layer.
 
         What is computed again (in backward of attention, checkpointed layers and the loss) does not count. Source:
         PaLM, https://arxiv.org/abs/2204.02311, appendix B, which counts masked pairs too.
@@ -84,16 +83,15 @@ class Llama(nn.Module):
         offloaded: True to compute each layer again, from inputs in host memory.
     """
 
-    def __init__(self, size: Size, *, is_causal: bool, contiguous: bool, checkpointed: bool, offloaded: bool) -> None:
+    def __init__(self, size: Size, **options: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.dim)
-        attention = {"is_causal": is_causal, "contiguous": contiguous}
-        self.layers = nn.ModuleList(Layer(size, checkpointed, offloaded, attention) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Layer(size, **options) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.output = nn.Linear(size.dim, size.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The sum of the token losses of (B, S) tokens and their labels at their global positions."""
+        """Return the sum of the token losses of (B, S) tokens and their labels at their global positions."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, positions)
@@ -108,39 +106,34 @@ class Llama(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each after a norm and added to its input."""
+    """Grouped-query attention with rotary positions, and feed-forward, each after a norm and added to its input."""
 
-    def __init__(self, size: Size, checkpointed: bool, offloaded: bool, attention: dict[str, Any]) -> None:
+    def __init__(
+        self, size: Size, *, is_causal: bool, contiguous: bool = False, checkpointed: bool = False,
+        offloaded: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.head_dim, self.is_causal, self.contiguous = size.head_dim, is_causal, contiguous
+        self.checkpointed, self.offloaded = checkpointed or offloaded, offloaded
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(size.dim, eps=1e-5) for _ in range(2))
-        self.attention = Attention(size, **attention)
+        self.wq = nn.Linear(size.dim, size.heads * size.head_dim, bias=False)
+        self.wk, self.wv = (nn.Linear(size.dim, size.kv_heads * size.head_dim, bias=False) for _ in range(2))
+        self.wo = nn.Linear(size.heads * size.head_dim, size.dim, bias=False)
         self.w1, self.w3 = (nn.Linear(size.dim, size.ffn, bias=False) for _ in range(2))
         self.w2 = nn.Linear(size.ffn, size.dim, bias=False)
-        self.checkpointed, self.offloaded = checkpointed, offloaded
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if not (self.checkpointed or self.offloaded):
+        if not self.checkpointed:
             return self._forward(x, positions)
         with save_on_cpu(pin_memory=True) if self.offloaded else nullcontext():
             return checkpoint(self._forward, x, positions, use_reentrant=False)
 
     def _forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), positions)
+        x = x + self._attention(self.attention_norm(x), positions)
         normed = self.ffn_norm(x)
         return x + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
 
-
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, size: Size, *, is_causal: bool, contiguous: bool) -> None:
-        super().__init__()
-        self.head_dim, self.is_causal, self.contiguous = size.head_dim, is_causal, contiguous
-        self.wq = nn.Linear(size.dim, size.heads * size.head_dim, bias=False)
-        self.wk, self.wv = (nn.Linear(size.dim, size.kv_heads * size.head_dim, bias=False) for _ in range(2))
-        self.wo = nn.Linear(size.heads * size.head_dim, size.dim, bias=False)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _attention(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         q_BSHD, k_BSHD, v_BSHD = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k, v = (x.transpose(1, 2) for x in (rotated(q_BSHD, positions), rotated(k_BSHD, positions), v_BSHD))
         if self.contiguous:
@@ -163,7 +156,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def rotated(x_BSHD: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """RoPE at (B, S) positions, in float32 at least: halves of a head are the pairs' first and second numbers."""
+    """Apply RoPE at (B, S) positions, in float32 at least: halves of a head are the pairs' first and second numbers."""
     exact = x_BSHD.to(torch.promote_types(x_BSHD.dtype, torch.float32))
     first, second = exact.chunk(2, -1)
     pairs = torch.arange(first.size(-1), device=exact.device, dtype=exact.dtype)
@@ -173,11 +166,11 @@ def rotated(x_BSHD: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
-    """Draws the weights, equal whatever the ranks that share them: normal, the norms' weights 1."""
+def initialise(model: nn.Module) -> None:
+    """Draw the weights, equal whatever the ranks that share them: normal, the norms' weights 1."""
     generator: torch.Generator | None = None
     for parameter in model.parameters():
-        generator = generator or torch.Generator(parameter.device).manual_seed(seed)
+        generator = generator or torch.Generator(parameter.device).manual_seed(0)
         whole = torch.ones(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if whole.ndim > 1:
             whole.normal_(std=0.02, generator=generator)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +15,15 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cp_dtensor import Causal
-from cp_dtensor.tools.cases import AllTokens, Attention, ByLayout, Case, Inputs, Method, Select, Source, all_tokens
-from cp_dtensor.tools.errors import Outcome, relative_errors
+from cp_dtensor.tools.cases import WHOLE, Attention, Case, Inputs, Method, inputs_of
+from cp_dtensor.tools.errors import ERRORS, Outcome, relative_errors
+from cp_dtensor.tools.methods import IDEAL, OURS
 from cp_dtensor.tools.ranks import Call, Device, Failed, Ranks
-from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row
+from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, times_of
+from cp_dtensor.tools.torch_methods import sdpa
 
 T = TypeVar("T")
-N = TypeVar("N", int, float)
-MOST_WARM_CALLS = 30
+_MOST_WARM_CALLS = 30
 _LAUNCH_CALLS = 5
 """Few enough for all their launches to fit into the device's queue; a full queue makes the host wait."""
 _FEWEST_REPEATS = 3
@@ -29,15 +31,11 @@ _TRACED_CALLS = 3
 
 
 class Work:
-    """One pass of a method over this rank's inputs; keeps the results of the last call.
+    """One pass of a method over this rank's inputs; keeps the results of the last call."""
 
-    `kv_heads` are those of the case; `inputs` may have more, repeated for methods that cannot share them.
-    """
-
-    def __init__(self, attention: Attention, inputs: Inputs, pass_name: str, kv_heads: int) -> None:
-        self._attention, self._grad_out, self._kv_heads = attention, inputs.grad_out, kv_heads
-        self._backward = pass_name == "fwdbwd"
-        self._leaves = [tensor.detach().requires_grad_(self._backward) for tensor in (inputs.q, inputs.k, inputs.v)]
+    def __init__(self, attention: Attention, inputs: Inputs, pass_name: str) -> None:
+        self._attention, self._grad_out, self._backward = attention, inputs.grad_out, pass_name == "fwdbwd"
+        self._leaves = [tensor.detach().requires_grad_(self._backward) for tensor in inputs[:3]]
         self._out: torch.Tensor | None = None
 
     def __call__(self) -> None:
@@ -49,102 +47,15 @@ class Work:
         self._out = out.detach()
 
     def release(self) -> None:
-        """Frees the results."""
+        """Free the results."""
         self._out = None
         for leaf in self._leaves:
             leaf.grad = None
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """Copies out, or (out, dq, dk, dv); dK and dV of repeated heads are summed in float64."""
-        assert self._out is not None, "no call has run yet"
-        results = [self._out]
-        for leaf, heads in zip(self._leaves, (self._leaves[0].size(1), self._kv_heads, self._kv_heads), strict=True):
-            if self._backward:
-                grad = leaf.grad
-                assert grad is not None
-                results.append(grad if grad.size(1) == heads else grad.unflatten(1, (heads, -1)).double().sum(2))
-        return tuple(result.clone() for result in results)
-
-
-@dataclass(frozen=True)
-class Effort:
-    """Time that a row may take."""
-
-    repeats: int
-    """Timed calls, if there is time for them."""
-    seconds: float
-    """Time of all timed calls; slower calls are repeated less often, but at least three times."""
-    warm_ms: float = 400.0
-    """Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
-
-    def repeats_of(self, call_ms: float) -> int:
-        """Return the number of times that a call is timed.
-
-        >>> effort = Effort(repeats=20, seconds=3.0)
-        >>> [effort.repeats_of(call_ms) for call_ms in (1.0, 300.0, 4000.0)]
-        [20, 10, 3]
-        """
-        affordable = int(self.seconds * 1e3 / max(call_ms, 1e-3))
-        return max(min(self.repeats, affordable), min(self.repeats, _FEWEST_REPEATS))
-
-
-def measure(work: Work | None, device: Device, ranks: Ranks, effort: Effort, *, captured: bool) -> dict[str, Any]:
-    """Measure repeated calls; returns fields of a `Row`. Afterwards `work` has the results of the last call.
-
-    Args:
-        work: work of this rank on `device`; None if only rank 0 works.
-        captured: True to run the work as a CUDA graph.
-
-    Raises:
-        Failed: on every rank, if the work raised on any rank.
-    """
-    call: Any = work  # called on ranks that have work only
-    alone = not all(ranks.gather(work is not None))
-
-    def together(function: Callable[[], T]) -> list[T]:
-        return ranks.together(function, work is not None)
-
-    def timed() -> float:
-        device.synchronize()
-        if not alone:
-            dist.barrier()
-        return device.time_ms(call)
-
-    # Launch and wait are separate, so that all ranks learn of a failed launch before any rank waits for that rank.
-    together(call)
-    together(device.synchronize)
-    together(lambda: call.release())
-    if captured:
-        replay: list[Call] = []
-        # A replay allocates nothing: the graph's own pool is filled at the capture.
-        extra = together(lambda: device.extra_bytes(lambda: replay.append(device.captured(call))))
-        call = replay[0] if replay else None
-    else:
-        extra = together(lambda: device.extra_bytes(call))
-    first_ms = max(together(timed))
-    repeats = effort.repeats_of(first_ms)
-    warm_calls = min(MOST_WARM_CALLS, int(effort.warm_ms / max(first_ms, 1e-3)))
-    together(lambda: [timed() for _ in range(warm_calls)])
-    samples = together(lambda: tuple(timed() for _ in range(repeats)))
-    cpu_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
-    workspaces = together(device.mapped_bytes)
-    kernels = dict.fromkeys(kernel for of_rank in together(lambda: device.kernels_of(call)) for kernel in of_rank)
-    needed = [None if peak is None else peak + more for peak, more in zip(extra, workspaces, strict=True)]
-    cpu_and_memory = {"cpu_us": _largest(cpu_us), "extra_bytes": _largest(needed)}
-    return {"samples_ms": tuple(samples), "kernels": tuple(kernels), **cpu_and_memory}
-
-
-def _largest(values: Sequence[N | None]) -> N | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def status_of(failure: Failed) -> str:
-    """`REFUSED` for NotImplementedError, by which a method says that it does not support a case, otherwise `ERROR`."""
-    return REFUSED if str(failure).startswith("NotImplementedError") else ERROR
-
-
-class GroupLost(Exception):
-    """Some ranks wait for others that have failed, so that no more can be measured."""
+        """Copy out, or (out, dq, dk, dv)."""
+        results = [self._out, *(leaf.grad for leaf in self._leaves if self._backward)]
+        return tuple(result.clone() for result in results if result is not None)
 
 
 @dataclass(frozen=True)
@@ -153,138 +64,175 @@ class Suite:
 
     ranks: Ranks
     device: Device
-    effort: Effort
-    source: Source
+    repeats: int
+    """Timed calls, if there is time for them."""
+    seconds: float
+    """Time of all timed calls; slower calls are repeated less often, but at least three times."""
+    warm_ms: float
+    """Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
     check_up_to: int
     """Errors are computed of cases with no more work than a causal sequence of this length."""
-    report: Callable[[Row], None]
-    """Called with each row as soon as it is measured, before its errors are known."""
+    traces: Path | None = None
+    """Folder of a Chrome trace of each rank, of methods that run on all ranks."""
+    report: Callable[[Row], None] = lambda row: None
+    """Called with each row that is tried, before its errors are known."""
 
-    def run(self, case: Case, passes: tuple[str, ...], methods: tuple[Method, ...]) -> list[Row]:
-        """Return the rows of a case, of the methods that have one.
+    def run(self, case: Case, passes: Sequence[str], methods: Sequence[Method], rows: list[Row]) -> None:
+        """Add the rows of a case.
 
         Raises:
-            GroupLost: no further case can run. The rows so far have been reported.
+            Failed: ranks failed differently, so that no more can be measured. The rows so far are there.
         """
-        rows: list[Row] = []
-        outcomes: dict[int, Outcome] = {}  # by index of the row
-        checks = not case.dropout and case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
-
-        def add(row: Row) -> None:
-            rows.append(row)
-            self.report(row)
-
+        first, outcomes = len(rows), dict[int, Outcome]()
         # Rank 0 frees the whole sequence before it draws shards, and shards before those of another layout.
-        chosen = sorted((each for each in methods if each.has_row(case)), key=lambda each: not each.alone)
-        for shards in dict.fromkeys(each.shards for each in chosen):
-            trials: list[tuple[Method, str]] = []
-            for method in (each for each in chosen if each.shards == shards):
-                refusal = method.refusal(case, self.ranks.world_size)
-                if refusal is None:
-                    trials += [(method, name) for name in passes]
-                else:
-                    for name in passes:
-                        add(Row(case, name, method.name, REFUSED, refusal))
-            if not trials:
+        layouts = sorted(dict.fromkeys(each.layout for each in methods), key=WHOLE.__ne__)
+        drawn: dict[str, tuple[torch.Tensor, Inputs] | None] = {}
+        for method, name in product(sorted(methods, key=lambda each: layouts.index(each.layout)), passes):
+            row: Row = {**case.columns(), "layout": method.layout_column, "pass": name, "method": method.name}
+            row |= {"status": ERROR, "message": None}
+            rows.append(row)
+            if refusal := method.refusal(case, self.ranks.world_size):
+                row |= {"status": REFUSED, "message": refusal}
                 continue
             try:
-                inputs, select = self._inputs(case, shards)
+                numbers, outcome = self._row(case, name, method, drawn)
+                row |= {"status": MEASURED, **numbers}
+                if outcome is not None:
+                    outcomes[len(rows) - 1] = outcome
             except Failed as failure:
-                for method, name in trials:
-                    add(Row(case, name, method.name, status_of(failure), str(failure)))
-                continue
-            for method, name in trials:
-                row, tensors = self._row(case, name, method, inputs, checks)
-                if tensors is not None:
-                    outcomes[len(rows)] = Outcome(tensors, select)
-                add(row)
-            del inputs
-        if not checks:
-            return rows
-        try:
-            errors = relative_errors(case, self.source, outcomes, self.ranks)
-        except Failed as failure:
-            return [replace(row, note=f"{row.note} not checked: {failure}".strip()) for row in rows]
-        return [replace(row, errors=errors.get(index, {})) for index, row in enumerate(rows)]
+                row |= {"status": REFUSED if failure.is_refusal else ERROR, "message": str(failure)}
+                if not failure.alike:
+                    raise
+            finally:
+                self.report(row)
+        drawn.clear()
+        if not case.dropout and case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to):
+            try:
+                errors = relative_errors(case, outcomes, self.ranks, self.device.torch_device)
+                for number, by_name in errors.items():
+                    rows[number] |= {f"error_{name}": by_name.get(name) for name in ERRORS}
+            except Failed as failure:
+                for row in rows[first:]:
+                    row["message"] = row["message"] or f"not checked: {failure}"
+        compare(rows[first:])
 
-    def trace(self, case: Case, method: Method, folder: Path) -> None:
-        """Writes a Chrome trace of forward and backward on every rank, of calls from a common start of all ranks.
+    def _row(
+        self, case: Case, name: str, method: Method, drawn: dict[str, tuple[torch.Tensor, Inputs] | None]
+    ) -> tuple[Row, Outcome | None]:
+        """Return the numbers of a row, and this rank's results; `drawn` has the inputs of one layout."""
+        device, takes_part = self.device.torch_device, method.layout != WHOLE or self.ranks.rank == 0
+
+        def draw() -> tuple[torch.Tensor, Inputs]:
+            positions = method.positions(case, method.layout, device)
+            return positions, inputs_of(case, positions)
+
+        def prepare() -> Work:
+            _, inputs = drawn[method.layout] or draw()
+            stack.enter_context(method.context(case, device))
+            attention = method.attention(case, device) if method.attention else sdpa(case, device)
+            if method.attention is None and method.shards is not None:
+                # Torch's context refuses to work without a buffer; its length tells whether the load can be balanced.
+                stack.enter_context(method.shards(case, device, [torch.zeros(1, case.seq_len, device=device)]))
+            if method.compiled:
+                # All methods and cases share the code of one closure. Without a reset they meet Dynamo's limit of
+                # recompilations. From the second length on they would have dynamic shapes, which a training step of
+                # one length does not have.
+                torch.compiler.reset()
+                attention = torch.compile(attention, fullgraph=True, dynamic=False)
+            return Work(attention, inputs.contiguous() if method.contiguous else inputs, name)
+
+        if method.layout not in drawn:
+            drawn.clear()
+            drawn[method.layout] = self.ranks.on_each(draw, takes_part)
+        with ExitStack() as stack:
+            self.ranks.together(self.device.synchronize)
+            self.device.free_unused()  # on all ranks: symmetric memory is mapped by all together
+            work = self.ranks.on_each(prepare, takes_part)
+            trace = None
+            if self.traces is not None and method.layout != WHOLE:
+                file = f"{method.name}-{name}-{case.seq_len}-{case.heads}-rank{self.ranks.rank}.json.gz"
+                trace = self.traces / re.sub(r"[ :/]", "-", file)
+            numbers = self._measure(work, method.captured, trace)
+            of_rank = drawn[method.layout]
+            outcome = None if work is None or of_rank is None else Outcome(work.results(), of_rank[0])
+        tflops = case.flops(name) / self.ranks.world_size / numbers["median_ms"] / 1e9
+        numbers |= {"tflops": tflops, "percent_of_ideal": None, "times_others": None}  # the others: see `compare`
+        numbers["predicted_ms"] = method.predicted_ms(case, name, device)
+        return numbers, outcome
+
+    def _measure(self, work: Work | None, captured: bool, trace: Path | None) -> Row:
+        """Measure repeated calls, as a CUDA graph if `captured`. Afterwards `work` has the results of the last call.
+
+        `work` is None on ranks that wait for rank 0, whose time is divided by the number of ranks.
+        """
+        call: Any = work  # called on ranks that have work only
+        alone = not all(self.ranks.gather(work is not None))
+
+        def together(function: Callable[[], T]) -> list[T]:
+            return self.ranks.together(function, work is not None)
+
+        def timed() -> float:
+            self.device.synchronize()
+            if not alone:
+                dist.barrier()
+            return self.device.time_ms(call)
+
+        # Launch and wait are separate, so that all ranks learn of a failed launch before any rank waits for that rank.
+        together(call)
+        together(self.device.synchronize)
+        together(lambda: call.release())
+        if captured:
+            replay: list[Call] = []
+            # A replay allocates nothing: the graph's own pool is filled at the capture.
+            extra = together(lambda: self.device.extra_bytes(lambda: replay.append(self.device.captured(call))))
+            call = replay[0]
+        else:
+            extra = together(lambda: self.device.extra_bytes(call))
+        first_ms = max(together(timed))
+        affordable = max(int(self.seconds * 1e3 / max(first_ms, 1e-3)), _FEWEST_REPEATS)
+        repeats = min(self.repeats, affordable)
+        warm_calls = min(_MOST_WARM_CALLS, int(self.warm_ms / max(first_ms, 1e-3)))
+        together(lambda: [timed() for _ in range(warm_calls)])
+        samples = together(lambda: [timed() for _ in range(repeats)])
+        host_us = together(lambda: self.device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
+        mapped = together(self.device.mapped_bytes)
+        kernels = dict.fromkeys(each for of_rank in together(lambda: self.device.kernels_of(call)) for each in of_rank)
+        if trace is not None:
+            together(lambda: self._trace(call, trace))
+        memory = [(peak + more) / 2**20 for peak, more in zip(extra, mapped, strict=True) if peak is not None]
+        return {
+            **times_of(samples, self.ranks.world_size if alone else 1),
+            "host_us": max((each for each in host_us if each is not None), default=None),
+            "mib": max(memory, default=None), "kernels": ", ".join(kernels) or None,
+        }  # fmt: skip
+
+    def _trace(self, call: Call, path: Path) -> None:
+        """Write a Chrome trace of calls from a common start of all ranks.
 
         chrome://tracing and ui.perfetto.dev show it. The library's tiles, merges and transfers have labels that begin
         with "cp_dtensor:".
-
-        Raises:
-            Failed: on every rank.
         """
-        inputs, _ = self._inputs(case, method.shards)
-        name = f"{method.name}-{case.seq_len}-{case.heads.q}x{case.heads.kv}".replace(" ", "-")
-        path = folder / f"{name}-rank{self.ranks.rank}.json.gz"
+        on_gpu = self.device.torch_device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
+            for number in range(_TRACED_CALLS):
+                dist.barrier()
+                with record_function(f"iteration {number}"):
+                    call()
+                    self.device.synchronize()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
 
-        def write(work: Work) -> None:
-            call = self.device.captured(work) if method.captured else work
-            for _ in range(_TRACED_CALLS):  # a warm-up
-                call()
-            self.device.synchronize()
-            on_gpu = self.device.torch_device.type == "cuda"
-            with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
-                for number in range(_TRACED_CALLS):
-                    dist.barrier()
-                    with record_function(f"iteration {number}"):
-                        call()
-                        self.device.synchronize()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
 
-        with ExitStack() as stack:
-            work = self._prepared(case, "fwdbwd", method, inputs, False, stack)
-            assert work is not None
-            self.ranks.together(work)
-            self.ranks.together(partial(write, work))
-
-    def _inputs(self, case: Case, shards: ByLayout) -> tuple[Inputs | None, Select]:
-        """Draw this rank's inputs (None if it does not take part); also returns what selects its tokens."""
-
-        def draw() -> tuple[Inputs, Select]:
-            select = shards.select(case, self.ranks.rank, self.ranks.world_size, self.device.torch_device)
-            return self.source.inputs(case, select), select
-
-        takes_part = self.ranks.rank == 0 or not isinstance(shards, AllTokens)
-        return self.ranks.on_each(draw, takes_part) or (None, all_tokens)
-
-    def _row(
-        self, case: Case, name: str, method: Method, inputs: Inputs | None, checks: bool
-    ) -> tuple[Row, tuple[torch.Tensor, ...] | None]:
-        """Measure a row; also returns this rank's results if they are to be checked."""
-        row, failures = partial(Row, case, name, method.name), list[Failed]()
-        for expand_kv in (False, True) if case.enable_gqa and method.may_expand_kv else (False,):
-            try:
-                with ExitStack() as stack:
-                    work = self._prepared(case, name, method, inputs, expand_kv, stack)
-                    numbers = measure(work, self.device, self.ranks, self.effort, captured=method.captured)
-                    results = work.results() if work is not None and checks else None
-            except Failed as failure:
-                failures.append(failure)
-                if not failure.alike:
-                    self.report(row(status_of(failure), str(failure)))
-                    raise GroupLost(str(failure)) from failure
-            else:
-                note = f"K/V repeated to {case.heads.q} heads; with shared ones {failures[0]}" if expand_kv else ""
-                numbers["predicted_ms"] = method.predicted_ms(case, name, self.device.torch_device)
-                return row(MEASURED, note=note, ranks=self.ranks.world_size, **numbers), results
-        return row(status_of(failures[0]), str(failures[0])), None
-
-    def _prepared(
-        self, case: Case, name: str, method: Method, inputs: Inputs | None, expand_kv: bool, stack: ExitStack
-    ) -> Work | None:
-        """Return the work, usable while the stack is open; None if this rank does not take part."""
-
-        def prepare() -> Work:
-            assert inputs is not None
-            used = inputs.with_expanded_kv() if expand_kv else inputs
-            stack.enter_context(method.context(case, self.device.torch_device))
-            attention = method.attention(case, self.device.torch_device)
-            return Work(attention, used.contiguous() if method.contiguous else used, name, case.heads.kv)
-
-        self.ranks.together(self.device.synchronize)
-        self.device.free_unused()  # on all ranks: symmetric memory is mapped by all together
-        return self.ranks.on_each(prepare, inputs is not None)
+def compare(rows: Sequence[Row]) -> None:
+    """Add to the rows of a case what they are beside the fastest ideal and the fastest method of others."""
+    measured = [row for row in rows if row["status"] == MEASURED]
+    for row in measured:
+        beside = [each for each in measured if each["pass"] == row["pass"]]
+        ideals = [each for each in beside if each["method"].startswith(IDEAL)]
+        others = [each for each in beside if not each["method"].startswith((IDEAL, OURS))]
+        ideal = min(ideals, key=lambda each: each["median_ms"], default=Row())
+        pairs = [(row.get(f"error_{name}"), ideal.get(f"error_{name}")) for name in ERRORS]
+        row["error_ratio"] = max((ours / best for ours, best in pairs if ours is not None and best), default=None)
+        row["percent_of_ideal"] = 100 * ideal["median_ms"] / row["median_ms"] if ideal else None
+        fastest = min((each["median_ms"] for each in others), default=None)
+        row["times_others"] = None if fastest is None else fastest / row["median_ms"]

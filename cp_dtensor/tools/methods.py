@@ -1,38 +1,48 @@
-"""The methods of the benchmark by name: one GPU as the ideal, this library's, and torch's."""
+"""The methods of the benchmarks by name: one GPU as the ideal, this library's, and torch's."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import context_parallel, context_parallel_attention, explain
-from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
-from cp_dtensor.tools.cases import AllTokens, Attention, ByLayout, Case, Method
-from cp_dtensor.tools.errors import seen_keys
-from cp_dtensor.tools.flex import flex_methods
+from cp_dtensor import context_parallel, context_parallel_attention, context_parallel_flex_attention, explain
+from cp_dtensor.tools.cases import BLOCK, WHOLE, Attention, Case, Method, block_mask
 from cp_dtensor.tools.parsing import LAYOUTS
-from cp_dtensor.tools.report import IDEAL, OURS_PREFIX
 from cp_dtensor.tools.torch_methods import (
     allowed_backend,
+    compiled_flex,
     mesh_of_ranks,
+    plain_refusal,
     sdpa,
     torch_methods,
     varlen_on_one_gpu,
     varlen_refusal,
 )
 
+IDEAL, OURS = "ideal", "ours-"
+"""Beginnings of the names of methods: of one GPU with the whole sequence, and of this library."""
+_SPLITS: dict[str, tuple[str, str, int | None]] = {
+    **{name: ("ring", name, None) for name in ("allgather", "alltoall", "symm_mem")},
+    "ulysses": ("ulysses", "auto", None),
+    "hybrid-2": ("hybrid", "auto", 2),
+    "hybrid-4": ("hybrid", "auto", 4),
+    "nested-2": ("ring", "auto", 2),
+    "nested-4": ("ring", "auto", 4),
+    "auto": ("auto", "auto", None),
+}
+"""Method, KV transport and number of ranks of the inner mesh axis (None for one axis) of this library's ways."""
+
 
 def methods_by_name(
     names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False, replay: bool = False
-) -> tuple[Method, ...]:
-    """The methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
+) -> list[Method]:
+    """Return the methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
 
     With `graph`, `compiled` and `replay`, this library's methods are added as CUDA graphs, under torch.compile and with
     `replay=True`.
@@ -40,84 +50,49 @@ def methods_by_name(
     Raises:
         ValueError: no method has one of the names.
     """
-    known, splits = {method.name: method for method in _all_methods()}, splits_by_name()
+    known = {method.name: method for method in _all_methods()}
     if unknown := [name for name in names or () if name not in known]:
-        listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS_PREFIX)]
-        with_layout = f"ours also with a layout, such as '{OURS_PREFIX}auto Balanced'"
+        listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS)]
+        with_layout = f"ours also with a layout, such as '{OURS}auto Balanced'"
         raise ValueError(f"unknown method {unknown[0]!r}: expected some of {', '.join(listed)}; {with_layout}")
-    chosen = [each for name, each in known.items() if (each.by_default if names is None else name in names)]
     result = []
-    for method in chosen:
+    for name in [name for name, each in known.items() if each.by_default] if names is None else dict.fromkeys(names):
+        method = known[name]
         result.append(method)
-        if not method.name.startswith(OURS_PREFIX):
+        if not name.startswith(OURS):
             continue
-        name = method.name.removeprefix(OURS_PREFIX)
-        if replay and name in splits:
-            result.append(_ours(f"{name} replay", dataclasses.replace(splits[name], replay=True)))
+        split, _, layout = name.removeprefix(OURS).partition(" ")
+        if replay and split in _SPLITS:
+            result.append(_ours(split, layout, replay=True))
         if compiled:
-            attention = partial(_compiled, method.attention)
-            result.append(dataclasses.replace(method, name=f"{method.name} compiled", attention=attention))
+            result.append(replace(method, name=f"{name} compiled", compiled=True))
         if graph:
-            result.append(dataclasses.replace(method, name=f"{method.name} graph", captured=True))
-    return tuple(result)
-
-
-def splits_by_name() -> dict[str, Split]:
-    """This library's ways by name, in the layout of the case ("auto") and in each other layout ("auto Balanced")."""
-    splits = dict(_SPLITS)
-    for layout in LAYOUTS:
-        splits |= {f"{name} {layout}": dataclasses.replace(split, layout=layout) for name, split in _SPLITS.items()}
-    return splits
+            result.append(replace(method, name=f"{name} graph", captured=True))
+    return result
 
 
 def _all_methods() -> list[Method]:
-    ours = [_ours(name, split) for name, split in splits_by_name().items()]
     one_gpu = [
-        Method(
-            IDEAL, sdpa, context=allowed_backend, shards=AllTokens(), may_expand_kv=True, has_dropout=True,
-            suits=lambda case: case.is_plain,
-        ),
-        Method(f"{IDEAL}-installed", _by_installed_kernels, context=_backend, shards=AllTokens(), has_dropout=True),
-        Method(
-            f"{IDEAL}-kernels", _kernels, shards=AllTokens(), has_dropout=True,
-            suits=lambda case: not case.is_plain or case.dropout > 0,
-        ),
-        Method(
-            f"{IDEAL}-varlen", varlen_on_one_gpu, varlen_refusal, shards=AllTokens(),
-            suits=lambda case: not case.is_plain,
-        ),
-    ]  # fmt: skip
-    return [*one_gpu, *ours, *flex_methods(), *torch_methods()]
+        Method(IDEAL, sdpa, plain_refusal, WHOLE, context=allowed_backend),
+        Method(f"{IDEAL}-installed", _by_installed_kernels, layout=WHOLE, context=_backend),
+        Method(f"{IDEAL}-varlen", varlen_on_one_gpu, varlen_refusal, WHOLE, by_default=False),
+    ]
+    ours = [_ours(split, layout) for layout in ("", *LAYOUTS) for split in _SPLITS]
+    flex = [_ours_flex(layout) for layout in ("", *LAYOUTS, "BalancedBlocks")]
+    return [*one_gpu, *ours, *flex, *torch_methods()]
 
 
-def _ours(name: str, split: Split) -> Method:
-    return Method(
-        OURS_PREFIX + name, split.attention, split.refusal, context=_backend, shards=ByLayout(split.layout),
-        by_default=split.layout is None, has_dropout=True, predicted_ms=split.predicted_ms,
-    )  # fmt: skip
-
-
-def _compiled(eager: Callable[[Case, torch.device], Attention], case: Case, device: torch.device) -> Attention:
-    # All methods and cases share the code of one closure. Without a reset they meet Dynamo's limit of recompilations.
-    # From the second length on they would have dynamic shapes, which a training step of one length does not have.
-    torch.compiler.reset()
-    return torch.compile(eager(case, device), fullgraph=True, dynamic=False)
+def _backend(case: Case, device: torch.device) -> AbstractContextManager[object]:
+    """Allow the backend of the case only; with "auto", the library chooses."""
+    return nullcontext() if case.backend == "auto" else allowed_backend(case, device)
 
 
 # One GPU: the time of the whole sequence, to be divided by the number of ranks
 
 
 def _by_installed_kernels(case: Case, device: torch.device) -> Attention:
-    alone, mask = _group_of_this_rank(), case.mask_value
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = context_parallel_attention(
-            q, k, v, mesh=alone, mask=mask, dropout_p=case.dropout, enable_gqa=case.enable_gqa, seq_len=q.size(2)
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    return attention
+    """Return attention over one rank, by the kernels that this library chooses of those that are installed."""
+    return _attention(case, mesh=_group_of_this_rank())
 
 
 @cache
@@ -128,108 +103,86 @@ def _group_of_this_rank() -> dist.ProcessGroup:
     return group
 
 
-def _kernels(case: Case, device: torch.device) -> Attention:
-    """Attention by the library's masked kernels on one device; positions are in runs, for which dropout is fastest."""
-    lo, hi = seen_keys(case.mask_value, case.seq_len).to(device, torch.int32)
-    mask, dropout = RowMask(lo=lo, hi=hi), None
-    if case.dropout:
-        position = torch.arange(case.seq_len, device=device, dtype=torch.int32)
-        dropout = Dropout(case.dropout, torch.tensor(7, device=device), position, position, in_runs=True)
-    return lambda q, k, v: _Kernels.apply(q, k, v, mask, dropout)
-
-
-class _Kernels(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: RowMask, dropout: Dropout | None
-    ) -> torch.Tensor:
-        out, lse = attention_forward(q, k, v, mask, q.size(3) ** -0.5, dropout=dropout)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mask, ctx.dropout = mask, dropout
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        scale = q.size(3) ** -0.5
-        dq, dk, dv = attention_backward(grad_out, q, k, v, out, lse, ctx.mask, scale, dropout=ctx.dropout)
-        return dq, dk, dv, None, None
-
-
 # This library
 
 
-@dataclass(frozen=True)
-class Split:
-    """One way in which this library splits attention over the ranks."""
+def _attention(case: Case, **options: Any) -> Attention:
+    options |= {"mask": case.mask_value, "dropout_p": case.dropout, "enable_gqa": case.enable_gqa}
 
-    method: str
-    rotate_method: str = "auto"
-    inner_size: int | None = None
-    """Ranks of the inner mesh axis; None for one axis."""
-    layout: str | None = None
-    """Name of the layout; None for that of the case."""
-    replay: bool = False
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = context_parallel_attention(q, k, v, seq_len=case.seq_len, **options)
+        assert isinstance(out, torch.Tensor)
+        return out
 
-    def attention(self, case: Case, device: torch.device) -> Attention:
-        mesh = mesh_of_ranks(device.type, self.inner_size)
-        mask, layout = case.mask_value, case.layout_value(self.layout)
+    return attention
+
+
+def _ours(split: str, layout: str, replay: bool = False) -> Method:
+    """Return a way of splitting attention over the ranks, in the layout of a name; "" for the default one."""
+    method, rotate_method, inner = _SPLITS[split]
+    given, layout = layout, layout or "HeadTail"
+
+    def options(case: Case, device: torch.device) -> dict[str, Any]:
+        return {"layout": case.layout(layout), "rotate_method": rotate_method}
+
+    def attention(case: Case, device: torch.device) -> Attention:
+        mesh = mesh_of_ranks(device.type, inner)
+        return _attention(case, mesh=mesh, method=method, replay=replay, **options(case, device))
+
+    def shards(case: Case, device: torch.device, buffers: list[torch.Tensor]) -> AbstractContextManager[object]:
+        return context_parallel(  # `is_causal` of the calls is the mask of the case "causal"
+            mesh_of_ranks(device.type, inner), buffers=buffers, buffer_seq_dims=[1] * len(buffers),
+            no_restore_buffers=buffers, method=method, mask=None if case.is_plain else case.mask_value,
+            **options(case, device),
+        )  # fmt: skip
+
+    def refusal(case: Case, world_size: int) -> str | None:
+        if inner is not None and (world_size % inner or inner >= world_size):
+            return f"it needs several times {inner} ranks"
+        if rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
+            return "ranks on CPUs share no memory"
+        if replay and (case.dropout or "documents" in case.mask):
+            return "replay=True takes no dropout and no packed documents"
+        return case.layout_refusal(layout)
+
+    def predicted_ms(case: Case, pass_name: str, device: torch.device) -> float | None:
+        if device.type != "cuda" or case.dropout:
+            return None
+        dim, v_dim = case.heads.dims
+        explanation = explain(
+            mesh_of_ranks(device.type, inner), seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv,
+            head_dim=dim, v_head_dim=v_dim, batch_size=case.batch, dtype=getattr(torch, case.dtype),
+            mask=case.mask_value, quiet=True, **options(case, device),
+        )  # fmt: skip
+        estimate = explanation.methods[explanation.chosen if method == "auto" else method]
+        return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
+
+    name = " ".join(part for part in (OURS + split, given, "replay" * replay) if part)
+    return Method(
+        name, attention, refusal, layout, context=_backend, shards=shards, predicted_ms=predicted_ms,
+        by_default=not given,
+    )  # fmt: skip
+
+
+def _ours_flex(layout: str) -> Method:
+    """Return context parallel of FlexAttention, compiled, in the layout of a name; "" for the default one."""
+    given, layout = layout, layout or "HeadTail"
+
+    @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
+    def attention(case: Case, device: torch.device) -> Attention:
+        options: dict[str, Any] = {"mesh": mesh_of_ranks(device.type), "layout": case.layout(layout, device)}
+        options |= {"block_mask": block_mask(case, device), "enable_gqa": case.enable_gqa, "seq_len": case.seq_len}
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = context_parallel_attention(
-                q, k, v, mesh=mesh, method=self.method, mask=mask, dropout_p=case.dropout, enable_gqa=case.enable_gqa,
-                layout=layout, rotate_method=self.rotate_method, seq_len=case.seq_len, replay=self.replay,
-            )  # fmt: skip
+            out = context_parallel_flex_attention(q, k, v, compiled=True, **options)
             assert isinstance(out, torch.Tensor)
             return out
 
-        return attention
+        return compiled_flex(attention, device)
 
-    def context(self, case: Case, device: torch.device, buffers: Sequence[torch.Tensor]) -> context_parallel:
-        """The context in which (B, S) `buffers` are this rank's shards, also after it, and models attend to all tokens.
+    def refusal(case: Case, world_size: int) -> str | None:
+        if case.mask == "full" or case.dropout:
+            return "the method is for masks, without dropout"
+        return f"the length is not a multiple of {BLOCK}" if case.seq_len % BLOCK else case.layout_refusal(layout)
 
-        `is_causal` of the calls is the mask of the case "causal".
-        """
-        return context_parallel(
-            mesh_of_ranks(device.type, self.inner_size), buffers=buffers, buffer_seq_dims=[1] * len(buffers),
-            no_restore_buffers=buffers, method=self.method, mask=None if case.is_plain else case.mask_value,
-            layout=case.layout_value(self.layout), rotate_method=self.rotate_method,
-        )  # fmt: skip
-
-    def refusal(self, case: Case, world_size: int) -> str | None:
-        size = self.inner_size
-        if size is not None and (world_size % size or size >= world_size):
-            return f"it needs several times {size} ranks"
-        if self.rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
-            return "ranks on CPUs share no memory"
-        if self.replay and (case.dropout or "documents" in case.mask):
-            return "replay=True takes no dropout and no packed documents"
-        return case.layout_refusal(self.layout)
-
-    def predicted_ms(self, case: Case, pass_name: str, device: torch.device) -> float | None:
-        if device.type != "cuda" or case.dropout:
-            return None
-        explanation = explain(
-            mesh_of_ranks(device.type, self.inner_size), seq_len=case.seq_len, q_heads=case.heads.q,
-            kv_heads=case.heads.kv, head_dim=case.dims[0], v_head_dim=case.dims[1], batch_size=case.batch,
-            dtype=getattr(torch, case.dtype), mask=case.mask_value,
-            layout=case.layout_value(self.layout), rotate_method=self.rotate_method, quiet=True,
-        )  # fmt: skip
-        estimate = explanation.methods[explanation.chosen if self.method == "auto" else self.method]
-        return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
-
-
-_SPLITS = {
-    **{name: Split("ring", name) for name in ("allgather", "alltoall", "symm_mem")},
-    "ulysses": Split("ulysses"),
-    "hybrid-2": Split("hybrid", inner_size=2),
-    "hybrid-4": Split("hybrid", inner_size=4),
-    "nested-2": Split("ring", inner_size=2),
-    "nested-4": Split("ring", inner_size=4),
-    "auto": Split("auto"),
-}
-
-
-def _backend(case: Case, device: torch.device) -> AbstractContextManager[object]:
-    """Allows the backend of the case only; with "auto", the library chooses."""
-    return nullcontext() if case.backend == "auto" else allowed_backend(case, device)
+    return Method(f"{OURS}flex {given}".rstrip(), attention, refusal, layout, by_default=False)

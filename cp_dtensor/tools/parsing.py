@@ -7,7 +7,6 @@ import math
 import random
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache, reduce, wraps
 from operator import and_
 from typing import TypeVar
@@ -34,16 +33,14 @@ T = TypeVar("T")
 MASK_HELP = (
     "causal, full, window:LEFT,RIGHT (keys before and after a query, 'none' for no limit), window N (a query and the "
     "N - 1 keys before it), documents:0,40,64 (cumulative lengths), documents N (causal documents of lognormal "
-    "lengths, median N), prefix:N, or several joined by &, such as 'documents:0,40,64 & causal'"
+    "lengths, median N, sigma 1), prefix:N, or several joined by &, such as 'documents:0,40,64 & causal'"
 )
 LAYOUTS = ("HeadTail", "Contiguous", "Striped", "MirroredBatch", "Balanced", "PerDocument")
-DOCUMENTS_SIGMA = 1.0
-"""Sigma of the lognormal lengths of `documents N`."""
 
 
 @lru_cache
 def mask_by_name(name: str, seq_len: int) -> Mask:
-    """The mask of a name (see `MASK_HELP`) over `seq_len` tokens.
+    """Return the mask of a name (see `MASK_HELP`) over `seq_len` tokens.
 
     >>> mask_by_name("window 4096", 8192)
     SlidingWindow(left=4095, right=0, alignment='top_left')
@@ -71,7 +68,7 @@ def _single_mask(name: str, seq_len: int) -> Mask:
             case "documents", ":", [_, _, *_] if None not in values:
                 return Documents(values)
             case "documents", " ", [int(median)] if median > 0:
-                return lognormal_documents(seq_len, median, DOCUMENTS_SIGMA)
+                return lognormal_documents(seq_len, median, sigma=1.0)
             case "prefix", ":", [int(length)]:
                 return PrefixLM(length)
     raise ValueError(
@@ -81,7 +78,7 @@ def _single_mask(name: str, seq_len: int) -> Mask:
 
 
 def lognormal_documents(seq_len: int, median: int, sigma: float, seed: int = 0) -> Documents:
-    """Documents of lognormal lengths that fill a sequence, causal within each document.
+    """Return documents of lognormal lengths that fill a sequence, causal within each document.
 
     >>> lognormal_documents(10, median=4, sigma=0.0).lengths
     (4, 4, 2)
@@ -99,7 +96,7 @@ def lognormal_documents(seq_len: int, median: int, sigma: float, seed: int = 0) 
 
 @lru_cache
 def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
-    """The layout of a name such as "HeadTail" or "Striped(4)"; `Balanced` is balanced for the mask.
+    """Return the layout of a name such as "HeadTail" or "Striped(4)"; `Balanced` is balanced for the mask.
 
     >>> layout_by_name("Striped(4)", Causal(), 64)
     Striped(block=4)
@@ -107,17 +104,18 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
     Raises:
         ValueError: no layout has this name, or the layout does not fit the mask.
     """
-    found = re.fullmatch(r"(\w+)(?:\((\d+)\))?", name)
-    kind, text = found.groups(default="") if found else ("", "")
-    match kind, text:
-        case "HeadTail" | "Contiguous" | "MirroredBatch", "":
-            simple: dict[str, type[Layout]] = {each.__name__: each for each in (HeadTail, Contiguous, MirroredBatch)}
-            return simple[kind]()
-        case "Striped", _:
-            return Striped(int(text or 1))
-        case "Balanced", "":
+    if found := re.fullmatch(r"Striped(?:\((\d+)\))?", name):
+        return Striped(int(found[1] or 1))
+    match name:
+        case "HeadTail":
+            return HeadTail()
+        case "Contiguous":
+            return Contiguous()
+        case "MirroredBatch":
+            return MirroredBatch()
+        case "Balanced":
             return Balanced(mask, seq_len)
-        case "PerDocument", "":
+        case "PerDocument":
             if not isinstance(mask, Documents):
                 raise ValueError("PerDocument is a layout of documents")
             return PerDocument(mask.cu_seqlens, seq_len=seq_len)
@@ -133,7 +131,7 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def uses_gpu(parser: argparse.ArgumentParser, device: str) -> bool:
-    """True if `--device` is "cuda", or "auto" where torch sees a GPU; refuses "cuda" without one."""
+    """Return whether `--device` is "cuda", or "auto" where torch sees a GPU; refuse "cuda" without one."""
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     return device != "cpu" and torch.cuda.is_available()
@@ -152,30 +150,32 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-def _number(text: str, expected: str, fits: Callable[[float], bool]) -> float:
-    with suppress(ValueError):
-        if fits(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
-
-
+@argument
 def positive(text: str) -> int:
-    """Reads a positive integer of a command line."""
-    return int(_number(text, "a positive integer", lambda number: text.isdecimal() and number > 0))
+    """Read a positive integer of a command line."""
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"expected a positive integer, got {text}")
+    return int(text)
 
 
+@argument
 def positive_number(text: str) -> float:
-    """Reads a positive number of a command line."""
-    return _number(text, "a positive number", lambda number: 0 < number < math.inf)
+    """Read a positive number of a command line."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError(f"expected a positive number, got {text}")
+    return float(text)
 
 
+@argument
 def probability(text: str) -> float:
-    """Reads a probability of a command line, less than 1."""
-    return _number(text, "a probability from 0 to less than 1", lambda number: 0 <= number < 1)
+    """Read a probability of a command line."""
+    if not 0 <= float(text) < 1:
+        raise ValueError(f"expected a probability from 0 to less than 1, got {text}")
+    return float(text)
 
 
 @argument
 def mask_argument(text: str) -> str:
-    """Reads the name of a mask of a command line."""
+    """Read the name of a mask of a command line."""
     mask_by_name(text, seq_len=1)  # refuses other names
     return text

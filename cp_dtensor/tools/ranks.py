@@ -1,25 +1,21 @@
 """Ranks of a command: their start and end, their devices, and their exchange of values and failures.
 
-Ranks run and fail together. They exchange values and failures between their host processes, through a store and not
+Ranks run and fail together. They exchange values and failures between their host processes, by gloo and not
 through the devices: a rank that waits there keeps its device idle, and learns of another rank's failure before it waits
 for a collective that the other rank never joined.
 """
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 import shlex
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from threading import Timer
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +29,6 @@ Call = Callable[[], object]
 _CALLS_BEFORE_CAPTURE = 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
-_LONG_SECONDS = 10.0
-"""A rank that waits for the others so long prints its own error."""
 _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
@@ -42,47 +36,35 @@ _LIBRARIES = {
     "fmha_cutlass": "efficient", "nccl": "NCCL",
 }  # fmt: skip
 """Libraries by a part of their kernels' names; the first that fits counts."""
-_MOST_CHARACTERS = 40
-"""Of the names of other kernels."""
 
 
-def start(
-    program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float, *, may_share_gpus: bool = False
-) -> tuple[Ranks, Device, str]:
-    """Joins the ranks that torchrun started; returns them, the device of this rank and the whole command line.
+def start(program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device, str]:
+    """Join the ranks that torchrun started; return them, the device of this rank and the whole command line.
 
-    `program` is a script, or a module such as "-m cp_dtensor bench".
-    `may_share_gpus`: more ranks than GPUs share these and their memory, with gloo, since NCCL wants a GPU each.
+    `program` is a module such as "-m cp_dtensor bench".
     """
     if "RANK" not in os.environ:
         count = torch.cuda.device_count() if use_gpu else 2
         sys.exit(f"start with torchrun: torchrun --nproc-per-node {count} {program} {shlex.join(arguments)}".rstrip())
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    shares = use_gpu and may_share_gpus and local_ranks > torch.cuda.device_count()
-    if shares:
-        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     if use_gpu:
-        local_rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local_rank % torch.cuda.device_count() if shares else local_rank)
-    device = Device(use_gpu)
-    dist.init_process_group(
-        "nccl" if use_gpu and not shares else "gloo",
-        store=dist.PrefixStore("process_group", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device.torch_device if use_gpu and not shares else None,
-    )
-    nodes = world_size // local_ranks
-    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {world_size // nodes}"
-    line = f"{launch} {program} {shlex.join(arguments)}".strip()
-    return Ranks(dist.PrefixStore("bench", store), rank, world_size), device, line
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device, timeout = Device(use_gpu), timedelta(seconds=timeout_seconds)
+    of_device = device.torch_device if use_gpu else None
+    dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout, device_id=of_device)
+    ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    nodes = ranks.world_size // local_ranks
+    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {local_ranks}"
+    return ranks, device, f"{launch} {program} {shlex.join(arguments)}"
 
 
-def leave() -> None:
-    """Ends the process group when all ranks are here: one that ends alone closes connections that others still use."""
-    dist.barrier()
+def end(ranks: Ranks, lost: Failed | None) -> None:
+    """Leave the process group after rank 0 has written; end the process if ranks failed differently."""
+    if lost is not None:
+        print(f"stopped: {lost}", file=sys.stderr, flush=True)
+        ranks.gather(None)  # rank 0 has written
+        os._exit(1)  # an orderly exit would wait for collectives that never finish
+    dist.barrier()  # a rank that ends alone closes connections that others still use
     dist.destroy_process_group()
 
 
@@ -99,31 +81,26 @@ class Failed(Exception):
         super().__init__(message)
         self.alike = alike
 
+    @property
+    def is_refusal(self) -> bool:
+        """True for NotImplementedError, by which a method says that it does not support a case."""
+        return str(self).startswith("NotImplementedError")
+
 
 class Ranks:
-    """This rank, and its exchange of values with the other ranks through a store."""
+    """This rank, and its exchange of values with the other ranks through a group of their host processes."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._store = store
-        self._round = 0
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size, self._group = group.rank(), group.size(), group
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. Waits on the host; values must be picklable."""
-        self._round += 1
-        self._store.set(self._key(self._round, self.rank), base64.b64encode(pickle.dumps(value)).decode())
-        keys = [self._key(self._round, rank) for rank in range(self.world_size)]
-        self._store.wait(keys, _TIMEOUT)
-        values = [pickle.loads(base64.b64decode(self._store.get(key))) for key in keys]
-        # All ranks are in this round, so all ranks have read the values of the round before.
-        self._store.delete_key(self._key(self._round - 1, self.rank))
+        """Return the values of all ranks, in rank order. Waits on the host; values must be picklable."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
-        """Calls a function on the ranks that take part, waits for all, and returns the results in rank order.
-
-        A rank whose function raised prints its error if it waits for long.
+        """Call a function on the ranks that take part, wait for all, and return the results in rank order.
 
         Raises:
             Failed: on every rank, also on ranks that do not take part, if the function raised on any rank.
@@ -135,48 +112,31 @@ class Ranks:
             except Exception as caught:
                 lines = str(caught).strip().splitlines()
                 error = f"{type(caught).__name__}: {lines[0] if lines else ''}"[:_LONGEST_MESSAGE]
-        with self._shown_if_others_hang(error):
-            answers = [answer for answer in self.gather((taking_part, value, error)) if answer[0]]
+                if not isinstance(caught, NotImplementedError):  # now: others may wait for this rank in a collective
+                    print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
+        answers = [answer for answer in self.gather((taking_part, value, error)) if answer[0]]
         errors = [error for _, _, error in answers]
         failed = {rank: error for rank, error in enumerate(errors) if error is not None}
         if failed:
-            if len({None if error is None else _kind(error) for error in errors}) == 1:
+            if len({None if error is None else _cause(error) for error in errors}) == 1:
                 raise Failed(failed[min(failed)], alike=True)
             raise Failed("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()), alike=False)
         return [value for _, value, _ in answers]
 
     def on_each(self, function: Callable[[], T], taking_part: bool = True) -> T | None:
-        """Calls a function like `together`, and returns this rank's result; None if it does not take part."""
+        """Call a function like `together`, and return this rank's result; None if it does not take part."""
         results: list[T] = []
         self.together(lambda: results.append(function()), taking_part)
         return results[0] if results else None
 
-    @contextmanager
-    def _shown_if_others_hang(self, error: str | None) -> Iterator[None]:
-        """Prints an error of this rank if the context takes long: other ranks may wait for this one in a collective."""
-        if error is None:
-            yield
-            return
-        text = f"rank {self.rank} waits for the others after an error: {error}"
-        timer = Timer(_LONG_SECONDS, partial(print, text, file=sys.stderr, flush=True))
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
-    @staticmethod
-    def _key(number: int, rank: int) -> str:
-        return f"bench/{number}/{rank}"
-
-
-def _kind(error: str) -> str:
-    """The beginning of an error message without digits: equal for errors with one cause on several ranks."""
+def _cause(error: str) -> str:
+    """Return the beginning of an error message without digits: equal for errors with one cause on several ranks."""
     return "".join(letter for letter in error if not letter.isdigit())[:50]
 
 
 def library_of(kernel: str) -> str:
-    """The library of an attention kernel by the kernel's name; of other kernels the beginning of the name.
+    """Return the library of an attention kernel by the kernel's name; of other kernels the beginning of the name.
 
     >>> library_of("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64")
     'cuDNN'
@@ -185,7 +145,7 @@ def library_of(kernel: str) -> str:
     >>> library_of("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForward")
     'FlashAttention-4'
     """
-    return next((shown for part, shown in _LIBRARIES.items() if part in kernel), kernel[:_MOST_CHARACTERS])
+    return next((shown for part, shown in _LIBRARIES.items() if part in kernel), kernel[:40])
 
 
 class Device:
@@ -196,12 +156,12 @@ class Device:
         self._is_gpu = use_gpu
 
     def synchronize(self) -> None:
-        """Waits for everything that was launched."""
+        """Wait for everything that was launched."""
         if self._is_gpu:
             torch.cuda.synchronize(self.torch_device)
 
     def time_ms(self, call: Call) -> float:
-        """The milliseconds from the start of a call to the end of all that it launched."""
+        """Return the milliseconds from the start of a call to the end of all that it launched."""
         if not self._is_gpu:
             begin = time.perf_counter()
             call()
@@ -214,29 +174,27 @@ class Device:
         return start.elapsed_time(end)
 
     def launch_us(self, call: Call, calls: int) -> float | None:
-        """The host's median microseconds of a call among calls without waits; None on CPUs."""
+        """Return the host's median microseconds of a call among calls without waits; None on CPUs."""
         if not self._is_gpu:
             return None
-        seconds = []
         self.synchronize()
+        times = [time.perf_counter()]
         for _ in range(calls):
-            start = time.perf_counter()
             call()
-            seconds.append(time.perf_counter() - start)
+            times.append(time.perf_counter())
         self.synchronize()
-        return statistics.median(seconds) * 1e6
+        return statistics.median(end - start for start, end in pairwise(times)) * 1e6
 
     def extra_bytes(self, call: Call, prepare: Call = lambda: None) -> int | None:
-        """Makes both calls; returns the peak memory of `call` above the memory in use before both. None on CPUs.
+        """Make both calls; return the peak memory of `call` above the memory in use before both. None on CPUs.
 
         Symmetric memory does not count: see `mapped_bytes`.
         """
+        before = torch.cuda.memory_allocated(self.torch_device) if self._is_gpu else 0
+        prepare()
         if not self._is_gpu:
-            prepare()
             call()
             return None
-        before = torch.cuda.memory_allocated(self.torch_device)
-        prepare()
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         call()
@@ -244,7 +202,7 @@ class Device:
         return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def captured(self, call: Call) -> Call:
-        """Captures `call` in a CUDA graph and returns its replay."""
+        """Capture `call` in a CUDA graph and return its replay."""
         if not self._is_gpu:
             raise NotImplementedError("CUDA graphs need a GPU")
         # First calls make plans, communicators and workspaces: before the capture, on the capturing stream.
@@ -262,10 +220,7 @@ class Device:
         return graph.replay
 
     def kernels_of(self, call: Call) -> tuple[str, ...]:
-        """The kernels that take a tenth or more of the GPU's time of a call, the longest first; none on CPUs.
-
-        Kernels of attention have the name of their library.
-        """
+        """Return the libraries whose kernels take a tenth or more of the GPU's time of a call, the longest first."""
         if not self._is_gpu:
             return ()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -277,11 +232,11 @@ class Device:
         return tuple(name for name, time in times.most_common() if time > 0 and time >= 0.1 * times.total())
 
     def free_unused(self) -> None:
-        """Frees cached memory and symmetric memory; no rank may still be at work, and no CUDA graph may be kept."""
+        """Free cached memory and symmetric memory; no rank may still be at work, and no CUDA graph may be kept."""
         release()
         if self._is_gpu:
             torch.cuda.empty_cache()
 
     def mapped_bytes(self) -> int:
-        """The symmetric memory that was mapped since `free_unused`, which torch's allocator does not count."""
+        """Return the symmetric memory that was mapped since `free_unused`, which torch's allocator does not count."""
         return allocated_bytes(self.torch_device)

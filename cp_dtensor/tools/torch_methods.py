@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,55 +29,69 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
-from cp_dtensor.tools.cases import Attention, ByLayout, Case, Method, Select
-from cp_dtensor.tools.flex import BLOCK, check_device, mask_mod, whole_mask, with_gradients
-from cp_dtensor.tools.report import TORCH_PREFIX
+from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, mask_mod
+
+TORCH_RINGS = ("allgather", "alltoall", "allgather FA4", "alltoall FA4")
+"""Rotations of torch's rings, with torch's choice of kernels and with FlashAttention-4 in the place of its flash."""
+BALANCERS = ("HeadTail", "PerDocument", "PTRR")
+"""Load balancers of torch's FlexAttention; PTRR balances blocks by the number of keys that they see."""
 
 
 def torch_methods() -> list[Method]:
-    """A method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's."""
+    """Return a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's."""
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     rings = [
         Method(
-            TORCH_PREFIX + name, sdpa, ring_refusal, context=partial(_ring, name),
-            suits=lambda case: case.is_plain, by_default=name in ("allgather", "alltoall"), contiguous=True,
-            may_expand_kv=True,
+            f"torch-{name}", refusal=_ring_refusal, context=partial(_ring_settings, name),
+            shards=torch_context_parallel, by_default="FA4" not in name, contiguous=True,
         )
         for name in TORCH_RINGS
     ]  # fmt: skip
-    llama3 = Method(
-        "llama3-varlen", _gathered, varlen_refusal, shards=ByLayout("Contiguous"),
-        suits=lambda case: case.mask != "full", by_default=False,
-    )  # fmt: skip
     flex = [
         Method(
-            f"{TORCH_PREFIX}flex {name}", partial(_flex_compiled, name), partial(_flex_refusal, name),
-            shards=Rearranged(balancer=name), suits=suits, by_default=False, contiguous=True,
+            f"torch-flex {name}", partial(_flex, name), partial(_flex_refusal, name), f"torch {name}",
+            _balanced_positions, by_default=False, contiguous=True,
         )
-        for name, suits in {
-            "HeadTail": lambda case: case.mask != "full",
-            "PerDocument": lambda case: isinstance(case.mask_value, Documents),
-            "PTRR": lambda case: not case.is_plain,
-        }.items()
+        for name in BALANCERS
     ]  # fmt: skip
-    return [*rings, llama3, *flex]
+    return [*rings, Method("llama3-varlen", _gathered, varlen_refusal, "Contiguous", by_default=False), *flex]
+
+
+@lru_cache
+def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks, of two axes if the size of the inner one is given."""
+    world_size = dist.get_world_size()
+    if inner_size is None:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
+    return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("ring", "ulysses"))
 
 
 # SDPA
 
 
+def plain_refusal(case: Case, world_size: int) -> str | None:
+    """Return the reason why SDPA without a mask tensor cannot compute a case; None if it can."""
+    return None if case.is_plain else f"SDPA has no mask such as {case.mask}"
+
+
 def sdpa(case: Case, device: torch.device) -> Attention:
-    """Torch's attention under a plain mask."""
-    is_causal = case.mask == "causal"
-    # The attribute is looked up at each call, since torch's context parallel replaces it.
-    return lambda q, k, v: F.scaled_dot_product_attention(
-        q, k, v, dropout_p=case.dropout, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
-    )
+    """Return torch's attention under a plain mask."""
+    expanded = case.heads.q // case.heads.kv if case.backend == "EFFICIENT_ATTENTION" else 1  # which has no GQA
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if expanded > 1:
+            k, v = k.repeat_interleave(expanded, 1), v.repeat_interleave(expanded, 1)
+        # The attribute is looked up at each call, since torch's context parallel replaces it.
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=case.dropout, is_causal=case.mask == "causal", enable_gqa=q.size(1) != k.size(1)
+        )
+
+    return attention
 
 
 def allowed_backend(case: Case, device: torch.device) -> AbstractContextManager[None]:
-    """Allows the backend of the case only; "auto" is cuDNN on GPUs that have it, since it is the fastest."""
+    """Allow the backend of the case only; "auto" is cuDNN on GPUs that have it, since it is the fastest."""
     if case.backend != "auto":
         return sdpa_kernel(SDPBackend.__members__[case.backend])
     half = case.dtype in ("bfloat16", "float16")
@@ -87,35 +100,13 @@ def allowed_backend(case: Case, device: torch.device) -> AbstractContextManager[
     return nullcontext()
 
 
-@lru_cache
-def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh:
-    """The mesh of all ranks, of two axes if the size of the inner one is given."""
-    world_size = dist.get_world_size()
-    if inner_size is None:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
-    return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("ring", "ulysses"))
-
-
-TORCH_RINGS = ("allgather", "alltoall", "allgather FA4", "alltoall FA4")
-"""Rotations of torch's rings, with torch's choice of kernels and with FlashAttention-4 in the place of its flash."""
-
-
 @contextmanager
-def _ring(ring: str, case: Case, device: torch.device) -> Iterator[None]:
-    # The context refuses to work without a buffer; the buffer's length tells whether the load can be balanced.
-    buffer = torch.zeros(1, case.seq_len, device=device)
-    with ring_settings(ring, case, device), torch_context_parallel(device, [buffer]):
-        yield
-
-
-@contextmanager
-def torch_context_parallel(device: torch.device, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Torch's context parallel over all ranks: (B, S) `buffers` become this rank's shards, also after it."""
+def torch_context_parallel(case: Case, device: torch.device, buffers: list[torch.Tensor]) -> Iterator[None]:
+    """Open torch's context parallel over all ranks: (B, S) `buffers` become this rank's shards, also after it."""
     from torch.distributed.tensor.experimental import context_parallel  # takes a second
 
-    dims = [1] * len(buffers)
-    mesh = mesh_of_ranks(device.type)
-    context = context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=dims, no_restore_buffers=set(buffers))
+    mesh, dims = mesh_of_ranks(device.type), [1] * len(buffers)
+    context = context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers))
     context.__enter__()
     try:
         yield
@@ -124,52 +115,9 @@ def torch_context_parallel(device: torch.device, buffers: Sequence[torch.Tensor]
         context.__exit__(None, None, None)
 
 
-_FLASH4_RESULTS = {"_flash_attn_fwd": 2, "_flash_attn_bwd": 3}
-"""The number of results that torch unpacks of private functions of flash-attn-4, which give more from 4.0.0b17 on."""
-
-
-def _with_fewer_results() -> AbstractContextManager[Any]:
-    """While open, the functions of flash-attn-4 give as many results as torch unpacks."""
-    module = importlib.import_module("flash_attn.cute.interface")
-
-    def first_results(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-        @wraps(function)  # with its attributes: its cache of compiled functions
-        def call(*args: Any, **options: Any) -> Any:
-            return function(*args, **options)[:count]
-
-        return call
-
-    calls: dict[str, Any] = {name: first_results(getattr(module, name), n) for name, n in _FLASH4_RESULTS.items()}
-    return mock.patch.multiple(module, **calls)
-
-
 @contextmanager
-def _flash_attention_4(case: Case, device: torch.device) -> Iterator[None]:
-    """Torch's flash is FlashAttention-4, and nothing else is allowed."""
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-            try:
-                stack.enter_context(_with_fewer_results())
-                activate_flash_attention_impl("FA4")
-                options: Any = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
-                q, v = (torch.zeros(1, 1, 128, dim, **options) for dim in case.dims)
-                out = F.scaled_dot_product_attention(q, q, v)
-                out.backward(out.detach())
-            except Exception as error:  # any: the private functions of the package change
-                raise NotImplementedError(
-                    f"torch {torch.__version__} cannot run the installed flash-attn-4 with head dims {case.dims} by "
-                    f'activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
-                ) from error
-            yield
-    finally:
-        if current_flash_attention_impl() is not None:
-            restore_flash_attention_impl()
-
-
-@contextmanager
-def ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None]:
-    """Torch's rotation, load balance and kernels are those of one of `TORCH_RINGS`.
+def _ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None]:
+    """Set torch's rotation, load balance and kernels to those of one of `TORCH_RINGS`.
 
     Raises:
         NotImplementedError: torch cannot run FlashAttention-4 here.
@@ -181,92 +129,134 @@ def ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None]
     before = options.rotate_method, options.enable_load_balance
     with _flash_attention_4(case, device) if flash4 else allowed_backend(case, device):
         _attention.set_rotate_method(rotate_method)
-        options.enable_load_balance = case.mask == "causal" and case.layout == "HeadTail"
+        options.enable_load_balance = case.mask == "causal"
         try:
             yield
         finally:
             options.rotate_method, options.enable_load_balance = before
 
 
-def ring_refusal(case: Case, world_size: int) -> str | None:
-    """The reason why torch's rings cannot compute a case on so many ranks; None if they can."""
-    if not case.is_plain:
-        return f"torch's context parallel of SDPA has no mask such as {case.mask}"
-    if case.mask == "causal" and case.layout not in ("HeadTail", "Contiguous"):
-        return f"torch has no layout like {case.layout}"
-    pieces = 2 * world_size if case.layout == "HeadTail" else world_size
-    if case.seq_len % pieces:
-        return f"the length is not a multiple of {pieces}"
-    return None
+def _ring_refusal(case: Case, world_size: int) -> str | None:
+    if not case.is_plain or case.dropout:
+        return f"torch's context parallel of SDPA has no {'dropout' if case.is_plain else f'mask such as {case.mask}'}"
+    pieces = 2 * world_size
+    return f"the length is not a multiple of {pieces}" if case.seq_len % pieces else None
+
+
+@contextmanager
+def _flash_attention_4(case: Case, device: torch.device) -> Iterator[None]:
+    """Make FlashAttention-4 torch's flash, and allow nothing else."""
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+            try:
+                stack.enter_context(_with_fewer_results())
+                activate_flash_attention_impl("FA4")
+                options: Any = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
+                q, v = (torch.zeros(1, 1, 128, dim, **options) for dim in case.heads.dims)
+                out = F.scaled_dot_product_attention(q, q, v)
+                out.backward(out.detach())
+            except Exception as error:  # any: the private functions of the package change
+                raise NotImplementedError(
+                    f"torch {torch.__version__} cannot run the installed flash-attn-4 with head dims "
+                    f'{case.heads.dims} by activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
+                ) from error
+            yield
+    finally:
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+
+
+def _with_fewer_results() -> AbstractContextManager[Any]:
+    """While open, functions of flash-attn-4 give as many results as torch unpacks; they give more from 4.0.0b17 on."""
+    module = importlib.import_module("flash_attn.cute.interface")
+
+    def first_results(function: Callable[..., Any], count: int) -> Any:
+        # With its attributes: its cache of compiled functions.
+        return wraps(function)(lambda *args, **options: function(*args, **options)[:count])
+
+    counts = {"_flash_attn_fwd": 2, "_flash_attn_bwd": 3}
+    return mock.patch.multiple(module, **{name: first_results(getattr(module, name), n) for name, n in counts.items()})
 
 
 # FlexAttention
 
 
-@dataclass(frozen=True)
-class Rearranged(ByLayout):
-    """Contiguous parts of the sequence as one of torch's load balancers rearranges it."""
+def compiled_flex(attention: Attention, device: torch.device) -> Attention:
+    """Return FlexAttention of which all inputs have gradients: without, forward would compile once more.
 
-    balancer: str = ""
+    Raises:
+        NotImplementedError: on CPUs.
+    """
+    _refuse_cpus(device)
+    torch.compiler.reset()  # methods would share Dynamo's limit of compilations
 
-    def select(self, case: Case, rank: int, world_size: int, device: torch.device) -> Select:
-        indices = _balancer(self.balancer, case, world_size, device)._generate_indices(restore=False)[0]
-        mine = indices.tensor_split(world_size)[rank]
-        return lambda tokens: tokens.index_select(1, mine)
+    def wrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            return attention(q, k, v)
+
+    return wrapped
+
+
+def _refuse_cpus(device: torch.device) -> None:
+    if device.type == "cpu":
+        raise NotImplementedError("FlexAttention has no backward on CPUs")
+
+
+def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.Tensor:
+    """Return the positions of this rank's part of the sequence as one of torch's load balancers rearranges it."""
+    _refuse_cpus(device)
+    indices = _balancer(layout.removeprefix("torch "), case, device)._generate_indices(restore=False)
+    positions = indices[0].tensor_split(dist.get_world_size())[dist.get_rank()]
+    return positions.expand(case.batch, -1)
 
 
 @lru_cache
-def _balancer(name: str, case: Case, world_size: int, device: torch.device) -> Any:
-    """A load balancer: "HeadTail", "PerDocument" or "PTRR" (blocks by the number of keys that they see)."""
+def _balancer(name: str, case: Case, device: torch.device) -> Any:
     from torch.distributed.tensor.experimental import _attention
 
-    check_device(device)
+    ranks = dist.get_world_size()
     if name == "HeadTail":
-        return _attention._HeadTailLoadBalancer(case.seq_len, world_size, device)
+        return _attention._HeadTailLoadBalancer(case.seq_len, ranks, device)
     if name == "PerDocument":
-        return _attention._PerDocumentHeadTailLoadBalancer([list(_lengths(case))], world_size, device)
-    return _attention._PTRRLoadBalancer(whole_mask(case, device), world_size)
+        lengths = case.mask_value.lengths  # type: ignore[attr-defined]
+        return _attention._PerDocumentHeadTailLoadBalancer([list(lengths)], ranks, device)
+    return _attention._PTRRLoadBalancer(block_mask(case, device), ranks)
 
 
 def _flex_refusal(name: str, case: Case, world_size: int) -> str | None:
-    if case.batch != 1:
-        return "the method is for one batch row"
+    if case.batch != 1 or case.mask == "full" or case.dropout:
+        return "the method is for masks of one batch row, without dropout"
     if case.seq_len % (BLOCK * world_size):
         return f"the length is not a multiple of {BLOCK} for each rank"
-    if name == "PerDocument" and any(length % (2 * world_size) for length in _lengths(case)):
+    lengths = getattr(case.mask_value, "lengths", [1])
+    if name == "PerDocument" and any(length % (2 * world_size) for length in lengths):
         return f"not all lengths of documents are multiples of {2 * world_size}"
     return None
 
 
-def _lengths(case: Case) -> tuple[int, ...]:
-    mask = case.mask_value
-    assert isinstance(mask, Documents)
-    return mask.lengths
-
-
-@lru_cache(maxsize=1)  # compiled once for both passes
-def _flex_compiled(name: str, case: Case, device: torch.device) -> Attention:
+@lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
+def _flex(name: str, case: Case, device: torch.device) -> Attention:
     from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
     from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 
-    torch.compiler.reset()
+    _refuse_cpus(device)
     mesh = mesh_of_ranks(device.type)
     group = mesh.get_group().group_name
     takes_block_size = "BLOCK_SIZE" in inspect.signature(_create_cp_block_mask).parameters  # from 2.15 on
     blocks = _create_cp_block_mask(
         mask_mod(case, device), 1, 1, case.seq_len, case.seq_len, device_mesh=mesh,
-        load_balancer=_balancer(name, case, mesh.size(), device),
-        **({"BLOCK_SIZE": (BLOCK, BLOCK)} if takes_block_size else {}),
+        load_balancer=_balancer(name, case, device), **({"BLOCK_SIZE": (BLOCK, BLOCK)} if takes_block_size else {}),
     )  # fmt: skip
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = flex_cp_allgather(k, v, 2, group)
-        out = compiled(q, k, v, block_mask=blocks, enable_gqa=case.enable_gqa)
-        assert isinstance(out, torch.Tensor)
+        out: torch.Tensor = compiled(q, k, v, block_mask=blocks, enable_gqa=case.enable_gqa)
         return out
 
-    return with_gradients(attention)
+    return compiled_flex(attention, device)
 
 
 # FlashAttention-2 over packed documents: on one GPU, and on ranks that gather all K/V (Llama 3)
@@ -277,110 +267,63 @@ Span = tuple[int, int]
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-@dataclass(frozen=True)
-class VarlenArguments:
-    """Arguments of varlen attention for contiguous queries."""
-
-    keys: Span
-    """Range of the keys that are passed."""
-    cu_seqlens_q: tuple[int, ...]
-    cu_seqlens_k: tuple[int, ...]
-
-    @classmethod
-    def of(cls, documents: Sequence[Span], queries: Span) -> VarlenArguments:
-        """Pairs each document's queries with its keys up to the last query: the kernel aligns them at their ends.
-
-        >>> VarlenArguments.of([(0, 4), (4, 9)], (2, 6))
-        VarlenArguments(keys=(0, 6), cu_seqlens_q=(0, 2, 4), cu_seqlens_k=(0, 4, 6))
-        """
-        first, last = queries
-        mine = [span for span in documents if max(span[0], first) < min(span[1], last)]
-        q = [min(stop, last) - max(start, first) for start, stop in mine]
-        k = [min(stop, last) - start for start, stop in mine]
-        return cls((mine[0][0], last), tuple(accumulate(q, initial=0)), tuple(accumulate(k, initial=0)))
-
-
-def _documents(case: Case) -> tuple[list[Span], Span]:
-    """The documents of a mask, and the window in each: keys before and after a query, -1 for all."""
-    match case.mask_value:
-        case Documents(cu_seqlens, _, Causal()):
-            return list(pairwise(cu_seqlens)), (-1, 0)
-        case SlidingWindow(left, 0) if left is not None:
-            return [(0, case.seq_len)], (left, 0)
-        case Causal():
-            return [(0, case.seq_len)], (-1, 0)
-    raise NotImplementedError(f"no varlen attention for {case.mask}")
-
-
 def varlen_refusal(case: Case, world_size: int) -> str | None:
-    """The reason why varlen attention of a case is not measured; None if it is."""
-    if case.batch != 1:
-        return "the method is for one batch row"
+    """Return the reason why varlen attention of a case is not measured; None if it is."""
+    if case.batch != 1 or case.dropout:
+        return "the method is for one batch row, without dropout"
     return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
 
 
 def varlen_on_one_gpu(case: Case, device: torch.device) -> Attention:
-    """Attention of a case with a batch of one, of documents or a window."""
-    documents, window = _documents(case)
-    attend = _varlen(VarlenArguments.of(documents, (0, case.seq_len)), window, device)
+    """Return attention of a case with a batch of one, of documents or a window."""
+    attend, _ = _varlen(case, (0, case.seq_len), device)
     return lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
 
 
 def _gathered(case: Case, device: torch.device) -> Attention:
-    documents, window = _documents(case)
+    from torch.distributed import _functional_collectives as collectives
+
+    # The first since torch 2.13, which deprecates the second.
+    gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     group = dist.group.WORLD
     assert group is not None
-    length = case.seq_len // group.size()
-    arguments = VarlenArguments.of(documents, (group.rank() * length, (group.rank() + 1) * length))
-    attend = _varlen(arguments, window, device)
-    keys = slice(*arguments.keys)
-    stages = min(_STAGES, case.heads.kv)
+    length, stages = case.seq_len // group.size(), min(_STAGES, case.heads.kv)
+    attend, keys = _varlen(case, (group.rank() * length, (group.rank() + 1) * length), device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        by_stage = [torch.tensor_split(_tokens_first(x), stages, 1) for x in (q, k, v)]
-        works: list[Any] = []
-        started = [[_Gathered.apply(x, group, works) for x in stage] for stage in zip(*by_stage[1:], strict=True)]
-        outs = []
-        for stage, (q, (k, v)) in enumerate(zip(by_stage[0], started, strict=True)):
-            for work in works[2 * stage : 2 * stage + 2]:  # of the stage's K and V
-                work.wait()
-            outs.append(attend(q, k[keys], v[keys]))
+        qs, *kv = (torch.tensor_split(_tokens_first(x), stages, 1) for x in (q, k, v))
+        # All are started first; the attention of a stage waits for its own. Backward reduces and scatters gradients.
+        ks, vs = ([gather(x.contiguous(), 0, group) for x in each] for each in kv)
+        outs = [attend(q, k[slice(*keys)], v[slice(*keys)]) for q, k, v in zip(qs, ks, vs, strict=True)]
         return _tokens_last(torch.cat(outs, 1))
 
     return attention
 
 
-def _varlen(arguments: VarlenArguments, window: Span, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Attention of (S, H, D) queries to (T, Hkv, D) keys and values."""
-    edges = arguments.cu_seqlens_q, arguments.cu_seqlens_k
-    cu_seqlens = [torch.tensor(each, dtype=torch.int32, device=device) for each in edges]
-    longest = [max(stop - start for start, stop in pairwise(each)) for each in edges]
-    attend: Any = varlen_attn  # which returns out alone
-    return lambda q, k, v: attend(q, k, v, *cu_seqlens, *longest, window_size=window, **_GQA)
-
-
-class _Gathered(torch.autograd.Function):
-    """All-gather of (S, heads, D), complete when the work is; backward sums the gradients of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, works: list[Any]) -> torch.Tensor:
-        ctx.group = group
-        whole = x.new_empty((x.size(0) * group.size(), *x.shape[1:]))
-        works.append(dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=True))
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        mine = grad.new_empty((grad.size(0) // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.group)
-        return mine, None, None
+def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:
+    """Return attention of (S, H, D) queries to (T, Hkv, D) keys and values, and the range of these keys."""
+    documents, window = [(0, case.seq_len)], (-1, 0)  # keys before and after a query, -1 for all
+    match case.mask_value:
+        case Documents(cu_seqlens, _, Causal()):
+            documents = [span for span in pairwise(cu_seqlens) if span[0] < span[1]]
+        case SlidingWindow(left, 0) if left is not None:
+            window = (left, 0)
+        case other if other != Causal():
+            raise NotImplementedError(f"no varlen attention for {case.mask}")
+    # Each document's queries, with its keys up to the last query: the kernel aligns them at their ends.
+    first, last = queries
+    mine = [(start, min(stop, last)) for start, stop in documents if start < last and stop > first]
+    lengths = [[stop - max(start, first) for start, stop in mine], [stop - start for start, stop in mine]]
+    numbers = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths]
+    attend: Any = partial(varlen_attn, window_size=window, **_GQA)  # which returns out alone
+    return lambda q, k, v: attend(q, k, v, *numbers, *map(max, lengths)), (mine[0][0], last)
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """(1, H, S, D) as (S, H, D)."""
+    """Return (1, H, S, D) as (S, H, D)."""
     return x[0].transpose(0, 1)
 
 
 def _tokens_last(x: torch.Tensor) -> torch.Tensor:
-    """(S, H, D) as (1, H, S, D)."""
+    """Return (S, H, D) as (1, H, S, D)."""
     return x.transpose(0, 1).unsqueeze(0)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import BalancedBlocks, Causal, Documents, HeadTail, _torch, imbalance
-from cp_dtensor.tools.cases import Case, Heads
-from cp_dtensor.tools.flex import BLOCK, whole_mask
+from cp_dtensor.tools.cases import BLOCK, Case, Heads, block_mask
 from cp_dtensor.tools.parsing import mask_by_name
 
 CPU = torch.device("cpu")
@@ -83,7 +82,7 @@ def test_a_causal_block_mask_is_divided_as_head_tail() -> None:
 
 
 def of_real_mask(name: str, seq_len: int) -> BalancedBlocks:
-    return BalancedBlocks(whole_mask(Case(seq_len, Heads(1, 1), 8, 1, "float32", name, "HeadTail", "auto"), CPU))
+    return BalancedBlocks(block_mask(Case(seq_len, Heads(1, 1, 8), name), CPU))
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("documents 512", 2), ("window 4096", 2), ("causal", 8)])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,16 +18,22 @@ import torch.distributed as dist
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
-from cp_dtensor.tools import doctor, methods
+from cp_dtensor.tools import doctor, info, methods
 from cp_dtensor.tools.cases import Heads
-from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, Report, check, check_methods
-from cp_dtensor.tools.ranks import Ranks
+from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, Report, check, results
+from cp_dtensor.tools.ranks import Device, Ranks
 
 
 @pytest.fixture
 def meshes_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command keeps its meshes; ranks that are threads would share them."""
     monkeypatch.setattr(methods, "mesh_of_ranks", methods.mesh_of_ranks.__wrapped__)
+
+
+def of_threads() -> Ranks:
+    """Return the ranks of `run_ranks`."""
+    assert dist.group.WORLD is not None
+    return Ranks(dist.group.WORLD)
 
 
 def by_check(findings: Iterator[Finding]) -> dict[str, Finding]:
@@ -47,14 +55,7 @@ def test_a_sound_machine_ends_in_ok(tmp_path: Path) -> None:
 
 
 def test_four_ranks_have_hybrids_and_nested_rings(meshes_of_threads: None) -> None:
-    store = dist.HashStore()
-
-    def body(rank: int) -> list[Finding]:
-        report = Report(as_json=True, visible=False)
-        check_methods(report, Ranks(store, rank, 4), torch.device("cpu"), shares_memory=False)
-        return report.findings
-
-    ((finding,), *_) = run_ranks(4, body)
+    ((finding,), *_) = run_ranks(4, lambda rank: list(results(of_threads(), Device(use_gpu=False))))
     assert finding.status == OK
     assert finding.text.startswith("allgather, alltoall, ulysses, hybrid-2, nested-2: forward and")
 
@@ -64,7 +65,7 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
 ) -> None:
     def body(rank: int) -> list[Finding]:
         report = Report(as_json=False, visible=True)
-        check(report, Ranks(dist.HashStore(), rank, 1), torch.device("cpu"), 4096, Heads(4, 2))
+        check(report, of_threads(), Device(use_gpu=False), 4096, Heads(4, 2))
         return report.findings
 
     hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
@@ -72,7 +73,7 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
         mock.patch.object(doctor, "settings", side_effect=hangs),
         mock.patch.object(doctor, "bandwidth", return_value=()),
     ):
-        ((*findings, last),) = run_ranks(1, body)
+        ((*findings, last, _),) = run_ranks(1, body)
     problem = next(each for each in findings if each.status == PROBLEM)
     assert problem.check == "settings"
     assert "timed out after 30 seconds" in problem.text
@@ -81,7 +82,6 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
 
 def test_wrong_results_of_one_rank_are_a_problem(meshes_of_threads: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The gradient of one rank is off by 1e-6 in one method."""
-    store = dist.HashStore()
     right = methods.context_parallel_attention
 
     def attention(*tensors: torch.Tensor, **options: object) -> object:
@@ -92,7 +92,7 @@ def test_wrong_results_of_one_rank_are_a_problem(meshes_of_threads: None, capsys
 
     def body(rank: int) -> int:
         report = Report(as_json=False, visible=rank == 0)
-        check_methods(report, Ranks(store, rank, 2), torch.device("cpu"), shares_memory=False)
+        report.add(*results(of_threads(), Device(use_gpu=False)))
         return report.end()
 
     with mock.patch.object(methods, "context_parallel_attention", attention):
@@ -116,31 +116,41 @@ def test_ranks_are_those_of_torchrun(capsys: pytest.CaptureFixture[str], monkeyp
     assert "--ranks 3: torchrun has started 2" in capsys.readouterr().err
 
 
-def test_ranks_that_crash_are_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def crash(rank: int, *_: object) -> None:
+    if rank == 1:
+        os._exit(1)  # as an uncaught exception
+    time.sleep(60)
+
+
+def fail(rank: int, *_: object) -> None:
+    raise ValueError("no such device")
+
+
+def hang(rank: int, *_: object) -> None:
+    time.sleep(0 if rank == 0 else 60)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (crash, "rank 1 ended with status 1"),
+        (fail, " ended: ValueError: no such device"),
+        (hang, "1] did not end within 2 s"),
+    ],
+)
+def test_ranks_that_crash_or_hang_are_a_problem(
+    body: Any, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "executable", "false")  # ends with 1, as an uncaught exception
+    monkeypatch.setattr(doctor, "_run_rank", body)
+    monkeypatch.setattr(doctor, "_SECONDS", 2 if body is hang else 60)
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--device", "cpu", "--json"])
     assert ended.value.code == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["status"] == PROBLEM
-    assert "rank 0 ended with status 1" in finding["text"]
+    assert text in finding["text"]
     assert "troubleshooting.md" in finding["remedy"]
-
-
-def test_ranks_that_hang_are_a_problem(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\n[ $RANK = 0 ] || exec sleep 60\n")
-    program.chmod(0o755)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(doctor, "_SECONDS", 0.3)
-    with pytest.raises(SystemExit) as ended:
-        doctor.main(["--device", "cpu", "--ranks", "3"])
-    assert ended.value.code == 1
-    assert "ranks [1, 2] did not end within 0.3 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("rank", "status"), [(0, 3), (1, 0)])
@@ -170,7 +180,7 @@ def test_versions_of_torch(version: str, status: str | None, monkeypatch: pytest
 
 def test_another_cudnn_is_a_problem() -> None:
     message = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0)\nmore"
-    with mock.patch.object(doctor, "environment", side_effect=RuntimeError(message)):
+    with mock.patch.object(info, "versions", side_effect=RuntimeError(message)):
         found = by_check(doctor.versions())
     assert found["cuDNN"].status == PROBLEM
     assert found["cuDNN"].text == message.splitlines()[0]
@@ -202,7 +212,7 @@ def test_peer_access_is_expected_of_gpus_with_nvlink(monkeypatch: pytest.MonkeyP
 def test_a_hopper_without_triton_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(doctor, "environment", lambda: "torch")
+    monkeypatch.setattr(info, "versions", lambda: [("torch", "2")])
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
@@ -238,19 +248,6 @@ def test_names_of_gpus(name: str, gpu: str | None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert doctor.gpu_name() == gpu
-
-
-def test_clocks_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPU 1 has an uncorrected memory error."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '1980, 1980, 41, 0'\necho '1200, 1980, 88, 2'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    found = by_check(doctor.clocks())
-    assert found["clocks"].text == "1980 of 1980 MHz, 41 C; 1200 of 1980 MHz, 88 C"
-    assert "GPU 1" in found["memory errors"].text
-    smi.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
-    assert by_check(doctor.clocks())["clocks"].status == NOTE
 
 
 def test_slow_links_are_a_problem() -> None:

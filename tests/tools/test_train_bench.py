@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
+import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,38 +21,25 @@ from support.processes import Processes
 
 from cp_dtensor import HeadTail, context_parallel_attention
 from cp_dtensor.tools import llama, train_bench
-from cp_dtensor.tools.cases import Case, Heads
+from cp_dtensor.tools.cases import Case, Heads, Method
 from cp_dtensor.tools.llama import PRESETS, Llama, Size, initialise
-from cp_dtensor.tools.methods import mesh_of_ranks
+from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Ranks
-from cp_dtensor.tools.torch_methods import torch_context_parallel
-from cp_dtensor.tools.train_bench import (
-    OPTIMIZERS,
-    Job,
-    TrainMethod,
-    TrainResults,
-    TrainRow,
-    Turn,
-    main,
-    parse_options,
-    take_turn,
-    tokens_of,
-    train_markdown,
-    train_methods,
-)
+from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row
+from cp_dtensor.tools.torch_methods import mesh_of_ranks, torch_context_parallel
+from cp_dtensor.tools.train_bench import Job, Turn, main, optimizer_of, parse_options, rows_of, take_turn, tokens_of
 
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)
-CAUSAL = Job(SIZE, Case(24, Heads(4, 2), 4, 2, "float64", "causal", "HeadTail", "auto"), "adamw", checkpointed=False)
-OF_DOCUMENTS = dataclasses.replace(CAUSAL.case, mask="documents 5")
-DOCUMENTS = dataclasses.replace(CAUSAL, case=OF_DOCUMENTS, optimizer="sgd", checkpointed=True, offloaded=True)
+CAUSAL = Job(SIZE, Case(24, Heads(4, 2, 4), batch=2, dtype="float64"))
+DOCUMENTS = replace(CAUSAL, case=replace(CAUSAL.case, mask="documents 5"), offloaded=True)
 WARM, STEPS = 2, 1
 
 sdpa = F.scaled_dot_product_attention
 
 
 @contextmanager
-def torch_shards(case: Case, device: torch.device, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+def torch_shards(case: Case, device: torch.device, buffers: list[torch.Tensor]) -> Iterator[None]:
     """Torch's context, whose attention CPUs do not have, with ours in its place."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
@@ -65,14 +51,14 @@ def torch_shards(case: Case, device: torch.device, buffers: Sequence[torch.Tenso
         out.register_hook(lambda grad: pytest.fail("strided gradient") if not grad.is_contiguous() else None)
         return out
 
-    with torch_context_parallel(device, buffers), mock.patch.object(F, "scaled_dot_product_attention", attention):
+    with torch_context_parallel(case, device, buffers), mock.patch.object(F, "scaled_dot_product_attention", attention):
         yield
 
 
-def turns_on(rank: int, store: str, job: Job, names: Sequence[str]) -> list[Turn]:
-    ranks = Ranks(dist.FileStore(store, 2), rank, 2)
-    with_torch = TrainMethod("torch's shards", torch_shards, lambda case, world_size: None, contiguous=True)
-    methods = [*train_methods(names, compiled=False), *([with_torch] if job.case.is_plain else [])]
+def turns_on(rank: int, job: Job, names: Sequence[str]) -> list[Turn]:
+    ranks = Ranks(dist.group.WORLD)  # type: ignore[arg-type]
+    with_torch = Method("torch's shards", shards=torch_shards, contiguous=True)
+    methods = [*methods_by_name(names), *([with_torch] if job.case.is_plain else [])]
     return [take_turn(job, method, ranks, Device(use_gpu=False), warm=WARM, steps=STEPS) for method in methods]
 
 
@@ -83,9 +69,9 @@ def on_one_device(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float
         F, "scaled_dot_product_attention", lambda q, k, v, **_: sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
     )
     monkeypatch.setattr(llama, "_LOSS_TOKENS", 7)
-    model = Llama(SIZE, is_causal=True, contiguous=False, checkpointed=False, offloaded=False).double()
-    initialise(model, job.seed)
-    optimizer = OPTIMIZERS[job.optimizer](model.parameters())
+    model = Llama(SIZE, is_causal=True).double()
+    initialise(model)
+    optimizer = optimizer_of(model)
     tokens = tokens_of(job, CPU)
     losses, norms = [], []
     for _ in range(WARM + STEPS):
@@ -103,14 +89,14 @@ def on_one_device(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float
     [
         (CAUSAL, ["ours-auto", "ours-ulysses", "ours-alltoall Striped"]),
         (DOCUMENTS, ["ours-allgather", "ours-ulysses Balanced"]),
-        (dataclasses.replace(CAUSAL, case=dataclasses.replace(CAUSAL.case, mask="window:none,0")), ["ours-auto"]),
+        (replace(CAUSAL, case=replace(CAUSAL.case, mask="window:none,0")), ["ours-auto"]),
     ],
     ids=["causal", "documents", "causal by another name"],
 )
 def test_losses_and_gradients_are_those_of_one_device(
-    job: Job, names: Sequence[str], two_processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, names: Sequence[str], two_processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = two_processes.run(turns_on, str(tmp_path / "store"), job, names)
+    found = two_processes.run(turns_on, job, names)
     losses, norm = on_one_device(job, monkeypatch)
     assert losses[-1] < losses[0]
     for turns in found:
@@ -131,8 +117,8 @@ def test_offloaded_layers_keep_their_inputs_in_host_memory_and_nothing_else(monk
             self.pack_hook = lambda x: (kept.append(tuple(x.shape)), pack(x))[1]
 
     monkeypatch.setattr(llama, "save_on_cpu", Noted)
-    model = Llama(SIZE, is_causal=True, contiguous=False, checkpointed=False, offloaded=True)
-    initialise(model, 0)
+    model = Llama(SIZE, is_causal=True, offloaded=True)
+    initialise(model)
     tokens = tokens_of(CAUSAL, CPU)
     model(tokens[:, :-1], tokens[:, 1:], torch.arange(24).expand(2, -1)).backward()
     inputs = [shape for shape in kept if shape != (0,)]  # checkpoints save an empty tensor, too
@@ -141,96 +127,72 @@ def test_offloaded_layers_keep_their_inputs_in_host_memory_and_nothing_else(monk
 
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--preset", "toy", "--seq-lens", "32", "--device", "cpu", "--dtype", "float32", "--checkpoint"]
-    arguments += ["--offload"]
-    arguments += ["--mask", "causal", "documents 8", "--steps", "1", "--warm-steps", "1", "--peak-tflops", "0.01"]
+    arguments += ["--mask", "causal", "documents 8", "--steps", "1", "--warm-steps", "1", "--output", "out/rows.csv"]
     methods = ["torch-allgather", "torch-alltoall FA4", "ours-auto", "ours-ulysses Balanced"]
-    text = launch(2, "cp_dtensor", "train-bench", *arguments, "--methods", *methods, "--output", "out", folder=tmp_path)
-    report = (tmp_path / "out" / "train.md").read_text()
-    assert report in text
-    assert "-m cp_dtensor train-bench --preset toy" in report
-    assert report.count("| method | ms |") == 2
-    rows = {(row["job"]["case"]["mask"], row["method"]): row for row in found(tmp_path / "out" / "train.json")}
+    text = launch(2, "cp_dtensor", "train-bench", *arguments, "--methods", *methods, folder=tmp_path)
+    assert "-m cp_dtensor train-bench --preset toy" in text
+    assert text.count("| method | median_ms |") == 2
+    with (tmp_path / "out" / "rows.csv").open(newline="") as file:
+        rows = {(row["mask"], row["method"]): row for row in csv.DictReader(file)}
     assert len(rows) == 8
     no_mask = "torch's context parallel of SDPA has no mask such as documents 8"
     for (mask, method), row in rows.items():
+        assert (row["pass"], row["note"]) == ("step", "2 layers of 64 and 128; checkpointing")
         if method.startswith("ours"):
-            assert row["status"] == "measured", row
-            assert len(row["turns"]) == 2
-            assert row["difference"] < 1e-5
-            assert row["mfu_percent"] > 0
+            assert row["status"] == MEASURED, row
+            assert float(row["difference"]) < 1e-5
         else:
-            assert row["status"] == "refused"
+            assert row["status"] == REFUSED
             for_cpus = "cannot run the installed flash-attn-4" if method.endswith("FA4") else "NotImplementedError"
             assert (for_cpus if mask == "causal" else no_mask) in row["message"]
 
 
-def found(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-    return rows
+# Rows
 
 
-# The report
+def turns_of(*milliseconds: float, losses: Sequence[float] = (4.0, 2.0), norm: float = 1.0) -> list[Turn]:
+    """Return turns of two ranks, of which the second takes twice the time."""
+    return [Turn([[each], [2 * each]], [*losses], norm, 3 << 20) for each in milliseconds]
 
 
-def row(method: str, *milliseconds: float, losses: tuple[float, ...] = (4.0, 2.0), norm: float = 1.0) -> TrainRow:
-    """A row whose second rank takes twice the time in each of its turns."""
-    turns = tuple(Turn(((each,), (2 * each,)), losses, norm, 3 << 30) for each in milliseconds)
-    return TrainRow(CAUSAL, method, "measured", turns=turns)
-
-
-def results(*rows: TrainRow) -> TrainResults:
-    return TrainResults("two ranks", "torchrun ...", 2, 1e-6, rows)
+def found(**changes: Any) -> list[Row]:
+    turns = {"ours-auto": turns_of(2.0), "ours-ulysses": [*turns_of(3.0), *turns_of(3.0, **changes)]}
+    return rows_of(CAUSAL, turns, 2, None)
 
 
 def test_numbers_of_a_row() -> None:
-    torchs, ours, compiled = (
-        row("torch-allgather", 3.0, 4.0, 8.0),
-        row("ours-auto", 2.0),
-        row("ours-auto compiled", 1.0),
-    )
-    report = results(torchs, row("torch-alltoall", 6.0), ours, compiled)
-    assert torchs.median_ms == 8.0
-    assert torchs.tokens_per_second == pytest.approx(48 / 8e-3)
-    assert (report.times_others(ours), report.times_others(compiled)) == (2.0, None)
+    turns = {"torch-allgather": turns_of(3.0, 4.0, 8.0), "torch-alltoall": turns_of(6.0)}
+    turns |= {"ours-auto": turns_of(2.0), "ours-auto compiled": turns_of(1.0)}
+    torchs, _, ours, compiled = rows_of(CAUSAL, turns, 2, 1e6)
+    assert torchs["median_ms"] == 8.0
+    assert torchs["tokens_per_second"] == pytest.approx(48 / 8e-3)
+    assert (ours["times_torch"], compiled["times_torch"], ours["mib"]) == (2.0, None, 3.0)
+    assert (ours["first_loss"], ours["last_loss"]) == ("4.0000", "2.0000")
     matrices = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24) + 16 * 40
     flops = 6 * 48 * matrices + 12 * 2 * 16 * (2 * 24 * 25 // 2)
-    assert report.mfu_percent(torchs) == pytest.approx(100 * flops / 8e-3 / 2 / 1e6)
+    assert torchs["tflops"] == pytest.approx(flops / 8e-3 / 2 / 1e12)
+    assert torchs["mfu_percent"] == pytest.approx(100 * flops / 8e-3 / 2 / 1e6)
     assert PRESETS["8b-layers"].matmul_parameters == 8 * 218_103_808 + 4096 * 128_256
 
 
 @pytest.mark.parametrize(
-    "changed", [{"losses": (4.0, 2.0001)}, {"norm": 1.001}, {"losses": (4.0, float("nan"))}, {"norm": float("nan")}]
+    "changed", [{"losses": (4.0, 2.01)}, {"norm": 1.01}, {"losses": (4.0, float("nan"))}, {"norm": float("nan")}]
 )
-def test_methods_that_disagree_are_named(changed: dict[str, Any]) -> None:
-    first, other = row("ours-auto", 1.0), row("ours-ulysses", 1.0, **changed)
-    refused = TrainRow(CAUSAL, "torch-allgather", "refused", "no")
-    assert results(refused, first, row("ours-symm_mem", 1.0)).disagreeing() == []
-    assert results(refused, first, other).disagreeing() == [other]
-    later = dataclasses.replace(first, turns=(*first.turns, *other.turns))
-    assert results(later).disagreeing() == [later]
-
-
-def test_the_report_shows_every_row() -> None:
-    refused = TrainRow(CAUSAL, "torch-alltoall", "refused", "a|b\nc")
-    lines = train_markdown(results(row("torch-allgather", 3.0), row("ours-auto", 2.0), refused)).splitlines()
-    assert "# Training steps, 2 ranks" in lines
-    title = "24 tokens, 2 layers of 16, 4 query and 2 kv heads of 4, SwiGLU of 24, vocabulary of 40, causal, HeadTail"
-    assert f"## {title}, batch 2, float64, adamw" in lines
-    [ours] = [line for line in lines if line.startswith("| ours-auto ")]
-    numbers = r"4\.00 \| 4\.00-4\.00 \| 12,000 \| [\d.]+ \| 1\.500 \| 3\.00 \| 4\.0000 \| 2\.0000 \| 0\.0e\+00"
-    assert re.fullmatch(rf"\| ours-auto \| {numbers} \|", ours)
-    assert r"| torch-alltoall | refused: a\|b c | - | - | - | - | - | - | - | - |" in lines
+def test_turns_that_disagree_with_the_first_differ(changed: dict[str, Any]) -> None:
+    assert [row["difference"] for row in found()] == [0.0, 0.0]
+    first, other = found(**changed)
+    assert first["difference"] == 0.0
+    assert not other["difference"] < 4e-3
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "ours-fastest"], "unknown method 'ours-fastest': expected some of ours-allgather"),
-        (["--dim", "100"], "expected dim to be a multiple of 2 * heads, and heads of kv heads, got dim 100, 32 heads"),
-        (["--kv-heads", "5"], "got dim 2048, 32 heads and 5 kv heads"),
+        (["--methods", "ours-fastest"], "unknown method 'ours-fastest': expected some of ideal"),
+        (["--methods", "ours-auto", "ideal"], "--methods: ideal is attention alone, without a context for models"),
         (["--mask", "some"], "expected a mask such as causal"),
         (["--mask", "documents:0,96", "--seq-lens", "64"], "the documents of a mask end at 96"),
-        (["--peak-tflops", "0"], "expected a positive number, got 0"),
+        (["--compile", "--offload"], "--offload is for layers that are not compiled"),
     ],
 )
 def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,14 +202,21 @@ def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("statuses", "code"), [(("measured", "refused"), 0), (("measured", "error"), 1), (("refused",), 1), ((), 1)]
+    ("rows", "code"),
+    [
+        ([(MEASURED, 0.0), (REFUSED, None)], 0),
+        ([(MEASURED, 0.0), (ERROR, None)], 1),
+        ([(REFUSED, None)], 1),
+        ([(MEASURED, 0.0), (MEASURED, 0.02)], 1),
+        ([(MEASURED, float("nan"))], 1),
+    ],
 )
-def test_a_run_with_errors_or_without_measurements_ends_with_status_1(
-    statuses: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+def test_a_run_with_errors_or_differences_or_without_measurements_ends_with_status_1(
+    rows: list[tuple[str, float | None]], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [dataclasses.replace(row(name, 1.0), status=name) for name in statuses]
+    made = [{"method": "m", "status": status, "message": "why", "difference": value} for status, value in rows]
     monkeypatch.setattr(train_bench, "start", lambda *_: (SimpleNamespace(rank=0, world_size=2), None, "torchrun ..."))
-    monkeypatch.setattr(train_bench, "_rows", lambda *_: iter(rows))
+    monkeypatch.setattr(train_bench, "_measure", lambda *arguments: arguments[-1].extend(made))
     monkeypatch.setattr(train_bench, "end", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         main(["--device", "cpu"])
@@ -256,7 +225,7 @@ def test_a_run_with_errors_or_without_measurements_ends_with_status_1(
 
 def test_options_change_a_preset_and_methods_are_measured_compiled_too() -> None:
     options = parse_options(["--preset", "8b-layers", "--layers", "4", "--seq-lens", "64", "128", "64", "--compile"])
-    assert [job.size for job in options.jobs] == [dataclasses.replace(PRESETS["8b-layers"], layers=4)] * 2
+    assert [job.size for job in options.jobs] == [replace(PRESETS["8b-layers"], layers=4)] * 2
     names = [method.name for method in options.methods]
     assert names[len(names) // 2 :] == [f"{name} compiled" for name in names[: len(names) // 2]]
     assert [method.compiled for method in options.methods] == [name.endswith(" compiled") for name in names]
