@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 README = ROOT / "README.md"
 MODIFIERS = ROOT / "docs" / "modifiers.md"
-PACKED = ROOT / "docs" / "packed.md"
+MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
-HYBRID = ROOT / "docs" / "hybrid.md"
+LAYERS = ROOT / "docs" / "layers.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -36,10 +36,10 @@ def test_python_blocks_compile(path: Path) -> None:
             compile(block, f"{path.name}, Python block {number}", "exec")
 
 
-@pytest.mark.parametrize("block", [*blocks(MODIFIERS, "python"), *blocks(PACKED, "python")])
+@pytest.mark.parametrize("block", [*blocks(MODIFIERS, "python"), *blocks(MASKS, "python")])
 def test_programs_about_masks_run_on_four_ranks(block: str) -> None:
     """They compare with one device themselves."""
-    program = compile(block, "modifiers.md or packed.md", "exec")
+    program = compile(block, "modifiers.md or masks.md", "exec")
     run_ranks(4, lambda _rank: exec(program, {}))
 
 
@@ -49,12 +49,12 @@ def test_the_program_about_latents_runs_on_four_ranks() -> None:
     run_ranks(4, lambda _rank: exec(compile(program, MLA.name, "exec"), {}))
 
 
-def test_programs_about_hybrid_models_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_about_layers_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """The first compares with one device itself; the second prints tables, which follow it."""
-    first, second = (compile(program, HYBRID.name, "exec") for program in blocks(HYBRID, "python"))
+    first, second = (compile(program, LAYERS.name, "exec") for program in blocks(LAYERS, "python"))
     run_ranks(4, lambda _rank: exec(first, {}))
     run_ranks(4, lambda _rank: exec(second, {}))
-    assert [capsys.readouterr().out] == blocks(HYBRID, "text")
+    assert [capsys.readouterr().out] == blocks(LAYERS, "text")
 
 
 def test_predictions_run_in_one_process_and_print_what_follows_them() -> None:
