@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.docs_scripts import docs_script
 from support.pages import blocks
 from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cp_dtensor
 from cp_dtensor.tools.report import Results
@@ -64,6 +67,24 @@ def test_predictions_run_in_one_process_and_print_what_follows_them() -> None:
     command = [sys.executable, "-W", "error", "-c", "".join(programs)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.splitlines() == [line for table in tables for line in table.splitlines() if line]
+
+
+def test_auto_takes_what_the_page_says() -> None:
+    """Ulysses for the lengths of the table, a ring for twice as many tokens."""
+    lines = CHOOSING.read_text().partition('## What "auto" takes')[2].splitlines()
+    header, _, *rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")][:6]
+    wrong = []
+    for place, title in enumerate(header[1:], 1):
+        ranks = int(title.removesuffix(" GPUs"))
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        mesh = init_device_mesh("cpu", (ranks,))
+        for heads, *cells in rows:
+            (q_heads, kv_heads), longest = map(int, heads.split(":")), int(cells[place - 1].replace(",", ""))
+            for tokens, method in ((longest, "ulysses"), (2 * longest, "ring")):
+                found = cp_dtensor.explain(mesh, seq_len=tokens, q_heads=q_heads, kv_heads=kv_heads, quiet=True)
+                wrong += [(heads, ranks, tokens, found.chosen)] * (found.chosen != method)
+        dist.destroy_process_group()
+    assert not wrong
 
 
 def test_the_program_about_decoding_runs_on_four_ranks() -> None:
