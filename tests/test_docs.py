@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.docs_scripts import docs_script
 from support.pages import blocks
 from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cp_dtensor
 from cp_dtensor.tools.report import significant
@@ -21,14 +24,14 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 README = ROOT / "README.md"
 MODIFIERS = ROOT / "docs" / "modifiers.md"
-PACKED = ROOT / "docs" / "packed.md"
+MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
-HYBRID = ROOT / "docs" / "hybrid.md"
+LAYERS = ROOT / "docs" / "layers.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 DECISIONS = ROOT / "docs" / "decisions.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 WORDS = {DECISIONS: 5_000, BENCHMARKS / "README.md": 2_000}
-ALL_WORDS = 44_000
+ALL_WORDS = 40_000
 """Words of all documents, at most: 40,000 once all pages are shortened."""
 BENCHMARK_BYTES = 1_500_000
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -41,10 +44,10 @@ def test_python_blocks_compile(path: Path) -> None:
             compile(block, f"{path.name}, Python block {number}", "exec")
 
 
-@pytest.mark.parametrize("block", [*blocks(MODIFIERS, "python"), *blocks(PACKED, "python")])
+@pytest.mark.parametrize("block", [*blocks(MODIFIERS, "python"), *blocks(MASKS, "python")])
 def test_programs_about_masks_run_on_four_ranks(block: str) -> None:
     """They compare with one device themselves."""
-    program = compile(block, "modifiers.md or packed.md", "exec")
+    program = compile(block, "modifiers.md or masks.md", "exec")
     run_ranks(4, lambda _rank: exec(program, {}))
 
 
@@ -54,12 +57,12 @@ def test_the_program_about_latents_runs_on_four_ranks() -> None:
     run_ranks(4, lambda _rank: exec(compile(program, MLA.name, "exec"), {}))
 
 
-def test_programs_about_hybrid_models_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_about_layers_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """The first compares with one device itself; the second prints tables, which follow it."""
-    first, second = (compile(program, HYBRID.name, "exec") for program in blocks(HYBRID, "python"))
+    first, second = (compile(program, LAYERS.name, "exec") for program in blocks(LAYERS, "python"))
     run_ranks(4, lambda _rank: exec(first, {}))
     run_ranks(4, lambda _rank: exec(second, {}))
-    assert [capsys.readouterr().out] == blocks(HYBRID, "text")
+    assert [capsys.readouterr().out] == blocks(LAYERS, "text")
 
 
 def test_predictions_run_in_one_process_and_print_what_follows_them() -> None:
@@ -69,6 +72,24 @@ def test_predictions_run_in_one_process_and_print_what_follows_them() -> None:
     command = [sys.executable, "-W", "error", "-c", "".join(programs)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.splitlines() == [line for table in tables for line in table.splitlines() if line]
+
+
+def test_auto_takes_what_the_page_says() -> None:
+    """Ulysses for the lengths of the table, a ring for twice as many tokens."""
+    lines = CHOOSING.read_text().partition('## What "auto" takes')[2].splitlines()
+    header, _, *rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")][:6]
+    wrong = []
+    for place, title in enumerate(header[1:], 1):
+        ranks = int(title.removesuffix(" GPUs"))
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        mesh = init_device_mesh("cpu", (ranks,))
+        for heads, *cells in rows:
+            (q_heads, kv_heads), longest = map(int, heads.split(":")), int(cells[place - 1].replace(",", ""))
+            for tokens, method in ((longest, "ulysses"), (2 * longest, "ring")):
+                found = cp_dtensor.explain(mesh, seq_len=tokens, q_heads=q_heads, kv_heads=kv_heads, quiet=True)
+                wrong += [(heads, ranks, tokens, found.chosen)] * (found.chosen != method)
+        dist.destroy_process_group()
+    assert not wrong
 
 
 def test_the_program_about_decoding_runs_on_four_ranks() -> None:

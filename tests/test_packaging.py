@@ -1,12 +1,17 @@
 """Files around the package: versions are equal wherever they are named, and the examples of CONTRIBUTING.md run."""
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from support.pages import blocks
 from support.processes import Processes
 
 import cp_dtensor
@@ -64,15 +69,45 @@ def test_workflows_cover_the_versions_that_the_package_names() -> None:
     assert [step["run"] for step in jobs["pinned"]["steps"] if "run" in step] == [".ci/run"]
 
 
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+
+
 def run_program(rank: int, program: str) -> bool:
     """Run a program; return True if it came to its last variables."""
     names: dict[str, object] = {"__name__": "contributing"}
     exec(compile(program, "CONTRIBUTING.md", "exec"), names)
-    return isinstance(names["j"], torch.Tensor) and "LowMemoryRing" in names
+    return isinstance(names["j"], torch.Tensor) and "LowMemoryRing" in names and "layer" in names
 
 
 def test_the_examples_of_contributing_run_on_four_ranks(four_processes: Processes) -> None:
     """They compare with one device themselves. In processes: a name of a transport is registered once in each."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
-    assert all(four_processes.run(run_program, "\n".join(blocks)))
+    programs = [each for each in blocks(CONTRIBUTING, "python") if "max_distance" not in each]
+    assert len(programs) == 6
+    assert all(four_processes.run(run_program, "\n".join(programs)))
+
+
+def apply_edits(diff: str, folder: Path) -> None:
+    """Apply a diff without numbers of lines; each edited place must be there once."""
+    for part in diff.split("--- ")[1:]:
+        name, *hunks = re.split(r"\n@@\n", part.rstrip("\n"))
+        text = (folder / name).read_text()
+        for hunk in hunks:
+            lines = hunk.splitlines()
+            old, new = ("\n".join(line[1:] for line in lines if line[0] != other) + "\n" for other in "+-")
+            assert text.count(old) == 1, f"{name}: an edit of CONTRIBUTING.md expects this once:\n{old}"
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+
+
+def test_the_option_of_contributing_works_in_a_copy_of_the_package(tmp_path: Path) -> None:
+    """Ranks are threads of another process, which imports the copy."""
+    (diff,) = blocks(CONTRIBUTING, "diff")
+    shutil.copytree(ROOT / "cp_dtensor", tmp_path / "cp_dtensor", ignore=shutil.ignore_patterns("__pycache__"))
+    apply_edits(diff, tmp_path)
+    check, *others = blocks(CONTRIBUTING, "python")
+    (use,) = (each for each in others if "max_distance" in each)
+    program = f"from support.ranks import run_ranks\nrun_ranks(4, lambda _: exec({check + use!r}, {{}}))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "tests")))}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Picture of the rooms of the package: a table of the imports of each room from each other.
+"""Picture of the rooms of the package: a table that shows which room imports from which.
 
 python docs/scripts/rooms.py --output docs/images/rooms.png
 
@@ -25,16 +25,16 @@ from support.import_rules import FLOORS, PACKAGE, modules_of, our_imports, room
 
 PUBLIC = ""
 ROOMS = {
-    "integrations": ("providers and drop-ins", "#b98bc9"),
+    "integrations": ("providers and drop-ins of other programs", "#b98bc9"),
     "tools": ("doctor, bench, train-bench, draw", "#9a9fb0"),
     PUBLIC: ("import cp_dtensor: the public names", "#6d7a8c"),
     "layers": ("recurrent, convolution, scans, shifts", "#c77f9a"),
     "api": ("contexts, functions, DTensor, FlexAttention", "#e2777a"),
-    "engine": ("planner, autograd, rings, Ulysses", "#ee9d50"),
+    "engine": ("one call: Call, run, plans", "#ee9d50"),
     "attention": ("kernels of one device", "#d9b83b"),
     "comm": ("transport between ranks", "#7fb95f"),
-    "plan": ("tiles and steps", "#45aa9f"),
-    "spec": ("layouts, masks", "#4f93cf"),
+    "plan": ("tiles, plans, cost", "#45aa9f"),
+    "spec": ("masks, layouts, caches", "#4f93cf"),
     "_torch": ("private torch, driver", "#a98467"),
 }
 """Contents and colour of each room, the highest floor first."""
@@ -60,33 +60,25 @@ def imports(package: Path) -> Counter[tuple[str, str]]:
 
 
 def draw(package: Path) -> Figure:
-    """Draws a row for each room that imports, a column for each that is imported."""
+    """Draws a row for each room that imports, a column for each that is imported from."""
     counts, rooms, size = imports(package), [*ROOMS], len(ROOMS)
-    by_room: dict[str, list[int]] = {}
-    for module, path in modules_of(package).items():
-        by_room.setdefault(room(module), []).append(len(path.read_text().splitlines()))
     figure, axis = plt.subplots(figsize=(13, 7.6))
     for row, (name, (about, colour)) in enumerate(ROOMS.items()):
-        lines = by_room.get(name, [])
         floor = f"{FLOORS[name]}   " if name in FLOORS else ""
         axis.text(-0.25, row + 0.42, f"{floor}{name or 'cp_dtensor'}", fontsize=13, fontweight="bold", ha="right")
-        axis.text(-0.25, row + 0.72, about, fontsize=9.5, color="#5b6470", ha="right")
-        files = f"{len(lines)} file{'s' * (len(lines) != 1)}\n{sum(lines):,} lines"
+        axis.text(-0.25, row + 0.74, about, fontsize=10.5, color="#404854", ha="right")
         axis.add_patch(Rectangle((row, row), 1, 1, facecolor=colour, edgecolor="white", linewidth=3))
-        axis.text(row + 0.5, row + 0.5, files, fontsize=9, color="white", ha="center", va="center", fontweight="bold")
         for column, other in enumerate(rooms):
-            if count := counts[name, other]:
-                shade = 0.15 + 0.7 * count / max(counts.values())
-                axis.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, alpha=shade, edgecolor="white"))
-                axis.text(column + 0.5, row + 0.5, str(count), fontsize=13, ha="center", va="center")
+            if counts[name, other]:
+                axis.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, alpha=0.3, edgecolor="white"))
+                axis.text(column + 0.5, row + 0.5, "imports", fontsize=10, ha="center", va="center", gid="import")
     axis.set(xlim=(0, size), ylim=(size, 0), aspect="auto")
     axis.set_xticks([place + 0.5 for place in range(size)], [name or "cp_dtensor" for name in rooms], fontsize=11)
     axis.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, left=False, labelleft=False, length=0)
     axis.spines[:].set_visible(False)
-    total = sum(sum(lines) for lines in by_room.values())
     figure.suptitle(
-        f"The rooms of cp_dtensor by floor, {total:,} lines. Numbers: imports of the row's room from the column's\n"
-        "(pairs of an importing file and an imported module). None is below the diagonal: all imports point downward.",
+        "The rooms of cp_dtensor by floor: the room of a row imports from the rooms of the marked columns.\n"
+        "Nothing is marked below the diagonal: all imports point downward.",
         fontsize=12, x=0.02, y=0.985, ha="left",
     )  # fmt: skip
     figure.subplots_adjust(left=0.27, right=0.99, top=0.85, bottom=0.01)

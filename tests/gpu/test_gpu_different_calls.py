@@ -1,4 +1,4 @@
-"""One rank makes other calls than the other: the table of docs/faults.md on two GPUs, in groups that have NCCL alone.
+"""One rank makes other calls than the other: the table of docs/troubleshooting.md on two GPUs, in groups of NCCL alone.
 
 Shared memory also runs on one GPU that two processes share, with gloo.
 """

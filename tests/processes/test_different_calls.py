@@ -1,4 +1,4 @@
-"""One rank makes other calls than the others: the table of docs/faults.md, where it needs no GPU."""
+"""One rank makes other calls than the others: the table of docs/troubleshooting.md, where it needs no GPU."""
 
 from __future__ import annotations
 

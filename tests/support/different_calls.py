@@ -1,4 +1,4 @@
-"""Ranks that make different calls, and the table of docs/faults.md that says when they find out."""
+"""Ranks that make different calls, and the table of docs/troubleshooting.md that says when they find out."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ COLUMNS = ("gloo", "shared memory", "NCCL", "`debug=True`")
 
 def table() -> dict[tuple[str, str], str]:
     """The cells of the table, by row and column."""
-    text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     lines = text.partition("## Different calls")[2].partition("\n- ")[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
     assert header[1:] == list(COLUMNS)
