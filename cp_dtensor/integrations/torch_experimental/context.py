@@ -6,34 +6,45 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_dtensor import Contiguous, Layout, enable_context_parallel_dispatcher, ring_attention
 from cp_dtensor import context_parallel as context_of_buffers
+from cp_dtensor import set_rotate_method as set_process_default
 from cp_dtensor.api.extension import (
     Mesh,
     SdpaArguments,
     checked_buffers,
-    checked_sequence,
     current_backward,
     intercepted,
     never_compiled,
     refuse_unsupported_sdpa,
 )
-from cp_dtensor.integrations.torch_experimental.options import (
-    _cp_options,
-    axis_group,
-    check_one_dim_each,
-    default_layout,
-)
-from cp_dtensor.integrations.torch_experimental.private import flex_cp_allgather, refuse_patched_rings
+from cp_dtensor.integrations.torch_experimental.private import TorchsContextParallel, _cp_options, _RotateMethod
+from cp_dtensor.integrations.torch_experimental.sharding import axis_group, default_layout, orders
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """Set the default KV transport of this process.
+
+    Args:
+        rotate_method: "allgather" or "alltoall", as in torch; also "symm_mem" or "auto", the initial default (see
+            `cp_dtensor.set_rotate_method`).
+
+    Raises:
+        NotImplementedError: anything else, as in torch.
+    """
+    try:
+        set_process_default(rotate_method)
+    except ValueError as error:
+        raise NotImplementedError(str(error)) from error
+    is_ring = rotate_method == "alltoall"  # for torch's own ring, which has two methods
+    _cp_options.rotate_method = _RotateMethod.ALL_TO_ALL if is_ring else _RotateMethod.ALL_GATHER
 
 
 @contextmanager
@@ -47,9 +58,7 @@ def context_parallel(
     """`cp_dtensor.context_parallel` with torch's arguments; as in torch, nothing happens before entry.
 
     `_cp_options` is read on entry: shards are in head-tail order if load balance is enabled and twice the number of
-    ranks divides the length of the first buffer, otherwise contiguous. They are contiguous, too, if the latest call of
-    `_context_parallel_shard` for this axis had no load balancer, which disables it in torch. This is torch's order, so
-    that shards fit those of other helpers.
+    ranks divides the length of the first buffer, otherwise contiguous.
 
     Args:
         mesh: the context-parallel axis.
@@ -59,34 +68,18 @@ def context_parallel(
 
     Raises:
         TypeError, ValueError: on entry, arguments that do not fit.
-        NotImplementedError: on entry, if the program has replaced `_templated_ring_attention` or `_SDPAMerger`, which
-            would have no effect.
     """
-    refuse_patched_rings()
-    tensors = checked_sequence("buffers", () if buffers is None else buffers)
-    dims = checked_sequence("buffer_seq_dims", () if buffer_seq_dims is None else buffer_seq_dims)
-    check_one_dim_each(tensors, dims)
-    dims = checked_buffers(tensors, dims, Contiguous())
-    if not isinstance(no_restore_buffers, torch.Tensor):
-        for tensor in no_restore_buffers or ():
-            if all(tensor is not buffer for buffer in tensors):
-                raise ValueError(
-                    "`no_restore_buffers` must be a subset of `buffers`, the same objects; got one of shape "
-                    f"{tuple(tensor.shape)} that is not"
-                )
-    group = axis_group(mesh)
-    layout: Layout | None = None
-    if not _cp_options.enable_load_balance or _cp_options.orders.shards_are_contiguous(group):
-        layout = Contiguous()
-    elif dims:
-        layout = default_layout(tensors[0].size(dims[0]), group.size())
+    given = () if buffers is None else buffers
+    dims = checked_buffers(given, () if buffer_seq_dims is None else buffer_seq_dims, Contiguous())
+    group, tensors = axis_group(mesh), list(given)
+    lengths = [tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=True)]
+    layout = default_layout(lengths[0] if lengths else 0, group.size())
     context = context_of_buffers(
         mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, layout=layout
     )
-    lengths = [tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=True)]
     with context, intercepted(_reordered_dtensor_sdpa):  # before the interceptor of the context
-        for length in lengths if layout is not None else ():
-            _cp_options.orders.note(group, length, layout)
+        for length in lengths:
+            orders.note(group, length, layout)
         yield
 
 
@@ -95,7 +88,8 @@ class _Dispatcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._installed: ExitStack | None = None
+        self._installed = ExitStack()
+        self._is_on = False
 
     def enable(self) -> None:
         """Enable SDPA on DTensors that are sharded along the sequence; further calls do nothing.
@@ -103,167 +97,124 @@ class _Dispatcher:
         See `cp_dtensor.enable_context_parallel_dispatcher`. In addition, causal attention of DTensors made of shards of
         `_context_parallel_shard` is in the order of its load balancer.
         """
-        with self._lock:
-            if self._installed is None:
-                with ExitStack() as stack:
-                    stack.enter_context(enable_context_parallel_dispatcher())
-                    stack.enter_context(intercepted(_reordered_dtensor_sdpa))  # before that of the dispatcher
-                    self._installed = stack.pop_all()
+        with self._lock, ExitStack() as stack:
+            if not self._is_on:
+                stack.enter_context(enable_context_parallel_dispatcher())
+                stack.enter_context(intercepted(_reordered_dtensor_sdpa))  # before that of the dispatcher
+                self._installed, self._is_on = stack.pop_all(), True
 
     def disable(self) -> None:
         """Disable the dispatcher, even after several calls that enable it."""
         with self._lock:
-            installed, self._installed = self._installed, None
-        if installed is not None:
-            installed.close()
+            self._is_on = False
+            self._installed.close()
 
 
 _dispatcher = _Dispatcher()
 _enable_context_parallel_dispatcher = _dispatcher.enable
 _disable_context_parallel_dispatcher = _dispatcher.disable
 
-_SEQUENCE = Shard(2)
-
 
 def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     """Compute causal attention of DTensors whose shards are reordered; returns None for other calls.
 
-    A DTensor does not record a load balancer: `_context_parallel_shard` records that sequences of this length are
-    reordered.
+    A DTensor does not say in which order its shards are: `_context_parallel_shard` and contexts note it by length.
     """
-    tensors = [tensor for tensor in (call.q, call.k, call.v) if isinstance(tensor, DTensor)]
-    if not call.is_causal or not tensors or any(tensor.dim() != 4 for tensor in (call.q, call.k, call.v)):
+    tensors = call.q, call.k, call.v
+    if not call.is_causal or any(tensor.dim() != 4 for tensor in tensors):
         return None
-    reordered = []
-    for tensor in tensors:
-        for axis, placement in enumerate(tensor.placements):
-            if placement == _SEQUENCE and tensor.device_mesh.size(axis) > 1:
-                orders = _cp_options.orders.of_length(tensor.device_mesh.get_group(axis), tensor.size(2))
-                reordered += [(axis, orders[-1])] if orders and orders[-1] != Contiguous() else []
+    reordered = [
+        (axis, order)
+        for tensor in tensors
+        if isinstance(tensor, DTensor)
+        for axis, placement in enumerate(tensor.placements)
+        if placement == Shard(2) and tensor.device_mesh.size(axis) > 1
+        for order in orders.of(tensor.device_mesh.get_group(axis)).get(tensor.size(2), ())[-1:]
+        if order != Contiguous()
+    ]
     if not reordered:
         return None
-    q, k, v = call.q, call.k, call.v
-    first = tensors[0]
     axis, layout = reordered[0]
-    if layout is None:
-        raise NotImplementedError(
-            "causal attention in this load balancer's order is not supported yet: shard with a _HeadTailLoadBalancer "
-            "or with none"
-        )
+    _refuse_unknown_order(layout)
+    q, k, v = (tensor if isinstance(tensor, DTensor) else None for tensor in tensors)
     if not (
-        len(tensors) == 3
-        and all(x.device_mesh == first.device_mesh and x.placements == first.placements for x in tensors)
+        q is not None
+        and k is not None
+        and v is not None
+        and (q.device_mesh, q.placements) == (k.device_mesh, k.placements) == (v.device_mesh, v.placements)
         and q.size(2) == k.size(2)
         and all(
-            isinstance(p, (Replicate, Shard)) and (p != _SEQUENCE or place == axis)
-            for place, p in enumerate(first.placements)
+            isinstance(placement, (Replicate, Shard)) and (place == axis or placement != Shard(2))
+            for place, placement in enumerate(q.placements)
         )
     ):
+        got = [f"{tuple(x.shape)} {x.placements if isinstance(x, DTensor) else 'torch.Tensor'}" for x in tensors]
         raise NotImplementedError(
             f"causal attention of shards in {layout} order expects q, k and v of one length, placed alike on one mesh, "
-            f"sharded over the sequence on one axis; got "
-            + ", ".join(
-                f"{name} {tuple(x.shape)} {x.placements if isinstance(x, DTensor) else 'torch.Tensor'}"
-                for name, x in zip("qkv", (q, k, v), strict=True)
-            )
+            f"sharded over the sequence on one axis; got q {got[0]}, k {got[1]}, v {got[2]}"
         )
     refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
-    local_q, local_k, local_v = (tensor.to_local() for tensor in tensors)
     out = ring_attention(
-        local_q, local_k, local_v, mesh=first.device_mesh.get_group(axis), is_causal=True, scale=call.scale,
-        enable_gqa=call.enable_gqa, layout=layout, seq_len=first.size(2),
+        q.to_local(), k.to_local(), v.to_local(), mesh=q.device_mesh.get_group(axis), is_causal=True, scale=call.scale,
+        enable_gqa=call.enable_gqa, layout=layout, seq_len=q.size(2),
     )  # fmt: skip
     assert isinstance(out, torch.Tensor)
-    return DTensor.from_local(out, first.device_mesh, first.placements, run_check=False)
+    return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
 
 
-class _ContextParallel(ParallelStyle):
-    """Parallel style of an attention module whose inputs are this rank's shards.
+def _refuse_unknown_order(layout: Layout | None) -> None:
+    if layout is None:
+        raise NotImplementedError(
+            "SDPA in this load balancer's order is not supported yet: shard with a _HeadTailLoadBalancer or with none"
+        )
+
+
+class _ContextParallel(TorchsContextParallel):
+    """Parallel style of an attention module whose inputs are this rank's shards, with torch's arguments.
 
         parallelize_module(attention, mesh, _ContextParallel(2, _ContextParallel.AttentionType.SDPA))
 
     With SDPA, `F.scaled_dot_product_attention` inside of the module is ring attention over shards in the order in which
     `_context_parallel_shard` last sharded for this axis (if it never did, as `_cp_options.enable_load_balance` says).
-    With FLEX, the module gets the keys and values of all ranks, rank after rank, for `flex_attention` with masks from
-    `_context_parallel_shard` or torch's `_create_cp_block_mask`.
-
-    Args:
-        seq_dim: the sequence dim of the module's inputs: tensors, or DTensors that are `Shard(seq_dim)` on the axis, of
-            which the module gets the local tensors. Outputs are local.
-        attention_type: SDPA or FLEX.
+    Inputs are tensors, or DTensors that are `Shard(seq_dim)` on the axis, of which the module gets the local tensors;
+    outputs are local. With FLEX, torch's own style gathers the keys and values of all ranks.
 
     Raises:
         ValueError: an unknown attention type; on a call, DTensors with another placement on the axis; a recompute in a
-            backward after the order has changed.
+            backward where the module was called in several orders.
     """
 
-    class AttentionType(Enum):
-        """The attention function that the module calls."""
-
-        FLEX = "flex_attention"
-        SDPA = "scaled_dot_product_attention"
-
-    def __init__(self, seq_dim: int, attention_type: AttentionType) -> None:
-        super().__init__()
-        self.seq_dim = seq_dim
-        value = getattr(attention_type, "value", attention_type)  # so that torch's own enum is accepted too
-        if value not in {each.value for each in self.AttentionType}:
-            raise ValueError(f"Unknown attention type: {attention_type}: expected SDPA or FLEX")
-        self.attention_type = self.AttentionType(value)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self.attention_type is self.AttentionType.FLEX:
-            gather = functools.partial(_with_all_keys, self.seq_dim, axis_group(device_mesh).group_name)
-            module.register_forward_pre_hook(gather, with_kwargs=True)
-        else:
-            forward = functools.partial(_forward_of_shards, module.forward, device_mesh, self.seq_dim)
-            module.forward = functools.update_wrapper(forward, module.forward, updated=())
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if self.attention_type != self.AttentionType.SDPA:
+            return super()._apply(module, mesh)
+        forward = functools.partial(_forward_of_shards, module.forward, mesh, self.seq_dim, set())
+        module.forward = functools.update_wrapper(forward, module.forward, updated=())
         return module
 
 
-def _with_all_keys(
-    seq_dim: int, group_name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments (query, key, value, ...) of flex_attention with the keys and values of all ranks."""
-    names = ("query", "key", "value")
-    given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
-    missing = [name for name in names if not isinstance(given.get(name), torch.Tensor)]
-    if missing:
-        raise TypeError(f"expected {type(module).__name__} to be called with tensors {names}, {missing} are not")
-    key, value = flex_cp_allgather(given["key"].contiguous(), given["value"].contiguous(), seq_dim, group_name)
-    given.update(key=key, value=value)
-    new_args = (*(given[name] for name in names[: len(args)]), *args[3:])
-    return new_args, {**kwargs, **{name: given[name] for name in names[len(args) :]}}
-
-
 @never_compiled
-def _forward_of_shards(forward: Callable[..., Any], mesh: Mesh, seq_dim: int, *args: Any, **kwargs: Any) -> Any:
-    refuse_patched_rings()
-    layout, lengths = _order_now(mesh)
+def _forward_of_shards(
+    forward: Callable[..., Any], mesh: Mesh, seq_dim: int, seen: set[Layout], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `forward` in a context of the present order; `seen` has the orders of its earlier calls."""
+    group = axis_group(mesh)
+    noted = orders.of(group)
+    layout = next(reversed(noted.values()))[-1] if noted else default_layout(0, group.size())
+    if seen and current_backward() is not None:  # a recompute, of a call that may be older than the present order
+        if len(seen) > 1:
+            raise ValueError(
+                "attention is recomputed in a backward, and sequences have been sharded in several orders for this "
+                f"module: {sorted(map(repr, seen))}; use cp_dtensor.ContextParallel(layout=...)"
+            )
+        (layout,) = seen
+    _refuse_unknown_order(layout)
+    assert layout is not None
+    seen.add(layout)
+    lengths = tuple(length for length, layouts in noted.items() if layout in layouts)
     args = tuple(_local_shard(arg, mesh, seq_dim) for arg in args)
     kwargs = {name: _local_shard(arg, mesh, seq_dim) for name, arg in kwargs.items()}
-    with context_of_buffers(mesh, layout=layout, seq_len=tuple(lengths)):
+    with context_of_buffers(mesh, layout=layout, seq_len=lengths):
         return forward(*args, **kwargs)
-
-
-def _order_now(mesh: Mesh) -> tuple[Layout, list[int]]:
-    """Return the layout of the shards, and the global lengths recorded in it."""
-    group = axis_group(mesh)
-    noted = _cp_options.orders.of_group(group)
-    layouts = {layout for _, layout in noted}
-    if len(layouts) > 1 and current_backward() is not None:
-        raise ValueError(
-            "attention is recomputed in a backward, and sequences have been sharded in several orders for this axis: "
-            "the order of the first computation is unknown; use cp_dtensor.ContextParallel(layout=...)"
-        )
-    if not noted:
-        return default_layout(0, group.size()), []
-    layout = noted[-1][1]
-    if layout is None:
-        raise NotImplementedError(
-            "SDPA in this load balancer's order is not supported yet: shard with a _HeadTailLoadBalancer or with none"
-        )
-    return layout, [length for length, order in noted if order == layout]
 
 
 def _local_shard(value: Any, mesh: Mesh, seq_dim: int) -> Any:
