@@ -141,6 +141,10 @@ def test_masks_and_dropout_of_functions(function: Callable[..., torch.Tensor]) -
 
 
 def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
+    theirs: list[tuple[dict[str, Any], str]] = [
+        ({"skip_small_kv": True}, "skip_small_kv=True.*replicated_keys"),
+        ({"attn_func": max}, "attn_func=None.*sdpa_kernel"),
+    ]
     keys_of_this_rank = "the 8 keys of the whole sequence, in the order of their positions"
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"attn_mask": torch.zeros(4, 4)}, ValueError, keys_of_this_rank),
@@ -156,6 +160,11 @@ def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
                     F.scaled_dot_product_attention(q, q, q, **options)
             with mode(), mode.replicated_keys(), pytest.raises(NotImplementedError, match="is_causal=True, expected"):
                 F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            for arguments, message in theirs:
+                with pytest.raises(NotImplementedError, match=message):
+                    mode(**arguments)
+        with pytest.raises(NotImplementedError, match=r"attn_func=None.*sdpa_kernel"):
+            ulysses_attn_func(q, q, q, attn_func=max)
 
     run_ranks(2, body)
 
@@ -176,12 +185,13 @@ def test_arguments_that_do_not_fit() -> None:
         with pytest.raises(TypeError, match="layout"):
             RingAttnMode(layout=HeadTail)  # type: ignore[arg-type]
         assert init_context_parallel_mesh(mesh=two) is two
-        with pytest.raises(ValueError, match="device_type"):
-            init_context_parallel_mesh()
-        with pytest.raises(ValueError, match="max_ring_dim_size=2 and max_ulysses_dim_size=1"):
-            init_context_parallel_mesh("cpu", max_ring_dim_size=2, max_ulysses_dim_size=1)
-        with pytest.raises(ValueError, match="max_batch_dim_size to be at least 1, got 0"):
-            init_context_parallel_mesh("cpu", max_batch_dim_size=0)
+        for device, limits in (
+            (None, {}),
+            ("cpu", {"max_ring_dim_size": 2, "max_ulysses_dim_size": 1}),
+            ("cpu", {"max_batch_dim_size": 0}),
+        ):
+            with pytest.raises(ValueError, match=r"limits of at least 1, of one of the axes .*; got device_type=.*"):
+                init_context_parallel_mesh(device, **limits)
 
     run_ranks(2, body)
 
