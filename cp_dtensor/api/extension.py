@@ -9,6 +9,7 @@ from cp_dtensor._torch import (
     attribute_replaced,
     autograd_recorded,
     below_autograd,
+    compiled_code_kept_apart,
     constant_in_trace,
     current_backward,
     define_operator,
@@ -114,7 +115,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "partition_heads", "rows_in_order", "all_to_all_single", "CollectiveHeads", "HeadRows",
     "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
-    "RankFunction", "autograd_recorded", "below_autograd", "constant_in_trace", "current_backward", "define_operator",
+    "RankFunction", "autograd_recorded", "below_autograd", "compiled_code_kept_apart", "constant_in_trace",
+    "current_backward", "define_operator",
     "never_compiled", "refuse_traced_transforms", "version_of",
     # patches of other programs
     "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.problems import Problem, assert_close, reference, shard
+from support.processes import Processes
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -142,8 +144,6 @@ def test_shard_refuses_what_does_not_fit() -> None:
                 _context_parallel_shard(cp_mesh(), *arguments)
         with pytest.raises(ValueError, match=r"2 ranks, got a _HeadTail.* for 3"):
             context_parallel_unshard(cp_mesh(), [tokens], [0], _HeadTailLoadBalancer(32, 3, "cpu"))
-        with pytest.raises(ValueError, match="Unknown attention type"):
-            parallelize_module(Inner(), cp_mesh(), _ContextParallel(2, "sdpa"))  # type: ignore[arg-type]
 
     run_ranks(2, body)
 
@@ -187,31 +187,49 @@ def check(out: torch.Tensor, leaves: list[torch.Tensor], layout: Layout, rank: i
         assert_close(actual.transpose(1, 2), shard(expected[rows], layout, rank, 2))
 
 
+def module_of(mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(Inner(), mesh, _ContextParallel(1, SDPA))
+
+
 @each_layout
 def test_modules_with_sdpa(layout: Layout) -> None:
-    """A recompute has the order of the first computation, whatever has been sharded since."""
+    """A recompute has the order of the first computation, or is refused."""
 
     def body(rank: int) -> None:
         mesh = cp_mesh()
-        module = parallelize_module(Inner(), mesh, _ContextParallel(1, SDPA))
-        local = shards(mesh, layout)
+        module, local = module_of(mesh), shards(mesh, layout)
+        _enable_context_parallel_dispatcher()
+        dist.barrier()
+        check(module(local[0], k=local[1], v=local[2]), local, layout, rank)
+        check(checkpoint(module, *local, use_reentrant=False), local, layout, rank)
         recomputed = checkpoint(module, *local, use_reentrant=False)
-        placed = [DTensor.from_local(x, mesh, [Shard(1)]) for x in local]
-        for out in (module(local[0], k=local[1], v=local[2]), module(*placed)):
-            check(out, local, layout, rank)
-        with pytest.raises(ValueError, match=r"Shard\(1\)"):
-            module(*(DTensor.from_local(x, mesh, [Shard(2)]) for x in local))
-        other = Contiguous() if layout == HeadTail() else HeadTail()
-        _context_parallel_shard(mesh, [torch.arange(16)], [0], balancer_of(other))
+        _context_parallel_shard(mesh, [torch.arange(8)], [0])  # of another length
         check(recomputed, local, layout, rank)
-        recomputed = checkpoint(module, *local, use_reentrant=False)  # in the other order: which one, is unknown
+        recomputed = checkpoint(module, *local, use_reentrant=False)
+        _context_parallel_shard(mesh, [torch.arange(16)], [0], Reversing())
         with pytest.raises(ValueError, match="several orders"):
             recomputed.sum().backward()
-        _context_parallel_shard(mesh, [torch.arange(16)], [0], Reversing())
         with pytest.raises(NotImplementedError, match="load balancer's order"):
             module(*local)
 
     run_ranks(2, body)
+
+
+def compiled_modules(rank: int) -> None:
+    """Code is compiled for each order: it looks the order up when it is traced."""
+    mesh = cp_mesh()
+    module = torch.compile(module_of(mesh), backend="aot_eager", dynamic=False)
+    _enable_context_parallel_dispatcher()
+    for layout in (HeadTail(), Contiguous(), HeadTail()):
+        local = shards(mesh, layout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Dynamo warns of parts of DTensor
+            check(module(*local), local, layout, rank)
+    _disable_context_parallel_dispatcher()
+
+
+def test_compiled_modules(two_processes: Processes) -> None:
+    two_processes.run(compiled_modules)
 
 
 @each_layout

@@ -5,9 +5,9 @@
     # and: from torch.distributed.tensor.experimental._attention import set_rotate_method
 
 Or leave the program unchanged and call `redirect_imports()` before its own imports. Names and signatures are those of
-torch 2.11 to 2.15, underscores included, because programs import them. `OURS` are computed by this package; the others
-are torch's own objects: `_cp_options`, the load balancers, the gathering of keys for FlexAttention, and
-`_templated_ring_attention`, which calls an attention function of the program.
+torch 2.11 to 2.15, underscores included, because programs import them. `OURS` are of this package; the others are
+torch's own objects: `_cp_options`, the load balancers, `_ContextParallel`, which makes DTensors of a module's inputs or
+gathers keys for FlexAttention, and `_templated_ring_attention`, which calls an attention function of the program.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from cp_dtensor.api.extension import SharedInstallation, entry_replaced
 from cp_dtensor.integrations.torch_experimental.context import (
-    _ContextParallel,
     _disable_context_parallel_dispatcher,
     _enable_context_parallel_dispatcher,
     context_parallel,
     set_rotate_method,
 )
 from cp_dtensor.integrations.torch_experimental.private import (
+    _ContextParallel,
     _cp_options,
     _HeadTailLoadBalancer,
     _LoadBalancer,
@@ -46,15 +46,17 @@ __all__ = [
 ]  # fmt: skip
 
 OURS: dict[str, Any] = {
-    "_ContextParallel": _ContextParallel,
-    "_context_parallel_shard": _context_parallel_shard,
-    "_disable_context_parallel_dispatcher": _disable_context_parallel_dispatcher,
-    "_enable_context_parallel_dispatcher": _enable_context_parallel_dispatcher,
-    "context_parallel": context_parallel,
-    "context_parallel_unshard": context_parallel_unshard,
-    "set_rotate_method": set_rotate_method,
+    each.__name__: each
+    for each in (
+        _context_parallel_shard,
+        _disable_context_parallel_dispatcher,
+        _enable_context_parallel_dispatcher,
+        context_parallel,
+        context_parallel_unshard,
+        set_rotate_method,
+    )
 }
-"""The names that this package computes, and that `redirect_imports` puts in place of torch's."""
+"""The names that `redirect_imports` puts in place of torch's."""
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 _REDIRECTED = {

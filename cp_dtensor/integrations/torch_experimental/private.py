@@ -8,19 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.tensor.experimental._attention import _templated_ring_attention
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.distributed.tensor.experimental._context_parallel._attention import (
-    _context_parallel_shard as torchs_shard,
-)
-from torch.distributed.tensor.experimental._context_parallel._attention import (
-    _ContextParallel as TorchsContextParallel,
-)
-from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _ContextParallel,
     _cp_options,
     _RotateMethod,
-)
-from torch.distributed.tensor.experimental._context_parallel._attention import (
-    context_parallel_unshard as torchs_unshard,
+    _templated_ring_attention,
 )
 from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
@@ -32,10 +25,12 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
-    "TorchsContextParallel", "_HeadTailLoadBalancer", "_LoadBalancer", "_PTRRLoadBalancer",
+    "_ContextParallel", "_HeadTailLoadBalancer", "_LoadBalancer", "_PTRRLoadBalancer",
     "_PerDocumentHeadTailLoadBalancer", "_RotateMethod", "_cp_options", "_templated_ring_attention", "flatten_tree",
     "flex_cp_allgather", "torchs_shard", "torchs_unshard",
 ]  # fmt: skip
+
+torchs_shard, torchs_unshard = _attention._context_parallel_shard, _attention.context_parallel_unshard
 
 
 def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -58,6 +58,12 @@ class _Orders:
         noted = self.of(group)
         noted[length] = (*(each for each in noted.pop(length, ()) if each != layout), layout)
 
+    def variant(self) -> str:
+        """Encode the orders for Dynamo, which reuses compiled code only where this string is equal."""
+        noted = {(length, seen[-1]) for group in self._by_group.values() for length, seen in group.items()}
+        layouts = {layout for _, layout in noted}
+        return repr(sorted(map(repr, noted if len(layouts) > 1 else layouts)))
+
 
 orders = _Orders()
 
@@ -74,8 +80,8 @@ def _context_parallel_shard(
 ) -> Any:  # fmt: skip
     """Return this rank's shards, in the structure of `buffers`; note the order of the tokens.
 
-    Attention of modules with `_ContextParallel`, causal attention of DTensors and `context_parallel_unshard` look it
-    up. As in torch, `_cp_options.enable_load_balance` is set: True if there is a load balancer.
+    Causal attention of DTensors, such as those of modules with `_ContextParallel`, and `context_parallel_unshard` look
+    it up. As in torch, `_cp_options.enable_load_balance` is set: True if there is a load balancer.
 
     Args:
         mesh: the context-parallel axis.
