@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.cases import examples
 from support.collectives import errors_by_rank, recorded_collectives
 from support.masked_problems import fits
-from support.packed_documents import PackedProblem, equal_generators
+from support.packed_documents import PackedProblem, equal_generators, shard_packed
 from support.problems import assert_close
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -212,23 +212,12 @@ def test_nested_ring_and_shards_of_whole_tensors(kind: str) -> None:
     run_ranks(4, body)
 
 
-def test_the_example_of_the_docstring() -> None:
-    layouts = (ContiguousPerDocument([0, 4, 12]), PerDocument([0, 4, 12]))
-    by_rank = [
-        [[p for each in layout.segments(12, r, 2) for p in each.positions()] for layout in layouts] for r in (0, 1)
-    ]
-    assert by_rank[0] == [[0, 1, 4, 5, 6, 7], [0, 3, 4, 5, 10, 11]]
-    assert by_rank[1] == [[2, 3, 8, 9, 10, 11], [1, 2, 6, 7, 8, 9]]
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 5), st.integers(1, 5))
 def test_contiguous_per_document_covers_every_position_once(lengths: list[int], padding: int, ranks: int) -> None:
     edges = tuple(sum(lengths[:count]) for count in range(1, len(lengths) + 1))
     total = edges[-1] + padding
     layout = ContiguousPerDocument(edges, seq_len=total)
-    by_rank = [layout.segments(total, rank, ranks) for rank in range(ranks)]
-    assert len({len(segments) for segments in by_rank}) == 1
-    mine = [[p for segment in segments for p in segment.positions()] for segments in by_rank]
+    mine = [shard_packed(torch.arange(total), layout, rank, ranks).tolist() for rank in range(ranks)]
     assert sorted(position for positions in mine for position in positions) == list(range(total))
     assert [len(positions) for positions in mine] == [layout.local_length(total, rank, ranks) for rank in range(ranks)]
 

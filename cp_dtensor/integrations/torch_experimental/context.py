@@ -16,6 +16,7 @@ from cp_dtensor import set_rotate_method as set_process_default
 from cp_dtensor.api.extension import (
     Mesh,
     SdpaArguments,
+    SharedInstallation,
     checked_buffers,
     compiled_code_kept_apart,
     current_backward,
@@ -74,9 +75,19 @@ def context_parallel(
     context = context_of_buffers(
         mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, layout=layout
     )
-    with context, intercepted(_reordered_dtensor_sdpa):  # before the interceptor of the context
+    with context, _dtensors_in_order():  # before the interceptor of the context
         for length in lengths:
             orders.note(group, length, layout)
+        yield
+
+
+_variants = SharedInstallation(lambda: [compiled_code_kept_apart(orders.variant)])
+
+
+@contextmanager
+def _dtensors_in_order() -> Iterator[None]:
+    """Compute attention of DTensors in the order of their shards while open, in compiled code, too."""
+    with intercepted(_reordered_dtensor_sdpa), _variants.held():
         yield
 
 
@@ -94,8 +105,7 @@ def _enable_context_parallel_dispatcher() -> None:
     with _lock, ExitStack() as stack:
         if not _switch:
             stack.enter_context(enable_context_parallel_dispatcher())
-            stack.enter_context(intercepted(_reordered_dtensor_sdpa))  # before that of the dispatcher
-            stack.enter_context(compiled_code_kept_apart(orders.variant))
+            stack.enter_context(_dtensors_in_order())  # before the interceptor of the dispatcher
             _switch.append(stack.pop_all())
 
 

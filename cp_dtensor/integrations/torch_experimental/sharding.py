@@ -28,11 +28,10 @@ def axis_group(mesh: Mesh) -> dist.ProcessGroup:
     """Return the process group of a context-parallel axis."""
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        got = f"one of {mesh.ndim}, {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise (ValueError if isinstance(mesh, DeviceMesh) else TypeError)(
-            f"expected a mesh of one dim, the context-parallel axis, or its ProcessGroup; got {got}"
-        )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected mesh to be a DeviceMesh of one dim or a ProcessGroup, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"expected a mesh of one dim, the context-parallel axis; got {mesh.ndim} dims: {mesh}")
     return mesh.get_group()
 
 
@@ -60,9 +59,10 @@ class _Orders:
 
     def variant(self) -> str:
         """Encode the orders for Dynamo, which reuses compiled code only where this string is equal."""
-        noted = {(length, seen[-1]) for group in self._by_group.values() for length, seen in group.items()}
-        layouts = {layout for _, layout in noted}
-        return repr(sorted(map(repr, noted if len(layouts) > 1 else layouts)))
+        groups = [list(group.items()) for group in list(self._by_group.values())]  # other threads may note meanwhile
+        noted = {(length, layouts[-1]) for group in groups for length, layouts in group}
+        latest = {layout for _, layout in noted}
+        return repr(sorted(map(repr, noted if len(latest) > 1 else latest)))
 
 
 orders = _Orders()
