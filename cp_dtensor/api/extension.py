@@ -5,14 +5,11 @@ Layers and integrations, in this package or elsewhere, import the public names o
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
-
 from cp_dtensor._torch import (
     attribute_replaced,
     autograd_recorded,
     below_autograd,
+    compiled_code_kept_apart,
     constant_in_trace,
     current_backward,
     define_operator,
@@ -44,7 +41,6 @@ from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, inter
 from cp_dtensor.api.provider import attention_of_shards
 from cp_dtensor.api.sharding import (
     checked_buffers,
-    checked_sequence,
     checked_sequence_dim,
     gathered_shards,
     refuse_first_dim,
@@ -53,25 +49,21 @@ from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_fi
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
 from cp_dtensor.attention.backends.packages import quiet
-from cp_dtensor.attention.backends.select import only_backend, register_backend
+from cp_dtensor.attention.backends.select import register_backend
 from cp_dtensor.attention.masked import positions_of
-from cp_dtensor.attention.merge import merge
 from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.links import cluster_of
-from cp_dtensor.comm.transports import register_transport, transport_by_name
+from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
 from cp_dtensor.engine.arguments import (
     check_devices,
-    check_qkv,
     check_tensors,
     refuse_unsupported_sdpa,
 )
-from cp_dtensor.engine.attend import attend
-from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import (
     Call,
     Sharding,
@@ -89,20 +81,20 @@ from cp_dtensor.plan.partition import partition_heads
 from cp_dtensor.plan.plan import ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
-from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
-from cp_dtensor.spec.masks import Mask, is_integer
+from cp_dtensor.spec.layouts import CachedHash, Segment
+from cp_dtensor.spec.masks import is_integer
 
 __all__ = [  # noqa: RUF022, grouped by purpose
     # ranks, and layouts of your own
-    "Mesh", "SequenceRanks", "sequence_ranks", "default_rotate_method", "Segment",
+    "Mesh", "SequenceRanks", "sequence_ranks", "Segment",
     "CachedHash", "take_shard",
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
     "is_integer", "check_devices", "check_tensors", "checked_layout", "checked_length", "refuse_other_lengths",
-    "softmax_scale", "checked_buffers", "checked_sequence", "refuse_unsupported_sdpa",
+    "softmax_scale", "checked_buffers", "refuse_unsupported_sdpa",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
-    "merge", "ring_attention_by_backend", "attention_of_shards",
+    "attention_of_shards",
     # registries
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
@@ -123,7 +115,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "partition_heads", "rows_in_order", "all_to_all_single", "CollectiveHeads", "HeadRows",
     "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
-    "RankFunction", "autograd_recorded", "below_autograd", "constant_in_trace", "current_backward", "define_operator",
+    "RankFunction", "autograd_recorded", "below_autograd", "compiled_code_kept_apart", "constant_in_trace",
+    "current_backward", "define_operator",
     "never_compiled", "refuse_traced_transforms", "version_of",
     # patches of other programs
     "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",
@@ -134,36 +127,3 @@ def ranks_of_context() -> SequenceRanks | None:
     """The ranks of the innermost open context of this thread; None outside of contexts."""
     context = innermost()
     return None if context is None else context.call.ranks
-
-
-def default_rotate_method() -> str:
-    """The KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
-    return transport_by_name(None).name
-
-
-def ring_attention_by_backend(
-    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, mask: Mask, layout: Layout,
-    scale: float | None = None, seq_len: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`ring_attention` whose tiles one backend computes, whatever `torch.nn.attention.sdpa_kernel` allows.
-
-    Args:
-        backend: name of a `torch.nn.attention.SDPBackend`, such as "FLASH_ATTENTION".
-        q, k, v, mesh, mask, layout, scale: as for `ring_attention`; H may be a multiple of Hkv.
-        seq_len: the global numbers of queries and keys.
-
-    Returns:
-        out: (B, H, S, Dv), differentiable. lse: (B, H, S), natural log of the softmax denominator over all keys, in
-        float32 (float64 for float64).
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: the backend cannot compute it.
-    """
-    check_qkv(q, k, v, enable_gqa=True)
-    call = Call.of(mesh, method="ring", layout=layout, mask=mask, scale=scale, seq_len=seq_len)
-    call = replace(call, backends=only_backend(backend))
-    try:
-        return attend(call, Tensors(q, k, v), needs_lse=True)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{backend}, the only backend allowed in this call: {error}") from error

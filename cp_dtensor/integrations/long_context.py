@@ -6,7 +6,8 @@
 
 The one difference in calls: the process groups are a mesh that layers take, not state of the process. The layout of the
 ring divides the sequence over the ring ranks (`ring_impl_type` "basic": `Contiguous()`, "zigzag": `HeadTail()`,
-"strip": `Striped(1)`), and the Ulysses axis divides the tokens of each into adjacent parts.
+"strip": `Striped(1)`), and the Ulysses axis divides the tokens of each into adjacent parts. `layout_of` has both, for
+`cp_dtensor.context_parallel_shard` and `context_parallel_unshard`.
 
 Source: USP (arXiv 2405.07719).
 """
@@ -16,25 +17,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel_shard, context_parallel_unshard
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.api.extension import Mesh, Segment, take_shard
 from cp_dtensor.integrations.ring_flash_attn import attention_of, group_or_default, unpacked
 
 __all__ = [
     "AttnType", "LongContextAttention", "LongContextAttentionQKVPacked", "UlyssesAttention", "UlyssesCut",
-    "basic_extract_local", "set_seq_parallel_pg", "shard", "stripe_extract_local", "unshard", "zigzag_extract_local",
+    "basic_extract_local", "layout_of", "set_seq_parallel_pg", "stripe_extract_local", "zigzag_extract_local",
 ]  # fmt: skip
 
 
 class AttnType(Enum):
-    """Names of kernels in yunchang 0.6.4, and TORCH of 0.6.3 and before."""
+    """Names of the exact kernels of yunchang 0.6.4, and TORCH of 0.6.3 and before."""
 
     AITER = "aiter"
     FA = "fa"
@@ -45,21 +46,11 @@ class AttnType(Enum):
     TORCH_FLASH = "torch_flash"
     TORCH_EFFICIENT = "torch_efficient"
     TORCH_CUDNN = "torch_cudnn"
-    SAGE_AUTO = "sage_auto"
-    SAGE_FP16 = "sage_fp16"
-    SAGE_FP16_TRITON = "sage_fp16_triton"
-    SAGE_FP8 = "sage_fp8"
-    SAGE_FP8_SM90 = "sage_fp8_sm90"
-    SPARSE_SAGE = "sparse_sage"
-    NPU = "npu"
 
     @classmethod
     def from_string(cls, s: str) -> AttnType:
         """Return the member with a value such as "fa"; raise ValueError if there is none."""
         return cls(s)
-
-
-_EXACT = [each.value for each in AttnType if not each.value.startswith(("sage", "sparse", "npu"))]
 
 
 class _Attention(nn.Module):
@@ -79,11 +70,9 @@ class _Attention(nn.Module):
                 f"expected scatter_idx={heads_dim} and gather_idx=1, the dims of heads and of the sequence; got "
                 f"scatter_idx={dims[0]} and gather_idx={dims[1]}"
             )
-        if (attn_type.value if isinstance(attn_type, Enum) else attn_type) not in _EXACT:
-            expected = ", ".join(map(repr, _EXACT))
-            raise NotImplementedError(
-                f"expected attn_type to be one of the exact kernels {expected}; got {attn_type!r}"
-            )
+        exact = [each.value for each in AttnType]
+        if (attn_type.value if isinstance(attn_type, Enum) else attn_type) not in exact:
+            raise NotImplementedError(f"expected attn_type to be one of the exact kernels {exact}; got {attn_type!r}")
         self.mesh, self.method, self.layout = mesh, method, layout
 
     def forward(
@@ -116,8 +105,7 @@ class LongContextAttention(_Attention):
     Args:
         scatter_idx, gather_idx: 2 and 1, the dims of heads and of the sequence.
         ring_impl_type: layout of the ring, "basic", "zigzag" or "strip".
-        use_pack_qkv: no effect: q, k and v always travel together.
-        use_sync: no effect: CUDA streams are ordered by events, and the host does not wait.
+        use_pack_qkv, use_sync: no effect: q, k and v always travel together, and events order CUDA streams.
         attn_type: an exact kernel, as yunchang's enum, `AttnType` or a name; `torch.nn.attention.sdpa_kernel` chooses
             the backend. Quantized and sparse kernels are refused.
         attn_processor: None; other values are refused.
@@ -137,7 +125,7 @@ class LongContextAttention(_Attention):
 
 
 class LongContextAttentionQKVPacked(_Attention):
-    """`LongContextAttention` of packed queries, keys and values; `scatter_idx` is 3."""
+    """`LongContextAttention` of packed queries, keys and values (B, S, 3, H, D); `scatter_idx` is 3."""
 
     def __init__(
         self, scatter_idx: int = 3, gather_idx: int = 1, ring_impl_type: str = "basic", use_sync: bool = False,
@@ -147,7 +135,7 @@ class LongContextAttentionQKVPacked(_Attention):
         super().__init__(mesh, "hybrid", layout, attn_type, (scatter_idx, gather_idx), heads_dim=3)
 
     def forward(self, qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        """Compute the layer's attention of q, k and v from qkv: (B, S, 3, H, D), this rank's shard."""
+        """Compute the layer's attention of q, k and v from qkv, this rank's shard."""
         return super().forward(*unpacked("qkv", qkv, 3), *args, **options)
 
 
@@ -169,6 +157,9 @@ class UlyssesAttention(_Attention):
         super().__init__(mesh, "ulysses", Contiguous(), attn_type, (scatter_idx, gather_idx))
 
 
+_RING_LAYOUTS: dict[str, Layout] = {"basic": Contiguous(), "zigzag": HeadTail(), "strip": Striped(1)}
+
+
 @dataclass(frozen=True)
 class UlyssesCut(Layout):
     """Adjacent parts of each ring rank's tokens, one for each Ulysses rank; rank = ring rank * degree + Ulysses rank.
@@ -185,6 +176,11 @@ class UlyssesCut(Layout):
     ring_layout: Layout
     ulysses_degree: int
 
+    def __post_init__(self) -> None:
+        if self.ring_layout not in _RING_LAYOUTS.values():
+            expected = [*_RING_LAYOUTS.values()]
+            raise NotImplementedError(f"expected ring_layout to be one of {expected}, got {self.ring_layout!r}")
+
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         ring_rank, part = divmod(rank, self.ulysses_degree)
         whole = self.ring_layout.segments(seq_len, ring_rank, world_size // self.ulysses_degree, group)
@@ -193,34 +189,28 @@ class UlyssesCut(Layout):
         start, stop = chunk.start, chunk.start + chunk.length
         cut = []
         for segment in whole:
-            cut.append(_cut(segment, start, stop))
+            first, last = (min(max(index, 0), segment.length) for index in (start, stop))
+            # Of a contiguous segment, or of blocks of one token: tokens follow at the same distance.
+            cut.append(segment._replace(start=segment.position(first), length=last - first))
             start, stop = start - segment.length, stop - segment.length
         return tuple(cut)
 
-    def batch_groups(self, batch_size: int) -> tuple[tuple[int, int], ...]:
-        return self.ring_layout.batch_groups(batch_size)
-
-    @property
-    def only_length(self) -> int | None:
-        return self.ring_layout.only_length
-
-
-def _cut(segment: Segment, start: int, stop: int) -> Segment:
-    """Return the local tokens `start, ..., stop - 1` of a segment."""
-    start, stop = (min(max(index, 0), segment.length) for index in (start, stop))
-    if segment.block == 1:
-        return Segment(segment.start + start * segment.period, stop - start, 1, segment.period)
-    if not segment.is_contiguous:
-        raise NotImplementedError(f"expected contiguous segments or blocks of 1 token, got {segment}")
-    return Segment.contiguous(segment.start + start, segment.start + stop)
-
 
 def _ulysses_cut(ring_impl_type: str, ulysses_degree: int) -> UlyssesCut:
-    layouts: dict[str, Layout] = {"basic": Contiguous(), "zigzag": HeadTail(), "strip": Striped(1)}
-    if ring_impl_type not in layouts:
-        expected = ", ".join(map(repr, layouts))
-        raise ValueError(f"expected ring_impl_type to be one of {expected}; got {ring_impl_type!r}")
-    return UlyssesCut(layouts[ring_impl_type], ulysses_degree)
+    if ring_impl_type not in _RING_LAYOUTS:
+        raise ValueError(f"expected ring_impl_type to be one of {[*_RING_LAYOUTS]}; got {ring_impl_type!r}")
+    return UlyssesCut(_RING_LAYOUTS[ring_impl_type], ulysses_degree)
+
+
+def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
+    """Return the layout of a mesh's ranks."""
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else mesh
+    if not isinstance(mesh, DeviceMesh) or sorted(mesh.mesh_dim_names or ()) != ["ring", "ulysses"]:
+        raise ValueError(
+            'expected mesh to be a DeviceMesh with the axes "ring" and "ulysses", as from set_seq_parallel_pg; got '
+            f"{names or 'one without names'}"
+        )
+    return _ulysses_cut(ring_impl_type, mesh["ulysses"].size())
 
 
 def set_seq_parallel_pg(
@@ -246,43 +236,16 @@ def set_seq_parallel_pg(
     actual = (dist.get_rank(), dist.get_world_size())
     if (rank, world_size) != actual:
         raise ValueError(f"expected the default group's rank and world size {actual}, got {(rank, world_size)}")
-    degrees = (sp_ulysses_degree, sp_ring_degree)
-    if min(degrees) < 1 or world_size % (sp_ulysses_degree * sp_ring_degree):
-        raise ValueError(
-            f"expected sp_ulysses_degree * sp_ring_degree to divide the world size {world_size}; got {degrees}"
-        )
-    if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"ring": sp_ring_degree, "ulysses": sp_ulysses_degree}
+    if min(sizes.values()) < 1 or world_size % (sp_ulysses_degree * sp_ring_degree):
+        raise ValueError(
+            f"expected sp_ulysses_degree * sp_ring_degree to divide the world size {world_size}; got "
+            f"{(sp_ulysses_degree, sp_ring_degree)}"
+        )
     axes = ("ring", "ulysses") if use_ulysses_low else ("ulysses", "ring")
-    shape = tuple(sizes[axis] for axis in axes)
-    replicas = world_size // (sp_ulysses_degree * sp_ring_degree)
-    if replicas == 1:
-        return init_device_mesh(device_type, shape, mesh_dim_names=axes)
-    return init_device_mesh(device_type, (replicas, *shape), mesh_dim_names=("replicas", *axes))[axes]
-
-
-def layout_of(ring_impl_type: str, mesh: DeviceMesh) -> UlyssesCut:
-    """Return the layout of a mesh's ranks."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"expected mesh to be a DeviceMesh, as from set_seq_parallel_pg; got {type(mesh).__name__}")
-    names = mesh.mesh_dim_names or ()
-    if sorted(names) != ["ring", "ulysses"]:
-        raise ValueError(f'expected a mesh with the axes "ring" and "ulysses", got {names or "one without names"}')
-    return _ulysses_cut(ring_impl_type, mesh.size(names.index("ulysses")))
-
-
-def shard(tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1) -> torch.Tensor:
-    """Return this rank's shard of a tensor that every rank has whole, as `context_parallel_shard` does."""
-    return context_parallel_shard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh))[0]
-
-
-def unshard(
-    tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh, dim: int = 1, *,
-    grad: Literal["replicated", "partial"] = "replicated",
-) -> torch.Tensor:  # fmt: skip
-    """Return the whole tensor on every rank from the ranks' shards, as `context_parallel_unshard` does."""
-    return context_parallel_unshard(mesh, [tensor], [dim], layout_of(ring_impl_type, mesh), grad=grad)[0]
+    shape = (world_size // (sp_ulysses_degree * sp_ring_degree), *(sizes[axis] for axis in axes))
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicas", *axes))[axes]
 
 
 def _extract_local(
@@ -292,7 +255,7 @@ def _extract_local(
     """Return a rank's shard of a whole tensor (B, S, ...), for layers of a `ring_impl_type`.
 
     Args:
-        rank: ring rank * ud + Ulysses rank: the global rank with `use_ulysses_low` only; else use `shard`.
+        rank: ring rank * ud + Ulysses rank: the global rank with `use_ulysses_low` only.
         rd, ud: the ring and Ulysses degrees; their product is `world_size`, else ValueError. "basic" needs none.
         dim: of the sequence.
     """

@@ -36,34 +36,51 @@ __all__ = [
 ]  # fmt: skip
 
 
+def _refuse_of_theirs(skip_small_kv: bool, attn_func: Any) -> None:
+    if skip_small_kv:
+        raise NotImplementedError(
+            "got skip_small_kv=True, which takes keys that are fewer than queries for whole ones: mark them, with "
+            "UnifiedAttnMode.replicated_keys() around the call"
+        )
+    if attn_func is not None:
+        raise NotImplementedError(
+            f"expected attn_func=None, since torch.nn.attention.sdpa_kernel chooses the kernel; got {attn_func!r}"
+        )
+
+
 class UnifiedAttnMode(context_parallel):
     """Ulysses over the axis "ulysses", a ring over the axis "ring", or both.
 
     Args:
         mesh: a DeviceMesh with one of the axes or both; other axes, such as "batch", are not used. A process group is
             a Ulysses axis; the default group if None.
+        skip_small_kv, attn_func: False and None; others are refused, with what to use instead.
         layout: the tokens of each rank, `Contiguous()` if None.
         options: those of `context_parallel`, such as `rotate_method`, `seq_len` and `debug`; raises as it does.
 
     Inside, an `attn_mask` has this rank's query rows and the key columns of the whole sequence.
     """
 
-    def __init__(self, mesh: Mesh | None = None, *, layout: Layout | None = None, **options: Any) -> None:
-        axes, method = self._axes_and_method(group_or_default(mesh))
-        super().__init__(axes, method=method, layout=layout or Contiguous(), **options)
+    _method: str | None = None
+    """The method of one axis; None: the axes are found by their names."""
 
-    @staticmethod
-    def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
-        if not isinstance(mesh, DeviceMesh):
-            return mesh, "ulysses"
-        # DeviceMesh slices keep the mesh's own order of axes; context_parallel finds the inner axis by its name.
-        names = tuple(name for name in mesh.mesh_dim_names or () if name in ("ring", "ulysses"))
-        if not names:
-            raise ValueError(
-                'expected a mesh with an axis called "ulysses", "ring" or both; got '
-                f"{mesh.mesh_dim_names or 'one without names'}"
-            )
-        return (mesh if len(names) == mesh.ndim else mesh[names]), "hybrid" if len(names) == 2 else names[0]
+    def __init__(
+        self, mesh: Mesh | None = None, *, skip_small_kv: bool = False, attn_func: Any = None,
+        layout: Layout | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        _refuse_of_theirs(skip_small_kv, attn_func)
+        axes, method = group_or_default(mesh), self._method
+        if method is None and isinstance(axes, DeviceMesh):
+            # DeviceMesh slices keep the mesh's own order of axes; context_parallel finds the inner axis by its name.
+            names = tuple(name for name in axes.mesh_dim_names or () if name in ("ring", "ulysses"))
+            if not names:
+                raise ValueError(
+                    'expected a mesh with an axis called "ulysses", "ring" or both; got '
+                    f"{axes.mesh_dim_names or 'one without names'}"
+                )
+            method = "hybrid" if len(names) == 2 else names[0]
+            axes = axes if len(names) == axes.ndim else axes[names]
+        super().__init__(axes, method=method or "ulysses", layout=layout or Contiguous(), **options)
 
     @staticmethod
     def replicated_keys() -> AbstractContextManager[None]:
@@ -88,24 +105,20 @@ class UnifiedAttnMode(context_parallel):
 class RingAttnMode(UnifiedAttnMode):
     """Ring attention over one axis, a DeviceMesh of one dim or a process group; otherwise as `UnifiedAttnMode`."""
 
-    @staticmethod
-    def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
-        return mesh, "ring"
+    _method = "ring"
 
 
 class UlyssesAttnMode(UnifiedAttnMode):
     """Ulysses over one axis, as `RingAttnMode`. The number of heads need not be a multiple of the number of ranks."""
 
-    @staticmethod
-    def _axes_and_method(mesh: Mesh) -> tuple[Mesh, str]:
-        return mesh, "ulysses"
+    _method = "ulysses"
 
 
 def _function(attention: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     def attn_func(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, *, mesh: Mesh | None = None, layout: Layout | None = None,
-        **options: Any,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, mesh: Mesh | None = None,
+        attn_func: Any = None, layout: Layout | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Compute `ring_attention` or `ulysses_attention` of arguments of `F.scaled_dot_product_attention`.
 
@@ -113,11 +126,13 @@ def _function(attention: Callable[..., Any]) -> Callable[..., torch.Tensor]:
             query, key, value: (B, H, S, D), this rank's shards.
             attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
             mesh: the context-parallel axis, the default group if None.
+            attn_func: None; others are refused.
             layout: the tokens of each rank, `Contiguous()` if None.
-            dropout_p, is_causal, options, returns, raises: as for `context_parallel_attention`.
+            dropout_p, is_causal, scale, options, returns, raises: as for `context_parallel_attention`.
         """
+        _refuse_of_theirs(False, attn_func)
         out: torch.Tensor = attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
             mesh=group_or_default(mesh), layout=layout or Contiguous(), **options,
         )  # fmt: skip
         return out
@@ -130,13 +145,9 @@ ulysses_attn_func = _function(ulysses_attention)
 
 
 def init_context_parallel_mesh(
-    device_type: str | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    max_batch_dim_size: int | None = None,
-    max_ring_dim_size: int | None = None,
-    max_ulysses_dim_size: int | None = None,
-) -> DeviceMesh:
+    device_type: str | None = None, *, mesh: DeviceMesh | None = None, max_batch_dim_size: int | None = None,
+    max_ring_dim_size: int | None = None, max_ulysses_dim_size: int | None = None,
+) -> DeviceMesh:  # fmt: skip
     """Make a mesh of all ranks with the axes "batch", "ring" and "ulysses". A collective over all ranks.
 
     The size of a limited axis is the greatest common divisor of its limit and of the remaining ranks. Without limits
@@ -153,27 +164,15 @@ def init_context_parallel_mesh(
     """
     if mesh is not None:
         return mesh
-    if device_type is None:
-        raise ValueError("expected device_type where no mesh is given, got None for both")
-    limits = {
-        "max_batch_dim_size": max_batch_dim_size,
-        "max_ring_dim_size": max_ring_dim_size,
-        "max_ulysses_dim_size": max_ulysses_dim_size,
-    }
-    for name, limit in limits.items():
-        if limit is not None and limit < 1:
-            raise ValueError(f"expected {name} to be at least 1, got {limit}")
-    if max_ring_dim_size is not None and max_ulysses_dim_size is not None:
+    limits = {"batch": max_batch_dim_size, "ring": max_ring_dim_size, "ulysses": max_ulysses_dim_size}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    if device_type is None or min(given.values(), default=1) < 1 or {"ring", "ulysses"} <= given.keys():
         raise ValueError(
-            f"expected a limit of one axis, got max_ring_dim_size={max_ring_dim_size} and "
-            f"max_ulysses_dim_size={max_ulysses_dim_size}"
+            "expected device_type where no mesh is given, and limits of at least 1, of one of the axes ring and "
+            f"ulysses; got device_type={device_type!r} and the limits {given}"
         )
     world_size = dist.get_world_size()
-    batch = math.gcd(world_size, max_batch_dim_size or 1)
-    of_sequence = world_size // batch
-    if max_ulysses_dim_size is not None:
-        ring = of_sequence // math.gcd(of_sequence, max_ulysses_dim_size)
-    else:
-        ring = math.gcd(of_sequence, max_ring_dim_size or 1)
-    shape = (batch, ring, of_sequence // ring)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("batch", "ring", "ulysses"))
+    batch = math.gcd(world_size, given.get("batch", 1))
+    ranks = world_size // batch
+    ring = ranks // math.gcd(ranks, given["ulysses"]) if "ulysses" in given else math.gcd(ranks, given.get("ring", 1))
+    return init_device_mesh(device_type, (batch, ring, ranks // ring), mesh_dim_names=("batch", "ring", "ulysses"))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from check import error, make_mesh, one_device, problem, run
 
-from cp_dtensor.integrations import long_context, ring_flash_attn
+from cp_dtensor import Contiguous, HeadTail, Layout, context_parallel_shard
 from cp_dtensor.integrations.long_context import LongContextAttention, set_seq_parallel_pg
 from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_func
 from cp_dtensor.integrations.unified import UnifiedAttnMode
@@ -25,7 +25,12 @@ def main() -> tuple[float, str]:
     tokens = grad_out.size(1)  # declared: no multiple of the ranks
     expected = [x.transpose(1, 2) for x in one_device(*problem(mesh.device_type))]
 
-    def difference(shard: Callable[[torch.Tensor], torch.Tensor], attend: Callable[..., object]) -> float:
+    usp = set_seq_parallel_pg(2, 2, dist.get_rank(), 4, device_type=mesh.device_type)
+
+    def difference(layout: Layout, attend: Callable[..., object]) -> float:
+        def shard(tensor: torch.Tensor) -> torch.Tensor:
+            return context_parallel_shard(usp, [tensor], [1], layout)[0]
+
         q, k, v = (shard(tensor).requires_grad_() for tensor in whole)
         out = attend(q, k, v)
         assert isinstance(out, torch.Tensor)
@@ -37,17 +42,11 @@ def main() -> tuple[float, str]:
             q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-    usp = set_seq_parallel_pg(2, 2, dist.get_rank(), 4, device_type=mesh.device_type)
     layer = LongContextAttention(ring_impl_type="zigzag", mesh=usp)
     differences = (
-        difference(
-            lambda x: ring_flash_attn.shard(x, "zigzag_ring"),
-            lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True, seq_len=tokens),
-        ),
-        difference(
-            lambda x: long_context.shard(x, "zigzag", usp), lambda q, k, v: layer(q, k, v, causal=True, seq_len=tokens)
-        ),
-        difference(lambda x: ring_flash_attn.shard(x, "ring"), unified),  # adjacent parts of the sequence
+        difference(HeadTail(), lambda q, k, v: zigzag_ring_flash_attn_func(q, k, v, causal=True, seq_len=tokens)),
+        difference(layer.layout, lambda q, k, v: layer(q, k, v, causal=True, seq_len=tokens)),
+        difference(Contiguous(), unified),
     )
     return max(differences), mesh.device_type
 

@@ -11,12 +11,8 @@ import torch
 import torch.nn.functional as F
 from check import error, make_mesh, run
 
-from cp_dtensor import Balanced, Causal, Documents, context_parallel_shard, varlen_attention
-from cp_dtensor.integrations.ring_flash_attn import (
-    llama3_flash_attn_prepare_cu_seqlens,
-    llama3_flash_attn_varlen_func,
-    shard_varlen,
-)
+from cp_dtensor import Balanced, Causal, Contiguous, Documents, context_parallel_shard, varlen_attention
+from cp_dtensor.integrations.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func
 
 
 def documents() -> list[int]:
@@ -63,7 +59,7 @@ def main() -> tuple[float, str]:
     largest = error([out.detach(), q.grad, k.grad, v.grad], context_parallel_shard(mesh, expected, [0] * 4, layout))
 
     # Calls of ring-flash-attention, with contiguous parts of the packed sequence.
-    q, k, v, grad_out = (shard_varlen(tensor, "llama3", cu_seqlens) for tensor in whole)
+    q, k, v, grad_out = context_parallel_shard(mesh, whole, [0] * 4, Contiguous())
     for tensor in (q, k, v):
         tensor.requires_grad_()
     q_edges, k_edges, max_q, max_k, keys = llama3_flash_attn_prepare_cu_seqlens(
@@ -74,7 +70,7 @@ def main() -> tuple[float, str]:
     )
     assert isinstance(result, torch.Tensor)
     result.backward(grad_out)
-    wanted = [shard_varlen(tensor, "llama3", cu_seqlens) for tensor in expected]
+    wanted = context_parallel_shard(mesh, expected, [0] * 4, Contiguous())
     return max(largest, error([result.detach(), q.grad, k.grad, v.grad], wanted)), mesh.device_type
 
 

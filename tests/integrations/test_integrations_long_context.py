@@ -11,11 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.problems import Problem, assert_close, reference
+from support.problems import shard as shard_by_positions
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, Striped
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel_shard
 from cp_dtensor.integrations.long_context import (
     AttnType,
     LongContextAttention,
@@ -23,17 +24,13 @@ from cp_dtensor.integrations.long_context import (
     UlyssesAttention,
     UlyssesCut,
     basic_extract_local,
+    layout_of,
     set_seq_parallel_pg,
-    shard,
     stripe_extract_local,
-    unshard,
     zigzag_extract_local,
 )
 
 EXTRACT = {"basic": basic_extract_local, "zigzag": zigzag_extract_local, "strip": stripe_extract_local}
-TYPES = list(EXTRACT)
-each_type = pytest.mark.parametrize("ring_impl_type", TYPES)
-degrees = pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (1, 3), (3, 1), (4, 1), (2, 3)])
 
 
 def heads_last(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,18 +53,18 @@ def mesh_of(ulysses: int, ring: int, rank: int, world_size: int, ulysses_low: bo
     return set_seq_parallel_pg(ulysses, ring, rank, world_size, ulysses_low, device_type="cpu")
 
 
-@degrees
-@each_type
+def shard(tensor: torch.Tensor, ring_impl_type: str, mesh: DeviceMesh) -> torch.Tensor:
+    return context_parallel_shard(mesh, [tensor], [1], layout_of(ring_impl_type, mesh))[0]
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 2), (1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("ring_impl_type", EXTRACT)
 def test_tokens_of_each_rank_are_those_of_that_package(ring_impl_type: str, ulysses: int, ring: int) -> None:
-    world_size = ulysses * ring
-    tokens = torch.arange(2 * 48).view(2, 48)
+    world_size, tokens = ulysses * ring, torch.arange(2 * 48).view(2, 48)
 
     def body(rank: int) -> None:
-        mesh = mesh_of(ulysses, ring, rank, world_size)
-        local = shard(tokens, ring_impl_type, mesh)
         of_rank = positions(ring_impl_type, 48, ring, ulysses, *divmod(rank, ulysses))
-        assert torch.equal(local, tokens[:, of_rank])
-        assert torch.equal(unshard(local, ring_impl_type, mesh), tokens)
+        assert torch.equal(shard(tokens, ring_impl_type, mesh_of(ulysses, ring, rank, world_size)), tokens[:, of_rank])
         for dim, whole in ((1, tokens), (-1, tokens), (0, tokens.T)):
             extracted = EXTRACT[ring_impl_type](whole, rank, world_size, rd=ring, ud=ulysses, dim=dim)
             assert torch.equal(extracted, whole.index_select(dim, of_rank))
@@ -80,41 +77,19 @@ def test_tokens_of_each_rank_are_those_of_that_package(ring_impl_type: str, ulys
 )
 def test_cut_layouts_cover_every_position_once(ring_layout: Layout, length: int, ulysses: int, ring: int) -> None:
     layout, world_size = UlyssesCut(ring_layout, ulysses), ulysses * ring
+    tokens = torch.arange(length)[None]
     seen = []
-    for rank in range(world_size):
-        mine = [p for segment in layout.segments(length, rank, world_size) for p in segment.positions()]
-        assert len(mine) == layout.local_length(length, rank, world_size)
-        assert layout.local_length(length + 1, rank, world_size) >= len(mine)
-        seen += mine
+    for ring_rank in range(ring):  # together, the parts are the ring rank's tokens
+        ranks = range(ring_rank * ulysses, (ring_rank + 1) * ulysses)
+        parts = [shard_by_positions(tokens, layout, rank, world_size, 1)[0].tolist() for rank in ranks]
+        for rank, part in zip(ranks, parts, strict=True):
+            assert len(part) == layout.local_length(length, rank, world_size)
+            assert layout.local_length(length + 1, rank, world_size) >= len(part)
+        together = [position for part in parts for position in part]
+        seen += together
+        whole = shard_by_positions(tokens, ring_layout, ring_rank, ring, 1)[0].tolist()
+        assert sorted(together) == sorted(whole)
     assert sorted(seen) == list(range(length))
-    for rank in range(ring):  # together, the parts are the ring rank's tokens, in order
-        parts = [
-            p
-            for part in range(ulysses)
-            for segment in layout.segments(length, rank * ulysses + part, world_size)
-            for p in segment.positions()
-        ]
-        whole = [p for segment in ring_layout.segments(length, rank, ring) for p in segment.positions()]
-        assert sorted(parts) == sorted(whole)
-
-
-def test_cutting_blocks_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="blocks of 1 token"):
-        UlyssesCut(Striped(2), 2).segments(16, 0, 4)
-
-
-@each_type
-def test_unshard_is_differentiable(ring_impl_type: str) -> None:
-    whole = torch.randn(2, 13, 3, dtype=torch.float64)
-
-    def body(rank: int) -> None:
-        mesh = mesh_of(2, 2, rank, 4)
-        for grad, factor in (("replicated", 1), ("partial", 4)):
-            leaf = shard(whole, ring_impl_type, mesh).requires_grad_()
-            (unshard(leaf, ring_impl_type, mesh, grad=grad) * whole).sum().backward()
-            assert_close(leaf.grad, factor * leaf.detach())
-
-    run_ranks(4, body)
 
 
 @pytest.mark.parametrize("ulysses_low", [True, False])
@@ -132,20 +107,17 @@ def test_more_ranks_than_share_a_sequence(ulysses_low: bool) -> None:
     run_ranks(8, body)
 
 
-@pytest.mark.parametrize("attn_type", [AttnType.TORCH_MATH, "torch_flash", AttnType.from_string("fa")])
-def test_ulysses_attention(attn_type: Any) -> None:
+def test_ulysses_attention() -> None:
     problem = Problem(13, 13, batch=2, q_heads=4, kv_heads=2, is_causal=True, softcap=0.5)
     *qkv, grad_out = (heads_last(tensor) for tensor in problem.draw(0))
     expected = [heads_last(tensor) for tensor in reference(problem, *problem.draw(0))]
 
     def body(rank: int) -> None:
-        def local(tensor: torch.Tensor) -> torch.Tensor:
-            return basic_extract_local(tensor, rank, 3)
-
-        leaves = [local(tensor).requires_grad_() for tensor in qkv]
-        out = UlyssesAttention(attn_type=attn_type)(*leaves, causal=True, softcap=0.5, seq_len=13)
-        for got, wanted in zip((out, *torch.autograd.grad(out, leaves, local(grad_out))), expected, strict=True):
-            assert_close(got, local(wanted))
+        leaves = [basic_extract_local(tensor, rank, 3).requires_grad_() for tensor in qkv]
+        out = UlyssesAttention(attn_type="torch_flash")(*leaves, causal=True, softcap=0.5, seq_len=13)
+        grads = torch.autograd.grad(out, leaves, basic_extract_local(grad_out, rank, 3))
+        for got, wanted in zip((out, *grads), expected, strict=True):
+            assert_close(got, basic_extract_local(wanted, rank, 3))
 
     run_ranks(3, body)
 
@@ -176,51 +148,44 @@ def test_layers_take_that_package_s_arguments_and_can_be_copied() -> None:
     run_ranks(2, body)
 
 
-def test_what_a_layer_cannot_do_is_refused_and_not_ignored() -> None:
+def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
+    dims = r"scatter_idx={} and gather_idx=1.*scatter_idx={} and gather_idx={}"
+    axes = 'the axes "ring" and "ulysses".*; got'
+    q = torch.randn(2, 4, 6, 8)
+    refused: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        (layer, (), {"attn_type": kernel}, NotImplementedError, "one of the exact kernels.*'fa'.*; got")
+        for layer in (LongContextAttention, LongContextAttentionQKVPacked, UlyssesAttention)
+        for kernel in (YunchangAttnType.SAGE_FP8, "sparse_sage")
+    ]
+    refused += [
+        (LongContextAttention, (), {"attn_processor": nn.Identity()}, NotImplementedError, "None.*got Identity"),
+        (LongContextAttention, (), {"ring_impl_type": "stripe"}, ValueError, r"'zigzag', 'strip'.; got 'stripe'"),
+        (LongContextAttention, (1, 2), {}, ValueError, dims.format(2, 1, 2)),
+        (UlyssesAttention, (), {"scatter_idx": 1}, ValueError, dims.format(2, 1, 1)),
+        (LongContextAttentionQKVPacked, (2,), {}, ValueError, dims.format(3, 2, 1)),
+        (LongContextAttention, (), {"mesh": None}, ValueError, axes + " one without names"),
+        (AttnType, ("sage_fp8",), {}, ValueError, "not a valid AttnType"),
+        (UlyssesCut, (Striped(2), 2), {}, NotImplementedError, r"got Striped\(block=2\)"),
+        (set_seq_parallel_pg, (2, 2, 0, 4), {}, ValueError, r"rank and world size \(., 2\), got \(0, 4\)"),
+        (basic_extract_local, (q, 0, 4), {"rd": 2, "ud": 1}, ValueError, "world size 4, got rd=2 and ud=1"),
+        (zigzag_extract_local, (q, 1, 4), {}, ValueError, "got rd=None and ud=None"),
+    ]
+
     def body(rank: int) -> None:
         mesh = mesh_of(2, 1, rank, 2)
-        for attn_type in (AttnType.SAGE_FP8, YunchangAttnType.SAGE_FP8, "sparse_sage", "torch_nonsense"):
-            with pytest.raises(NotImplementedError, match="exact kernels"):
-                LongContextAttention(attn_type=attn_type, mesh=mesh)
-            with pytest.raises(NotImplementedError, match="exact kernels"):
-                LongContextAttentionQKVPacked(attn_type=attn_type, mesh=mesh)
-            with pytest.raises(NotImplementedError, match="exact kernels"):
-                UlyssesAttention(attn_type=attn_type)
-        with pytest.raises(NotImplementedError, match=r"attn_processor=None.*got Identity"):
-            LongContextAttention(attn_processor=nn.Identity(), mesh=mesh)
-
-    run_ranks(2, body)
-
-
-def test_arguments_that_do_not_fit() -> None:
-    def body(rank: int) -> None:
-        mesh = mesh_of(2, 1, rank, 2)
-        q = torch.randn(2, 4, 6, 8)
-        with pytest.raises(ValueError, match=r"'basic', 'zigzag', 'strip'; got 'stripe'"):
-            LongContextAttention(ring_impl_type="stripe", mesh=mesh)
-        with pytest.raises(ValueError, match=r"scatter_idx=2 and gather_idx=1.*scatter_idx=1 and gather_idx=2"):
-            LongContextAttention(1, 2, mesh=mesh)
-        with pytest.raises(ValueError, match=r"scatter_idx=2 and gather_idx=1.*scatter_idx=1"):
-            UlyssesAttention(scatter_idx=1)
-        with pytest.raises(ValueError, match=r"scatter_idx=3 and gather_idx=1.*scatter_idx=2"):
-            LongContextAttentionQKVPacked(2, mesh=mesh)
-        with pytest.raises(TypeError, match="got NoneType"):
-            LongContextAttention(mesh=None)  # type: ignore[arg-type]
-        for other in (init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ring"))):
-            with pytest.raises(ValueError, match='the axes "ring" and "ulysses", got'):
-                shard(q, "basic", other)
-        with pytest.raises(ValueError, match=r"rank and world size \(., 2\), got \(., 4\)"):
-            set_seq_parallel_pg(2, 2, rank, 4)
-        for bad in ((2, 2), (0, 2), (-1, -2)):
-            with pytest.raises(ValueError, match="to divide the world size 2"):
-                set_seq_parallel_pg(*bad, rank, 2)
-        with pytest.raises(ValueError, match="four dims"):
-            LongContextAttention(mesh=mesh)(q[0], q, q)
-        with pytest.raises(ValueError, match=r"qkv of shape .*got \(2, 4, 6, 8\)"):
-            LongContextAttentionQKVPacked(mesh=mesh)(q)
-        with pytest.raises(ValueError, match=r"world size 4, got rd=2 and ud=1"):
-            basic_extract_local(q, 0, 4, rd=2, ud=1)
-        with pytest.raises(ValueError, match="got rd=None and ud=None"):
-            zigzag_extract_local(q, 1, 4)
+        others = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ring"))
+        here = [(layout_of, ("basic", other), {}, ValueError, axes) for other in others]
+        here += [
+            (set_seq_parallel_pg, (*degrees, rank, 2), {}, ValueError, "to divide the world size 2")
+            for degrees in ((2, 2), (0, 2), (-1, -2))
+        ]
+        here += [
+            (LongContextAttention(mesh=mesh), (q[0], q, q), {}, ValueError, "four dims"),
+            (LongContextAttentionQKVPacked(mesh=mesh), (q,), {}, ValueError, r"qkv of shape .*got \(2, 4, 6, 8\)"),
+        ]
+        for call, arguments, options, error, message in [*refused, *here]:
+            meshes = {"mesh": mesh} if call in (LongContextAttention, LongContextAttentionQKVPacked) else {}
+            with pytest.raises(error, match=message):
+                call(*arguments, **{**meshes, **options})
 
     run_ranks(2, body)

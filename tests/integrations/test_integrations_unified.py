@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_modes import WORLD, Mode, each_mode, named, rank_in_sequence
+from support.attention_modes import WORLD, Mode, each_mode, rank_in_sequence
 from support.masked_problems import MaskedProblem
 from support.packed_documents import equal_generators
 from support.problems import Problem, assert_close, reference, shard
@@ -83,64 +83,42 @@ def test_a_batch_axis_is_left_alone() -> None:
     run_ranks(8, body)
 
 
-def test_joined_sequences() -> None:
-    """Each rank has a part of the text and a part of the image, joined."""
-    text, image = (Problem(length, length).draw(seed)[:3] for seed, length in enumerate((8, 24)))
-    expected = F.scaled_dot_product_attention(*(torch.cat(pair, 2) for pair in zip(text, image, strict=True)))
-
-    def body(rank: int) -> None:
-        def local(text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
-            return torch.cat([text.chunk(WORLD, 2)[rank], image.chunk(WORLD, 2)[rank]], 2)
-
-        with UnifiedAttnMode(named("ring", "ulysses")()):
-            out = F.scaled_dot_product_attention(*map(local, text, image))
-        assert_close(out, local(*expected.split([8, 24], 2)))
-
-    run_ranks(WORLD, body)
-
-
 @pytest.mark.parametrize("function", [ulysses_attn_func, ring_attn_func])
-@each_mask
-def test_functions(function: Callable[..., torch.Tensor], is_causal: bool) -> None:
-    problem = Problem(19, 19, q_heads=6, kv_heads=3, is_causal=is_causal, scale=0.4)
-    whole = problem.draw(0)
+@pytest.mark.parametrize("layout", [None, HeadTail()], ids=repr)
+def test_functions(function: Callable[..., torch.Tensor], layout: Layout | None) -> None:
+    """By position and by name: masks, dropout that is that of one device, causal, scale, grouped heads."""
+    causal = Problem(19, 19, q_heads=6, kv_heads=3, is_causal=True, scale=0.4)
+    masked = MaskedProblem(19, 19, Full(), q_heads=6, kv_heads=3, bias="boolean hs")
+    whole, drawn = causal.draw(0), masked.draw(0)
+    expected, of_mask = reference(causal, *whole), masked.reference(*drawn)[0]
+    order = layout or Contiguous()
+
+    def dropped(rank: int, ranks: int, dropout_p: float) -> torch.Tensor:
+        q, k, v, _, mask = masked.shard(drawn, order, rank, ranks)
+        return function(q, k, v, mask, dropout_p, enable_gqa=True, layout=layout, seq_len=19)
 
     def body(rank: int) -> None:
-        for group, layout in ((None, None), (init_device_mesh("cpu", (WORLD,)), HeadTail())):
-            *leaves, grad_out = (shard(tensor, layout or Contiguous(), rank, WORLD) for tensor in whole)
-            q, k, v = (leaf.requires_grad_() for leaf in leaves)
-            out = function(
-                q, k, v, None, 0.0, is_causal, scale=0.4, enable_gqa=True, mesh=group, layout=layout, seq_len=19
-            )
-            out.backward(grad_out)
-            for got, wanted in zip((out, q.grad, k.grad, v.grad), reference(problem, *whole), strict=True):
-                assert_close(got, shard(wanted, layout or Contiguous(), rank, WORLD))
-
-    run_ranks(WORLD, body)
-
-
-@pytest.mark.parametrize("function", [ulysses_attn_func, ring_attn_func])
-def test_masks_and_dropout_of_functions(function: Callable[..., torch.Tensor]) -> None:
-    problem = MaskedProblem(11, 11, Full(), q_heads=4, bias="boolean hs")
-    whole = problem.draw(0)
-    expected = problem.reference(*whole)[0]
-
-    def dropped(rank: int, ranks: int) -> torch.Tensor:
-        q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, ranks)
-        return function(q, k, v, mask, 0.5, enable_gqa=True, seq_len=11)
-
-    def body(rank: int) -> None:
-        q, k, v, _, mask = problem.shard(whole, Contiguous(), rank, WORLD)
-        assert_close(function(q, k, v, mask, enable_gqa=True, seq_len=11), shard(expected, Contiguous(), rank, WORLD))
-        assert_close(dropped(rank, WORLD), shard(alone, Contiguous(), rank, WORLD))
+        *leaves, grad_out = (shard(tensor, order, rank, WORLD) for tensor in whole)
+        q, k, v = (leaf.requires_grad_() for leaf in leaves)
+        mesh = None if layout is None else init_device_mesh("cpu", (WORLD,))
+        out = function(q, k, v, None, 0.0, True, scale=0.4, enable_gqa=True, mesh=mesh, layout=layout, seq_len=19)
+        out.backward(grad_out)
+        for got, wanted in zip((out, q.grad, k.grad, v.grad), expected, strict=True):
+            assert_close(got, shard(wanted, order, rank, WORLD))
+        assert_close(dropped(rank, WORLD, 0.0), shard(of_mask, order, rank, WORLD))
+        assert_close(dropped(rank, WORLD, 0.5), shard(alone, order, rank, WORLD))
 
     with equal_generators():
-        (alone,) = run_ranks(1, dropped, 1)
-        assert not torch.allclose(alone, expected)
+        (alone,) = run_ranks(1, dropped, 1, 0.5)
+        assert not torch.allclose(alone, of_mask)
         run_ranks(WORLD, body)
 
 
 def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
+    theirs: list[tuple[dict[str, Any], str]] = [
+        ({"skip_small_kv": True}, "skip_small_kv=True.*replicated_keys"),
+        ({"attn_func": max}, "attn_func=None.*sdpa_kernel"),
+    ]
     keys_of_this_rank = "the 8 keys of the whole sequence, in the order of their positions"
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"attn_mask": torch.zeros(4, 4)}, ValueError, keys_of_this_rank),
@@ -156,6 +134,11 @@ def test_what_does_not_fit_is_refused_and_not_ignored() -> None:
                     F.scaled_dot_product_attention(q, q, q, **options)
             with mode(), mode.replicated_keys(), pytest.raises(NotImplementedError, match="is_causal=True, expected"):
                 F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            for arguments, message in theirs:
+                with pytest.raises(NotImplementedError, match=message):
+                    mode(**arguments)
+        with pytest.raises(NotImplementedError, match=r"attn_func=None.*sdpa_kernel"):
+            ulysses_attn_func(q, q, q, attn_func=max)
 
     run_ranks(2, body)
 
@@ -176,12 +159,13 @@ def test_arguments_that_do_not_fit() -> None:
         with pytest.raises(TypeError, match="layout"):
             RingAttnMode(layout=HeadTail)  # type: ignore[arg-type]
         assert init_context_parallel_mesh(mesh=two) is two
-        with pytest.raises(ValueError, match="device_type"):
-            init_context_parallel_mesh()
-        with pytest.raises(ValueError, match="max_ring_dim_size=2 and max_ulysses_dim_size=1"):
-            init_context_parallel_mesh("cpu", max_ring_dim_size=2, max_ulysses_dim_size=1)
-        with pytest.raises(ValueError, match="max_batch_dim_size to be at least 1, got 0"):
-            init_context_parallel_mesh("cpu", max_batch_dim_size=0)
+        for device, limits in (
+            (None, {}),
+            ("cpu", {"max_ring_dim_size": 2, "max_ulysses_dim_size": 1}),
+            ("cpu", {"max_batch_dim_size": 0}),
+        ):
+            with pytest.raises(ValueError, match=r"limits of at least 1, of one of the axes .*; got device_type=.*"):
+                init_context_parallel_mesh(device, **limits)
 
     run_ranks(2, body)
 

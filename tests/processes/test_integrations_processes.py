@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.problems import Problem, reference
 from support.processes import Processes
 from torch.utils.checkpoint import checkpoint
 
+from cp_dtensor import Contiguous, Layout, context_parallel_shard
 from cp_dtensor.integrations import long_context, ring_flash_attn
 from cp_dtensor.integrations.unified import RingAttnMode, UlyssesAttnMode
 
@@ -45,6 +48,10 @@ def assert_close(actual: torch.Tensor | None, expected: torch.Tensor, dtype: tor
     )
 
 
+def sharded(tensor: torch.Tensor, layout: Layout = Contiguous()) -> torch.Tensor:  # noqa: B008, immutable
+    return context_parallel_shard(dist.group.WORLD, [tensor], [1], layout)[0]
+
+
 def draw(device: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """q, k, v and the gradient of out, and out, dq, dk and dv; (batch, sequence, heads, head dim)."""
     tensors = [tensor.to(dtype) for tensor in PROBLEM.draw(0, device)]
@@ -75,7 +82,7 @@ def _functions(rank: int, device: str, dtype: torch.dtype) -> None:
             "func": lambda q, k, v, function=function: function(q, k, v, causal=True),
             "kvpacked": lambda q, k, v, packed=packed: packed(q, torch.stack([k, v], 2), causal=True),
         }.items():
-            check(attend, lambda tensor, kind=kind: ring_flash_attn.shard(tensor, kind), device, dtype, (kind, name))
+            check(attend, partial(sharded, layout=ring_flash_attn.LAYOUTS[kind]), device, dtype, (kind, name))
 
 
 def _layers(rank: int, device: str, dtype: torch.dtype) -> None:
@@ -85,8 +92,7 @@ def _layers(rank: int, device: str, dtype: torch.dtype) -> None:
             layer = long_context.LongContextAttention(ring_impl_type=kind, mesh=mesh)
             check(
                 lambda q, k, v, layer=layer: layer(q, k, v, causal=True),
-                lambda tensor, kind=kind, mesh=mesh: long_context.shard(tensor, kind, mesh),
-                device, dtype, (kind, ulysses, ring),
+                partial(sharded, layout=layer.layout), device, dtype, (kind, ulysses, ring),
             )  # fmt: skip
 
 
@@ -111,15 +117,15 @@ def _recomputed_modes(rank: int, device: str, dtype: torch.dtype) -> None:
     wanted_grads = (truth[1] + heads_last(whole_q.grad), *truth[2:])
     for make in (UlyssesAttnMode, RingAttnMode):
         for use_reentrant in (False, True):
-            q, k, v = (ring_flash_attn.shard(tensor, "ring").transpose(1, 2).requires_grad_() for tensor in qkv)
+            q, k, v = (sharded(tensor).transpose(1, 2).requires_grad_() for tensor in qkv)
             with make():
                 out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
                 with make.replicated_keys():
                     out = out + checkpoint(cross, q, use_reentrant=use_reentrant)
-            out.backward(ring_flash_attn.shard(grad_out, "ring").transpose(1, 2))
+            out.backward(sharded(grad_out).transpose(1, 2))
             for got, wanted in zip((out, q.grad, k.grad, v.grad), (wanted_out, *wanted_grads), strict=True):
                 assert got is not None
-                local = ring_flash_attn.shard(wanted, "ring")
+                local = sharded(wanted)
                 assert_close(heads_last(got), local, dtype, (make.__name__, use_reentrant))
 
 

@@ -28,7 +28,6 @@ from cp_dtensor import (
     Striped,
     imbalance,
 )
-from cp_dtensor.integrations.long_context import UlyssesCut
 from cp_dtensor.spec.layouts import Span, chunk
 from cp_dtensor.spec.masks import workload_by_rank
 from cp_dtensor.tools.parsing import lognormal_documents
@@ -117,8 +116,6 @@ def test_other_lengths_are_refused(layout: PerDocument | Balanced, ranks: int, l
 
 def test_other_layouts_divide_any_length() -> None:
     assert {layout.only_length for layout in (Contiguous(), HeadTail(), Striped(2), MirroredBatch())} == {None}
-    assert UlyssesCut(HeadTail(), 2).only_length is None
-    assert UlyssesCut(Balanced(Causal(), 16), 2).only_length == 16
 
 
 @given(per_document(), rank_counts)

@@ -157,14 +157,6 @@ def _torch_experimental(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _templated(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    q, k, v = qkv
-    return torch_experimental._templated_ring_attention(
-        dist.group.WORLD, 2, op, query=q, key=k, value=v, is_causal=True, dropout_p=0.0, scale=None
-    )[0]
-
-
 def _causal_mod(b: Any, h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     return q >= kv
 
@@ -214,7 +206,6 @@ CALLS: dict[str, Call] = {
     "long context": Call(_rows_first(_long_context), layout=UlyssesCut(HeadTail(), 2)),
     "unified": Call(_unified, layout=Contiguous()),
     "torch experimental": Call(_torch_experimental),
-    "templated ring": Call(_templated),
 }
 
 
