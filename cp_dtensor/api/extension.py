@@ -12,7 +12,6 @@ import torch
 from cp_dtensor._torch import (
     attribute_replaced,
     autograd_recorded,
-    below_autograd,
     constant_in_trace,
     current_backward,
     define_operator,
@@ -60,7 +59,6 @@ from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
-from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transports import register_transport, transport_by_name
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
@@ -85,9 +83,7 @@ from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, 
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
 from cp_dtensor.engine.run import CallMask, NamedMask
 from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
-from cp_dtensor.plan.partition import partition_heads
 from cp_dtensor.plan.plan import ring_plan
-from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment
 from cp_dtensor.spec.masks import Mask, is_integer
@@ -119,11 +115,10 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
     "from_local", "local_beside", "refuse_other_place", "to_local",
-    # heads and rows of ranks, their exchange, tables that CUDA graphs read, and kernels of other packages
-    "partition_heads", "rows_in_order", "all_to_all_single", "CollectiveHeads", "HeadRows",
-    "Shared", "capturing", "first_use", "wrong_result", "quiet",
+    # exchange of rows, tables that CUDA graphs read, and kernels of other packages
+    "all_to_all_single", "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
-    "RankFunction", "autograd_recorded", "below_autograd", "constant_in_trace", "current_backward", "define_operator",
+    "RankFunction", "autograd_recorded", "constant_in_trace", "current_backward", "define_operator",
     "never_compiled", "refuse_traced_transforms", "version_of",
     # patches of other programs
     "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",

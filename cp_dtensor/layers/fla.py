@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cp_dtensor.api.extension import Shared, autograd_recorded, capturing, first_use, quiet, wrong_result
+from cp_dtensor.api.extension import autograd_recorded, first_use, quiet, wrong_result
 from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, zero_of
-from cp_dtensor.spec.cache import LRUCache
+from cp_dtensor.layers.exchange import TableCache
 
 _FLA_AVAILABLE = find_spec("fla") is not None
 LARGEST_ERROR = 3e-2
@@ -209,23 +209,19 @@ class _FromZero(torch.autograd.Function):
         return None, None, *[next(grads) if is_needed else None for is_needed in needed]
 
 
-_cached_edges = LRUCache[Shared[Tensor]](pins=capturing)
-
-
 def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """(1 + sequences,) int64: where sequences begin and end.
+    """Return where sequences begin and end, (1 + sequences,) int64.
 
     All layers get one object: its upload makes the host wait for the device, and the package reads each new one back.
     """
-    key = lengths, device
-    edges = _cached_edges.get(key)
-    if edges is None:
 
-        def made() -> Tensor:
-            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
+    def made() -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
 
-        edges = _cached_edges.add(key, Shared(device, made, lambda tensor: (tensor,)))
-    return edges.read()
+    return _cached_edges.read(lengths, device, made)
+
+
+_cached_edges = TableCache[Tensor](lambda tensor: (tensor,))
 
 
 def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: Sequence[int]) -> bool:

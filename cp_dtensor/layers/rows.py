@@ -27,8 +27,13 @@ class SequenceLayout(CachedHash):
     group: int = 0
     edges: Edges = ()
 
+    @property
+    def documents(self) -> int:
+        """Number of documents; 1 without edges."""
+        return max(len(self.edges) - 1, 1)
+
     def document(self, position: int) -> Span:
-        """The ends of the document of a position. Tokens outside of all documents are one more on each side."""
+        """Return the ends of the document of a position. Tokens outside of all documents are one more on each side."""
         index = bisect_right(self.edges, position)
         start = self.edges[index - 1] if index else 0
         return start, self.edges[index] if index < len(self.edges) else max(self.seq_len, start)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.extension import Mesh, cast_by_autocast, check_tensors, checked_length, parts_of
-from cp_dtensor.layers.arguments import checked_number, layer, moved_rows, runs_of_rank
+from cp_dtensor.layers.arguments import check_dims, checked_number, layer, moved_rows, runs_of_rank
 from cp_dtensor.layers.convolution import ACTIVATIONS
 from cp_dtensor.layers.layer import AffineScan, CausalConv1d
 from cp_dtensor.layers.rows import Halo, Relayout, Shift
@@ -147,16 +147,10 @@ def causal_conv1d(
 
     Source: Mamba (arXiv 2312.00752), section 3.4; Qwen3-Next and LFM2 have it too.
     """
-    check_tensors("causal_conv1d", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
-    of_bias = None if bias is None else tuple(bias.shape)  # Dynamo does not join texts of dynamic shapes
-    received = f"got x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {of_bias}"
-    if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or 0 in weight.shape:
-        raise ValueError(
-            "causal_conv1d expects x (batch, tokens, channels) and weight (channels, width), at least one of each; "
-            f"{received}"
-        )
-    if bias is not None and tuple(bias.shape) != (x.size(2),):
-        raise ValueError(f"causal_conv1d expects bias (channels,); {received}")
+    check_tensors("causal_conv1d", x=x, weight=weight)
+    check_dims("causal_conv1d", _DIMS_OF_CONVOLUTION, {"x": x, "weight": weight, "bias": bias})
+    if 0 in weight.shape:
+        raise ValueError(f"causal_conv1d expects a weight of at least one channel and width, got {tuple(weight.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d expects activation to be one of {ACTIVATIONS}, got {activation!r}")
     x, weight = cast_by_autocast(x, weight)
@@ -168,6 +162,9 @@ def causal_conv1d(
         "causal_conv1d", [x, weight, bias], ["BTC", "CK", "C"], (CausalConv1d, (activation,)), mesh, layout, cu_seqlens,
         seq_len,
     )[0]  # fmt: skip
+
+
+_DIMS_OF_CONVOLUTION = {"x": ("batch tokens channels",), "weight": ("channels width",), "bias": ("channels",)}
 
 
 def local_runs(
@@ -230,12 +227,11 @@ def affine_scan(
     if initial_state is not None:
         tensors["initial_state"] = initial_state
     check_tensors("affine_scan", **tensors)
-    received = f"got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
     numbers = state.shape[:-2]
     if state.dim() < 3 or transition.shape not in (numbers, state.shape[:-1], (*state.shape[:-1], state.size(-2))):
         raise ValueError(
             "affine_scan expects state (runs, ..., K, V), and transition (runs, ..., K, K), (runs, ..., K) or "
-            f"(runs, ...); {received}"
+            f"(runs, ...); got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
         )
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -247,6 +243,6 @@ def affine_scan(
     checked_length(seq_len)
     out, final = layer(
         "affine_scan", [state, transition, initial_state], ["", "", ""],
-        (AffineScan, ("affine_scan", bool(output_final_state))), mesh, layout, cu_seqlens, seq_len,
+        (AffineScan, (bool(output_final_state),)), mesh, layout, cu_seqlens, seq_len,
     )  # fmt: skip
     return out if final is None else (out, final)

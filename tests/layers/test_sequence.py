@@ -327,7 +327,7 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(2, 4), mesh=dist.group.WORLD),
     ),
     (
-        ValueError, r"at least one of each; got x \(1, 2, 0\), weight \(0, 4\)",
+        ValueError, r"at least one channel and width, got \(0, 4\)",
         lambda: causal_conv1d(torch.ones(1, 2, 0), torch.ones(0, 4), mesh=dist.group.WORLD),
     ),
     (
