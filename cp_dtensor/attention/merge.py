@@ -30,7 +30,7 @@ SumPart = tuple[Span, Tensor]
 
 
 def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
-    """Writes the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
+    """Write the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
 
     Args:
         out: (B, H, S, D), any floating dtype: sums are in lse's dtype and rounded once. May be `base_out`.
@@ -52,7 +52,7 @@ def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: S
 
 
 def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
-    """As `merge`, in plain torch operations: the reference implementation of the kernel."""
+    """Compute `merge` in plain torch operations: the reference implementation of the kernel."""
     total, total_lse = base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True)
     for (start, stop), part_out, part_lse in parts:
         rows, rows_lse, part_lse = total[:, :, start:stop], total_lse[:, :, start:stop], part_lse.to(lse.dtype)
@@ -76,7 +76,7 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
 
 
 def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
-    """Writes a base plus some parts to `out`; one launch of the Triton kernel on a GPU.
+    """Write a base plus some parts to `out`; one launch of the Triton kernel on a GPU.
 
     Args:
         out: (B, H, S, D), any floating dtype. May be `base`.
@@ -96,7 +96,7 @@ def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: to
 
 
 def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
-    """As `add_parts`, in plain torch operations: the reference implementation of the kernel."""
+    """Compute `add_parts` in plain torch operations: the reference implementation of the kernel."""
     total = base.to(sum_dtype, copy=True)
     for (start, stop), stack in parts:
         for tensor in stack:
@@ -105,7 +105,7 @@ def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merges the result over all keys with attention sinks; new tensors if there are sinks.
+    """Merge the result over all keys with attention sinks; new tensors if there are sinks.
 
     A sink is a logit of each query head that counts in the softmax denominator alone: one more partial result, (0,
     sink). Backward of the backends, from the merged out and lse, needs no change.
@@ -135,7 +135,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The contribution of some rows to the gradient of the sinks: (H,), in lse's dtype.
+    """Return the contribution of some rows to the gradient of the sinks: (H,), in lse's dtype.
 
         dsink = -sum over rows of exp(sink - lse') delta
 

@@ -60,7 +60,7 @@ class HeadRows:
         return {}
 
     def route(self, rank: int, first_slot: int) -> HeadRoute:
-        """The route of a rank, whose first collective is `first_slot`."""
+        """Return the route of a rank, whose first collective is `first_slot`."""
         if (rank, first_slot) in self._routes:
             return self._routes[rank, first_slot]
         rows, local, gathered = self.rows, list[RoutePiece](), list[RoutePiece]()
@@ -88,7 +88,7 @@ class Arrivals(ABC):
 
     @abstractmethod
     def receive(self) -> list[list[torch.Tensor]]:
-        """Waits for the next stage, and starts the one after it.
+        """Wait for the next stage, and start the one after it.
 
         Returns:
             For each bundle its tensors, (B, this rank's heads of the stage, all rows, D).
@@ -100,7 +100,7 @@ class Departure(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits until the stage's heads are in the targets (on a GPU: for work launched later)."""
+        """Wait until the stage's heads are in the targets (on a GPU: for work launched later)."""
 
 
 class HeadExchange(ABC):
@@ -111,7 +111,7 @@ class HeadExchange(ABC):
 
     @abstractmethod
     def to_heads(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
-        """Starts to exchange this rank's rows of all heads for all rows of this rank's heads.
+        """Start to exchange this rank's rows of all heads for all rows of this rank's heads.
 
         Args:
             bundles: tensors (B, all heads, this rank's rows, D); those of a bundle share heads, rows and dtype.
@@ -124,7 +124,7 @@ class HeadExchange(ABC):
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
         is_last: bool,
     ) -> Departure:  # fmt: skip
-        """Starts to exchange all rows of one stage's heads for all heads of this rank's rows.
+        """Start to exchange all rows of one stage's heads for all heads of this rank's rows.
 
         Args:
             bundles: tensors (B, this rank's heads of the stage, all rows, D).
@@ -136,14 +136,14 @@ class HeadExchange(ABC):
         """
 
     def abandon(self, group: dist.ProcessGroup) -> None:
-        """Discards what a call that raised an error left behind; collectives leave nothing.
+        """Discard what a call that raised an error left behind; collectives leave nothing.
 
         All ranks call it, so that the next call works.
         """
         return
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        """A stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
+        """Return a stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
         return None
 
 
@@ -181,7 +181,7 @@ class _CollectiveArrivals(Arrivals):
         self._start()
 
     def _start(self) -> None:
-        """Starts the exchanges of the next stage."""
+        """Start the exchanges of the next stage."""
         kinds, group, rank = self._waiting.pop(0), self._group, self._group.rank()
         self._exchanges, self._arriving = [], [[]] * len(kinds)
         for indices in _by_dtype(self._bundles):
@@ -241,7 +241,7 @@ class _CollectiveDeparture(Departure):
 
 
 def _by_dtype(bundles: Sequence[Bundle]) -> list[list[int]]:
-    """Groups the indices of bundles by dtype; each group travels in one collective."""
+    """Group the indices of bundles by dtype; each group travels in one collective."""
     indices: dict[torch.dtype, list[int]] = {}
     for index, tensors in enumerate(bundles):
         indices.setdefault(tensors[0].dtype, []).append(index)

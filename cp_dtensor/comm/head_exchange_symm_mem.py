@@ -71,20 +71,20 @@ class Written:
     head_bytes: int
 
     def bytes(self, to_heads: bool) -> int:
-        """The bytes to reserve: all heads of the longest shard, or all rows of the most heads of a rank."""
+        """Return the bytes to reserve: all heads of the longest shard, or all rows of the most heads of a rank."""
         rows = self.kind.rows
         elements = rows.longest * self.all_heads if to_heads else rows.total * max(self.kind.head_counts)
         return self.batch * elements * self.head_bytes
 
 
 def offsets(tensors: Sequence[Written], to_heads: bool) -> list[int]:
-    """The offsets of the tensors in a buffer, and, last, their size together."""
+    """Return the offsets of the tensors in a buffer, and, last, their size together."""
     sizes = (tensor.bytes(to_heads) for tensor in tensors)
     return list(accumulate((-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0))
 
 
 def pieces_of(tensors: tuple[Written, ...], rank: int, to_heads: bool) -> tuple[Piece, ...]:
-    """The copies that a rank makes in an exchange, those of its own memory last.
+    """Return the copies that a rank makes in an exchange, those of its own memory last.
 
     To heads, they bring this rank's heads of all rows; else all heads of this rank's rows, in one stage.
     """
@@ -156,7 +156,7 @@ class SharedMemoryHeads(HeadExchange):
 
 
 def obstacle_to_shared_memory(spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The reason why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
+    """Return the reason why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
     The first call for a group may be a collective. `spec` is that of this rank's tensors, with all heads.
     """
@@ -169,7 +169,7 @@ def obstacle_to_shared_memory(spec: CallSpec, group: dist.ProcessGroup, device: 
 
 
 def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
-    """The exchange of a call, if `obstacle_to_shared_memory` returns None.
+    """Return the exchange of a call, if `obstacle_to_shared_memory` returns None.
 
     Args:
         spec: shapes of this rank's tensors, with all heads.
@@ -190,7 +190,7 @@ def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRow
 
 
 def whole_heads(tensors: Bundle, kind: HeadRows) -> SharedMemoryHeads | None:
-    """The exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
+    """Return the exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
 
     Its tensors have all heads as batch rows of one head, so that they arrive in memory (B, all heads, all rows, D).
 
@@ -289,7 +289,7 @@ class _ReadRows(Departure):
 
 
 def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:
-    """Describes tensors (B, all heads, rows, D)."""
+    """Describe tensors (B, all heads, rows, D)."""
     return tuple(
         Written(kind, tensor.size(0), tensor.size(1), tensor.size(3) * tensor.itemsize)
         for bundle, kind in zip(bundles, kinds, strict=True)
@@ -298,7 +298,7 @@ def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:
 
 
 def _write(tensors: Sequence[torch.Tensor], address: int, starts: Sequence[int], stream: torch.cuda.Stream) -> None:
-    """Writes tensors (B, H, S, D) as (B, S, H, D), each at its start."""
+    """Write tensors (B, H, S, D) as (B, S, H, D), each at its start."""
     for tensor, start in zip(tensors, starts, strict=True):
         row_after_row = tensor.transpose(1, 2).contiguous()  # no copy of what most models compute
         copy_bytes(stream.cuda_stream, address + start, row_after_row.data_ptr(), tensor.numel() * tensor.itemsize)
@@ -320,7 +320,7 @@ class _Table:
     """Held because the key of the table has identities of its values."""
 
     def copy(self, targets: list[torch.Tensor], stream: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
-        """Copies all pieces to the targets: on the current stream by a kernel, on another one by copy engines."""
+        """Copy all pieces to the targets: on the current stream by a kernel, on another one by copy engines."""
         if stream == current:
             if self.pieces:
                 launch_copies(self.on_device.read(), self.most_rows, self.most_row_bytes, targets, _PROGRAMS)
@@ -333,7 +333,7 @@ class _Table:
 
 
 def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -> _Table:
-    """The cached table of an exchange; its upload takes longer than the exchange."""
+    """Return the cached table of an exchange; its upload takes longer than the exchange."""
     key = (to_heads, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in written))
     table: _Table | None = workspace.tables.get(key)
     if table is not None:

@@ -25,7 +25,7 @@ def gated_delta_rule(
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """Gated delta rule of a sharded sequence, the linear attention of Qwen3-Next.
+    """Compute the gated delta rule of a sharded sequence, the linear attention of Qwen3-Next.
 
     For each head, with a state S (K, V) of each document that begins as `initial_state` or zeros:
 
@@ -92,7 +92,7 @@ def kda(
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """Kimi delta attention of a sharded sequence: `gated_delta_rule` with a decay of each channel of the keys.
+    """Compute Kimi delta attention of a sharded sequence: `gated_delta_rule` with a decay of each channel of the keys.
 
         S_t = diag(exp(g_t)) S_{t-1} + beta_t k_t^T (v_t - k_t diag(exp(g_t)) S_{t-1}),  o_t = scale q_t S_t
 
@@ -129,7 +129,7 @@ def linear_attention(
     initial_state: torch.Tensor | None = None, output_final_state: bool = False, cu_seqlens: Any = None,
     seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """Causal linear attention of a sharded sequence, without a softmax; gated with `g`.
+    """Compute causal linear attention of a sharded sequence, without a softmax; gated with `g`.
 
         S_t = exp(g_t) S_{t-1} + k_t^T v_t,  o_t = scale q_t S_t
 
@@ -171,7 +171,7 @@ def mamba2(
     initial_states: torch.Tensor | None = None, return_final_states: bool = False, cu_seqlens: Any = None,
     seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """State-space layer of Mamba-2 (SSD) of a sharded sequence.
+    """Compute the state-space layer of Mamba-2 (SSD) of a sharded sequence.
 
     With dt = softplus(dt + dt_bias), clamped to `dt_limit`, and a state S (P, N) of each head:
 

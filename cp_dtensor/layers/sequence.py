@@ -19,7 +19,7 @@ def halo(
     x: torch.Tensor, left: int, *, mesh: Mesh | None = None, dim: int, layout: Layout | None = None,
     cu_seqlens: Any = None, seq_len: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The `left` rows before each run of this rank's tokens, one run after the other.
+    """Return the `left` rows before each run of this rank's tokens, one run after the other.
 
     A run is a longest range of consecutive positions in the local order: one in `Contiguous()`, two in `HeadTail()`
     (one on the last rank, whose chunks are adjacent), each block in `Striped`. A rank without tokens has one empty run.
@@ -60,7 +60,7 @@ def shift(
     x: torch.Tensor, n: int, *, mesh: Mesh | None = None, dim: int, layout: Layout | None = None,
     cu_seqlens: Any = None, seq_len: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The tokens, shifted by n positions: token i gets token i - n of its document, or zeros where there is none.
+    """Shift the tokens by n positions: token i gets token i - n of its document, or zeros where there is none.
 
     `shift(labels, -1)` gives every token the next one, for shifted labels and multi-token prediction. Zeros may be a
     token: `shift(labels + 100, -1) - 100` has -100 where there is no next one. Differentiable.
@@ -86,7 +86,7 @@ def shift(
 def relayout(
     x: torch.Tensor, source: Layout | None, target: Layout, *, mesh: Mesh, dim: int, seq_len: int | None = None
 ) -> torch.Tensor:
-    """This rank's tokens in another layout, from the ranks' tokens in `source`, in one exchange.
+    """Return this rank's tokens in another layout, from the ranks' tokens in `source`, in one exchange.
 
     Differentiable: gradients take the way back.
 
@@ -120,7 +120,7 @@ def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, mesh: Mesh | None = None,
     layout: Layout | None = None, activation: str | None = None, cu_seqlens: Any = None, seq_len: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Depthwise causal convolution along a sharded sequence, as the short convolutions of hybrid models.
+    """Compute a depthwise causal convolution along a sharded sequence, as the short convolutions of hybrid models.
 
     y[t] = act(bias + sum_k weight[:, k] * x[t - K + 1 + k]), with zeros before each document. The ranks exchange the
     K - 1 rows before their runs. Differentiable; the gradients of weight and bias are the shares of this rank's tokens,
@@ -170,7 +170,7 @@ _DIMS_OF_CONVOLUTION = {"x": ("batch tokens channels",), "weight": ("channels wi
 def local_runs(
     mesh: Mesh, seq_len: int, layout: Layout | None = None, *, cu_seqlens: Any = None
 ) -> list[tuple[int, int]]:
-    """Ranges of positions of this rank's runs within documents, in local order: the spans of `affine_scan`.
+    """Return the positions of this rank's runs within documents, in local order: the spans of `affine_scan`.
 
     A run is a longest range of consecutive positions in the local order, cut where documents begin and end. A rank
     without tokens has one empty run, (0, 0).
@@ -193,7 +193,7 @@ def affine_scan(
     transition: torch.Tensor, state: torch.Tensor, *, mesh: Mesh, seq_len: int, layout: Layout | None = None,
     cu_seqlens: Any = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The state that enters each run of this rank, if run r maps a state S to M_r S + B_r.
+    """Return the state that enters each run of this rank, if run r maps a state S to M_r S + B_r.
 
     The ranks exchange the maps of runs whose documents lie in several runs, in one all-gather, and compose them in the
     order of positions; backward is one reduce-scatter. A layer with a state of its own kind computes M and B of each

@@ -150,18 +150,6 @@ def test_rows_for_heads_and_back_is_the_identity(in_place: bool, data: st.DataOb
 
 
 @each_way
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change) -> None:
-    """Queries of 8 heads, and in one bundle keys and values of 4 heads and other head dims."""
-    queries = Kind(11, HeadTail(), spans([2, 2, 2, 2]), (3,))
-    keys = Kind(7, HeadTail(), spans([1, 1, 1, 1]), (3, 5))
-    for before, after in ((memory, as_it_is), (as_it_is, memory)):
-        with travelling(in_place):
-            run_ranks(4, there_and_back, [queries, keys], 2, dtype, before, after)
-
-
-@each_way
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 9, 3), (24, 12, 4)]
 )

@@ -11,7 +11,7 @@ from support.schedules import Call, calls, count_covered, gathered_rows, positio
 from cp_dtensor.plan.plan import Stages, Step, Steps, TilePlan, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
 from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling
-from cp_dtensor.spec.layouts import HeadTail, MirroredBatch, Span, Striped
+from cp_dtensor.spec.layouts import HeadTail, Span
 from cp_dtensor.spec.masks import Causal, Full
 
 Plans = list[TilePlan]
@@ -195,15 +195,6 @@ def test_a_gather_brings_the_heads_group_by_group(
             assert [step.heads[0] for step in steps] == sorted(step.heads[0] for step in steps)
 
 
-@given(calls(), st.integers(1, 5), any_stages)
-def test_one_rank_alone_needs_nobody(call: Call, kv_heads: int, stages: Stages) -> None:
-    alone = Call(call.layout, call.q_len, call.kv_len, call.batch, 1, call.mask)
-    ring = ring_plan(ShapeTiling(alone.groups, alone.mask), 0, kv_heads)
-    assert ring == gathered_plan(ShapeTiling(alone.groups, alone.mask), 0, kv_heads, stages, stages)
-    assert [(step.heads, step.transfer) for step in ring.forward] == [((0, kv_heads), None)]
-    assert ring.world_size == 1
-
-
 @given(st.integers(1, 200), st.integers(0, 250))
 def test_head_spans_are_all_heads_in_order_and_in_groups_of_nearly_equal_size(kv_heads: int, count: int) -> None:
     spans = head_spans(kv_heads, count)
@@ -211,12 +202,6 @@ def test_head_spans_are_all_heads_in_order_and_in_groups_of_nearly_equal_size(kv
     assert len(spans) == max(1, min(count, kv_heads))
     sizes = [stop - start for start, stop in spans]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_head_spans_by_hand() -> None:
-    assert head_spans(8, 1) == ((0, 8),)
-    assert head_spans(8, 3) == ((0, 3), (3, 6), (6, 8))
-    assert head_spans(2, 5) == ((0, 1), (1, 2))
 
 
 def test_head_tail_causal_by_hand() -> None:
@@ -245,18 +230,3 @@ def test_head_tail_causal_by_hand() -> None:
     )
     tiling = ShapeTiling(call.groups, Causal())
     assert gathered_plan(tiling, 1, 3, stages=Stages(1, 2), grad_stages=Stages(2, 2)) == expected
-
-
-def test_gaps_by_hand() -> None:
-    """The last received rows of stripes may be unseen; of a mirrored batch only one half sees received rows."""
-    stripes = Call(Striped(1), 4, 4, 1, 2, Causal())  # rank 0: 0 2; rank 1: 1 3
-    assert ring_plan(ShapeTiling(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # neither 0 nor 2 sees 3
-    assert not ring_plan(ShapeTiling(stripes.groups, Causal()), 1, 1).forward[1].has_gaps
-    mirrored = Call(MirroredBatch(), 8, 8, 2, 2, Causal())
-    for mask in (Full(), Causal()):
-        plan = gathered_plan(ShapeTiling(mirrored.groups, mask), 0, 1, Stages(1, 1), Stages(1, 1))
-        assert plan.forward[1].has_gaps == plan.backward[1].has_gaps == (mask == Causal())
-    head_tail = Call(HeadTail(), 8, 8, 1, 2, Causal())  # unseen parts do not travel, so they are no gaps
-    assert not any(
-        step.has_gaps for rank in (0, 1) for step in ring_plan(ShapeTiling(head_tail.groups, Causal()), rank, 1).forward
-    )

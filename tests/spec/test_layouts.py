@@ -13,7 +13,6 @@ from cp_dtensor.spec.layouts import (
     HeadTail,
     Layout,
     MirroredBatch,
-    Segment,
     Striped,
     TorchChunk,
     chunk,
@@ -89,12 +88,6 @@ def test_stripes_differ_by_at_most_one_block(block: int, seq_len: int, ranks: in
 
 
 @given(lengths, rank_counts)
-def test_head_tail_chunks_differ_by_at_most_one_token(seq_len: int, ranks: int) -> None:
-    chunks = [segment.length for rank in range(ranks) for segment in HeadTail().segments(seq_len, rank, ranks)]
-    assert max(chunks) - min(chunks) <= 1
-
-
-@given(lengths, rank_counts)
 def test_torch_chunk_divides_as_torch_does(seq_len: int, ranks: int) -> None:
     chunks = torch.arange(seq_len).chunk(ranks) if seq_len else ()
     expected = [chunk.tolist() for chunk in chunks] + [[]] * (ranks - len(chunks))
@@ -123,26 +116,11 @@ def test_head_tail_has_the_order_of_torchs_load_balancer(ranks: int, chunk: int)
     ] == theirs.flatten().tolist()
 
 
-def test_head_tail_by_hand() -> None:
-    assert [positions(HeadTail(), 12, rank, 3) for rank in range(3)] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-
-
-def test_stripes_by_hand() -> None:
-    assert [positions(Striped(1), 7, rank, 3) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
-    assert [positions(Striped(2), 7, rank, 2) for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6]]
-
-
 def test_the_second_half_of_a_mirrored_batch_runs_backwards() -> None:
     layout = MirroredBatch()
     assert layout.batch_groups(5) == ((0, 3), (3, 5))
     assert [positions(layout, 7, rank, 3, group=0) for rank in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [positions(layout, 7, rank, 3, group=1) for rank in range(3)] == [[4, 5, 6], [2, 3], [0, 1]]
-
-
-@given(st.integers(0, 30), rank_counts)
-def test_head_tail_gives_every_rank_the_same_work_where_chunks_are_equal(chunk: int, ranks: int) -> None:
-    seq_len = 2 * ranks * chunk
-    assert causal_pairs(HeadTail(), seq_len, ranks) == [chunk * (seq_len + 1)] * ranks
 
 
 @given(lengths, rank_counts)
@@ -164,10 +142,6 @@ def test_mirrored_batch_gives_work_in_proportion_to_tokens(seq_len: int, ranks: 
     assert work == [pairs * count * (seq_len + 1) for count in tokens]
 
 
-def test_contiguous_is_not_balanced() -> None:
-    assert causal_pairs(Contiguous(), 16, 4) == [10, 26, 42, 58]
-
-
 @pytest.mark.parametrize("block", [0, -1, 1.5, "2", None, True])
 def test_stripes_need_a_block_of_at_least_one_token(block: object) -> None:
     with pytest.raises(ValueError, match=f"Striped expects block to be an integer >= 1, got {block!r}"):
@@ -184,11 +158,3 @@ def test_layouts_are_frozen_values(layout: Layout) -> None:
     assert [other for other in LAYOUTS if other == layout] == [layout]
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.block = 3  # type: ignore[attr-defined]
-
-
-@given(st.integers(0, 9), st.integers(0, 30), st.integers(1, 5), st.integers(0, 9))
-def test_segments_say_when_they_are_contiguous(start: int, length: int, block: int, gap: int) -> None:
-    segment = Segment(start, length, block, block + gap)
-    listed = list(segment.positions())
-    assert listed == [start + i // block * (block + gap) + i % block for i in range(length)]
-    assert segment.is_contiguous == (listed == list(range(start, start + length)))

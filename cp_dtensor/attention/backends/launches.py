@@ -17,7 +17,7 @@ Call = tuple[Any, tuple[Any, ...]]
 
 
 def noting(function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
-    """A function that calls `function` and appends it to `calls`, with its arguments."""
+    """Return a function that calls `function` and appends it to `calls`, with its arguments."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         calls.append((function, (*arguments, named) if named else arguments))  # a dict cannot be repeated
@@ -46,7 +46,7 @@ class Launches(NamedTuple):
 
     @classmethod
     def of(cls, calls: Sequence[Call], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> Launches | None:
-        """Recorded calls with numbers in place of tensors; None if they cannot be repeated.
+        """Return recorded calls with numbers in place of tensors; None if they cannot be repeated.
 
         Tensors are found by address. A call that has one tensor twice, such as q for k, cannot be repeated. Neither can
         a call with an argument of another type, such as a stream. Tensors that are neither `tensors` nor `kept` are
@@ -85,7 +85,7 @@ class Launches(NamedTuple):
         return cls(tuple(function for function, _ in calls), tuple(arguments), tuple(places), tuple(workspaces))
 
     def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launches the call for other tensors of the same shapes, in memory that the compiled functions take."""
+        """Launch the call for other tensors of the same shapes, in memory that the compiled functions take."""
         device = tensors[0].device
         workspaces = [
             (torch.zeros if begins_as_zeros else torch.empty)(shape, dtype=dtype, device=device)
@@ -100,7 +100,7 @@ class Launches(NamedTuple):
 
 
 def _is_constant(x: object, kept_addresses: set[int]) -> bool:
-    """True for an argument that is the same in every call."""
+    """Return True for an argument that is the same in every call."""
     if isinstance(x, Tensor):
         return x.data_ptr() in kept_addresses
     return (
