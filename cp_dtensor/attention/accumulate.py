@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, cut_all, empty_in_order_of
-from cp_dtensor.attention.lse import empty_lse, set_to_no_keys
+from cp_dtensor.attention.lse import empty_lse, rounded_lse
 from cp_dtensor.attention.merge import add_parts, merge
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
@@ -90,7 +90,8 @@ class Accumulator:
         """Set tensors to the result of no parts."""
         tensors[0].zero_()
         for lse in tensors[1:]:
-            set_to_no_keys(lse)
+            lse.zero_()
+            rounded_lse(lse).fill_(float("-inf"))
 
     def _begin(self, heads: Span, parts: Sequence[Part]) -> tuple[_State, Sequence[Part]]:
         """Return the first state of some heads, and the parts that it does not contain yet."""

@@ -31,12 +31,6 @@ def rounded_lse(lse: Tensor) -> Tensor:
     return lse[..., 0] if lse.dim() == 4 else lse  # not `is_split`, in warm calls
 
 
-def set_to_no_keys(lse: Tensor) -> None:
-    """Set the LSE to that of rows without keys, -inf."""
-    lse.zero_()
-    rounded_lse(lse).fill_(float("-inf"))
-
-
 def store_sum(lse: Tensor, large: Tensor, small: Tensor) -> None:
     """Write large + small to an LSE; |large| >= |small|, or a split LSE is less precise. Both are (B, H, S).
 

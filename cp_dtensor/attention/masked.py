@@ -292,7 +292,7 @@ def seen_reference(mask: RowMask, rows: range, columns: range, device: torch.dev
 
 
 def _blocks(q: Tensor, k: Tensor, mask: RowMask) -> Iterator[tuple[range, range]]:
-    """Return the rows of each block, with a range that has all columns to which they attend."""
+    """Yield the rows of each block, with a range that has all columns to which they attend."""
     rows, columns, offset = q.size(2), k.size(2), mask.causal_offset
     column_bytes = max(1, q.size(0) * q.size(1)) * wide_dtype(q).itemsize
     length = rows if offset is None and mask.intervals is None else _MASKED_ROWS

@@ -104,8 +104,8 @@ def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum
     out.copy_(total)
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge the result over all keys with attention sinks; new tensors if there are sinks.
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the result over all keys with attention sinks, into new tensors.
 
     A sink is a logit of each query head that counts in the softmax denominator alone: one more partial result, (0,
     sink). Backward of the backends, from the merged out and lse, needs no change.
@@ -117,13 +117,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     Args:
         out: (B, H, S, Dv).
         lse: (B, H, S) or (B, H, S, 2), float32 or float64; for rows without keys (-inf), lse' is the sink.
-        sinks: (H,), any floating dtype, or None.
+        sinks: (H,), any floating dtype.
 
     >>> out, lse = with_sinks(torch.tensor([[[[4.0]]]]), torch.tensor([[[3.0]]]).log(), torch.zeros(1))
     >>> round(out.item(), 4), round(lse.exp().item(), 4)  # 4 * 3 / (3 + 1), 3 + 1
     (3.0, 4.0)
     """
-    if sinks is None or not out.numel():
+    if not out.numel():
         return out, lse
     with on_device(out.device):
         merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)

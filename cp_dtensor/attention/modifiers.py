@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import cut
+from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.spec.layouts import Span
 
 
@@ -49,6 +50,15 @@ class Modifiers:
     def split_lse(self) -> bool:
         """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
         return self.bias is not None and self.bias.is_floating_point()
+
+    @cached_property
+    def of_tiles(self) -> Modifiers:
+        """Those that tiles and partial results read: without sinks, which concern merged rows only."""
+        return self if self.sinks is None else replace(self, sinks=None)
+
+    def completed(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a result over all keys with what counts in the softmax denominator besides them."""
+        return (out, lse) if self.sinks is None else with_sinks(out, lse, self.sinks)
 
     def value_dim(self, q: Tensor, v: Tensor) -> int:
         """Return the head dim of the output."""

@@ -6,7 +6,7 @@ Before attention, a rank exchanges all heads of its rows for some heads of all r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -95,14 +95,6 @@ class Arrivals(ABC):
         """
 
 
-class Departure(ABC):
-    """Tensors of one stage on their way back to all heads of some rows."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait until the stage's heads are in the targets (on a GPU: for work launched later)."""
-
-
 class HeadExchange(ABC):
     """A way to exchange rows for heads. A frozen value without state."""
 
@@ -123,7 +115,7 @@ class HeadExchange(ABC):
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
         is_last: bool,
-    ) -> Departure:  # fmt: skip
+    ) -> Callable[[], None]:  # fmt: skip
         """Start to exchange all rows of one stage's heads for all heads of this rank's rows.
 
         Args:
@@ -133,6 +125,9 @@ class HeadExchange(ABC):
             kinds: the heads and rows of each bundle.
             group: the ranks of the axis.
             is_last: True if no attention runs at the same time.
+
+        Returns:
+            A function that waits until the heads are in the targets (on a GPU: for work launched later).
         """
 
     def abandon(self, group: dist.ProcessGroup) -> None:
@@ -164,8 +159,35 @@ class CollectiveHeads(HeadExchange):
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
         is_last: bool,
-    ) -> Departure:  # fmt: skip
-        return _CollectiveDeparture(bundles, targets, kinds, group)
+    ) -> Callable[[], None]:  # fmt: skip
+        rank = group.rank()
+        in_flight: list[tuple[Exchange, list[tuple[Bundle, HeadRows, HeadBlocks]]]] = []
+        for indices in _by_dtype(bundles):
+            incoming, outgoing, arriving, slots = [], [], [], 0
+            with label("send rows") if is_profiled() else NO_LABEL:
+                for index in indices:
+                    tensors, kind = bundles[index], kinds[index]
+                    local, gathered, rows, slots = kind.route(rank, slots)
+                    in_rows, count = tensors[0].permute(2, 0, 1, 3), kind.head_counts[rank]
+                    memory = in_rows.view(-1) if len(tensors) == 1 and in_rows.is_contiguous() else None
+                    mine = HeadBlocks(tensors, [count], kind.rows.total, memory)
+                    if memory is None:
+                        mine.write(tensors, [(0, count)])
+                    by_rank = HeadBlocks(tensors, kind.head_counts, rows)
+                    arriving.append((targets[index], kind, by_rank))
+                    outgoing.append((mine.memory, mine.head_width, gathered))
+                    incoming.append((by_rank.memory, by_rank.head_width, local))
+                in_flight.append((Exchange(incoming, outgoing, slots, group), arriving))
+
+        def wait() -> None:
+            for exchange, arriving in in_flight:
+                exchange.wait()
+                with label("place rows") if is_profiled() else NO_LABEL:
+                    for targets, kind, by_rank in arriving:
+                        for of_target, of_block in by_rank.pairs(targets, kind.heads):
+                            of_target.copy_(of_block)
+
+        return wait
 
 
 class _CollectiveArrivals(Arrivals):
@@ -206,38 +228,6 @@ class _CollectiveArrivals(Arrivals):
         if self._waiting:
             self._start()
         return arrived
-
-
-class _CollectiveDeparture(Departure):
-    def __init__(
-        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup
-    ) -> None:
-        rank = group.rank()
-        self._in_flight: list[tuple[Exchange, list[tuple[Bundle, HeadRows, HeadBlocks]]]] = []
-        for indices in _by_dtype(bundles):
-            incoming, outgoing, arriving, slots = [], [], [], 0
-            with label("send rows") if is_profiled() else NO_LABEL:
-                for index in indices:
-                    tensors, kind = bundles[index], kinds[index]
-                    local, gathered, rows, slots = kind.route(rank, slots)
-                    in_rows, count = tensors[0].permute(2, 0, 1, 3), kind.head_counts[rank]
-                    memory = in_rows.view(-1) if len(tensors) == 1 and in_rows.is_contiguous() else None
-                    mine = HeadBlocks(tensors, [count], kind.rows.total, memory)
-                    if memory is None:
-                        mine.write(tensors, [(0, count)])
-                    by_rank = HeadBlocks(tensors, kind.head_counts, rows)
-                    arriving.append((targets[index], kind, by_rank))
-                    outgoing.append((mine.memory, mine.head_width, gathered))
-                    incoming.append((by_rank.memory, by_rank.head_width, local))
-                self._in_flight.append((Exchange(incoming, outgoing, slots, group), arriving))
-
-    def wait(self) -> None:
-        for exchange, arriving in self._in_flight:
-            exchange.wait()
-            with label("place rows") if is_profiled() else NO_LABEL:
-                for targets, kind, by_rank in arriving:
-                    for of_target, of_block in by_rank.pairs(targets, kind.heads):
-                        of_target.copy_(of_block)
 
 
 def _by_dtype(bundles: Sequence[Bundle]) -> list[list[int]]:

@@ -10,7 +10,7 @@ Flags order the ranks as in `symm_mem`: the flags of K/V on the way to heads, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.flags import Flag
-from cp_dtensor.comm.head_exchange import Arrivals, Bundle, Departure, HeadExchange, HeadRows, Kinds
+from cp_dtensor.comm.head_exchange import Arrivals, Bundle, HeadExchange, HeadRows, Kinds
 from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.plan.partition import CallSpec
 
@@ -141,8 +141,37 @@ class SharedMemoryHeads(HeadExchange):
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds,
         group: dist.ProcessGroup, is_last: bool,
-    ) -> Departure:  # fmt: skip
-        return _ReadRows(bundles, targets, kinds, self._workspace(bundles[0][0], group), is_last)
+    ) -> Callable[[], None]:  # fmt: skip
+        tensors = [tensor for bundle in bundles for tensor in bundle]
+        workspace = self._workspace(tensors[0], group)
+        table = _table(workspace, _written(targets, kinds), to_heads=False)
+        device, transfer = tensors[0].device, object()
+        current = current_stream(device)
+        overlaps = not is_last  # with the next stage, on another stream perhaps
+        with label("write rows"):
+            workspace.follow(current, "rows", tensors[0])
+            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
+            _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
+        stream = workspace.grad_stream if overlaps else current
+        with label("read rows"):
+            if overlaps:
+                workspace.in_flight[id(transfer)] = targets
+                workspace.flags.submit(current, signal=Flag.GRAD_READY, overlaps=True)
+                workspace.memory_is_free.record(current)
+                stream.wait_event(workspace.memory_is_free)
+                workspace.flags.submit(stream, wait=Flag.GRAD_READY, overlaps=True)
+            else:
+                workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
+            table.copy([target for bundle in targets for target in bundle], stream, current)
+            workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
+
+        def wait() -> None:
+            current = current_stream(device)
+            if stream != current:
+                current.wait_stream(stream)
+            workspace.in_flight.pop(id(transfer), None)
+
+        return wait
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
@@ -252,40 +281,6 @@ class _ReadHeads(Arrivals):
             self._arriving = self._read(self._workspace.kv_stream)
         views = iter([tensor.transpose(1, 2) for tensor in arrived])
         return [[next(views) for _ in range(size)] for size in self._sizes]
-
-
-class _ReadRows(Departure):
-    def __init__(
-        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, workspace: Workspace,
-        is_last: bool,
-    ) -> None:  # fmt: skip
-        tensors = [tensor for bundle in bundles for tensor in bundle]
-        table = _table(workspace, _written(targets, kinds), to_heads=False)
-        current = current_stream(tensors[0].device)
-        overlaps = not is_last  # with the next stage, on another stream perhaps
-        with label("write rows"):
-            workspace.follow(current, "rows", tensors[0])
-            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
-            _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
-        stream = workspace.grad_stream if overlaps else current
-        self._read_on, self._device, self._workspace = stream, tensors[0].device, workspace
-        with label("read rows"):
-            if overlaps:
-                workspace.in_flight[id(self)] = targets
-                workspace.flags.submit(current, signal=Flag.GRAD_READY, overlaps=True)
-                workspace.memory_is_free.record(current)
-                stream.wait_event(workspace.memory_is_free)
-                workspace.flags.submit(stream, wait=Flag.GRAD_READY, overlaps=True)
-            else:
-                workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
-            table.copy([target for bundle in targets for target in bundle], stream, current)
-            workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
-
-    def wait(self) -> None:
-        current = current_stream(self._device)
-        if self._read_on != current:
-            current.wait_stream(self._read_on)
-        self._workspace.in_flight.pop(id(self), None)
 
 
 def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:

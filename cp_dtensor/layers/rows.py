@@ -84,7 +84,7 @@ class RowMap(ABC):
 
 
 def _rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator[Span]:
-    """Return the `left` positions before a position, zeros before its document."""
+    """Yield the `left` positions before a position, zeros before its document."""
     inside = min(left, position - sequence.document(position)[0])
     yield inside - left, 0
     yield position - inside, position
@@ -273,7 +273,7 @@ def _owners(sequence: SequenceLayout) -> list[tuple[int, int, int, int]]:
 
 
 def _copies(wanted: Iterable[Span], owners: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
-    """Return the copies that bring wanted rows to their places, in the order of the result."""
+    """Yield the copies that bring wanted rows to their places, in the order of the result."""
     target = 0
     for start, stop in wanted:
         if start < 0:  # zeros

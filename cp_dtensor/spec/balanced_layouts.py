@@ -395,18 +395,18 @@ class Circle:
     """
 
     def __init__(self, blocks: Blocks, workload: Workload) -> None:
-        self._blocks = [block for block in blocks if block[0] < block[1]]
+        # Twice, so that a window that runs over the end to the beginning is one range of places, too.
+        self._blocks = [block for block in blocks if block[0] < block[1]] * 2
         self._workload = workload
         self._edges = list(accumulate((stop - start for start, stop in self._blocks), initial=0))
         before = list(accumulate(map(workload.of, self._blocks), initial=0))
-        self.length, self.workload = self._edges.pop(), before.pop()
-        self._shifts = [block[0] - edge for block, edge in zip(self._blocks, self._edges, strict=True)]
-        self._offsets = [work - workload.before(block[0]) for block, work in zip(self._blocks, before, strict=True)]
+        self.length, self.workload = self._edges[-1] // 2, before[-1] // 2
+        self._shifts = [block[0] - edge for block, edge in zip(self._blocks, self._edges, strict=False)]
+        self._offsets = [work - workload.before(block[0]) for block, work in zip(self._blocks, before, strict=False)]
 
     def cuts(self, start: int, length: int) -> list[int]:
         """Return the ends of a window that are no ends of blocks."""
-        ends = start, (start + length) % self.length
-        return [end for end in ends if self._edges[bisect_right(self._edges, end) - 1] != end]
+        return [end for end in (start, start + length) if self._edges[bisect_right(self._edges, end) - 1] != end]
 
     def position(self, place: int) -> int:
         """Return the position in the sequence of a place."""
@@ -414,10 +414,7 @@ class Circle:
 
     def window_workload(self, start: int, length: int) -> int:
         """Return the work of a window, which may run over the end to the beginning."""
-        stop = start + length
-        if stop <= self.length:
-            return self._before(stop) - self._before(start)
-        return self.workload - self._before(start) + self._before(stop - self.length)
+        return self._before(start + length) - self._before(start)
 
     def windows(self, length: int, workload: float, probes: int) -> dict[int, int]:
         """Return candidates and their work: windows at edges of blocks, evenly spread, and nearest to `workload`."""
@@ -443,18 +440,15 @@ class Circle:
     def cut(self, start: int, length: int) -> tuple[Blocks, Blocks]:
         """Return the blocks around a window and the blocks in it."""
         stop = start + length
-        if stop <= self.length:
-            return self._between((0, start), (stop, self.length)), self._between((start, stop))
-        return self._between((stop - self.length, start)), self._between((0, stop - self.length), (start, self.length))
+        return self._between(stop, start + self.length), self._between(start, stop)
 
     def _before(self, place: int) -> int:
-        index = bisect_right(self._edges, place) - 1
+        index = min(bisect_right(self._edges, place), len(self._shifts)) - 1
         return self._offsets[index] + self._workload.before(place + self._shifts[index])
 
-    def _between(self, *places: Span) -> Blocks:
-        """Return the blocks of some ranges of places, with neighbours joined."""
+    def _between(self, first: int, last: int) -> Blocks:
+        """Return the blocks of some places, with neighbours joined."""
         return joined_spans(
             (max(start, start + first - edge), min(stop, start + last - edge))
-            for first, last in places
-            for (start, stop), edge in zip(self._blocks, self._edges, strict=True)
+            for (start, stop), edge in zip(self._blocks, self._edges, strict=False)
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -67,6 +68,16 @@ def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
     return rule(**tensors, **options)  # type: ignore[no-any-return]
 
 
+@contextmanager
+def kernels_used(kernel: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Pretends that the package serves layers, with these kernels by kind."""
+    with (
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", kernel or (lambda *_kind: pretended())),
+    ):
+        yield
+
+
 @each_kind
 @pytest.mark.parametrize(
     ("method", "sequence"),
@@ -106,10 +117,7 @@ def test_ranks_have_the_results_and_gradients_of_one(
         used.append(kind)  # type: ignore[arg-type]
         return pretended()
 
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla, "_kernel", kernel),
-    ):
+    with kernels_used(kernel):
         run_ranks(sequence.ranks, body)
     assert {*used} == {(is_delta, by_channel)}
 
@@ -246,10 +254,7 @@ def test_initial_and_final_states_have_gradients(is_delta: bool, by_channel: boo
         for got, of_whole in zip(grads, expected, strict=False):
             torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
 
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla, "_kernel", return_value=pretended()),
-    ):
+    with kernels_used():
         run_ranks(3, body)
     torch.testing.assert_close(torch.stack(list(of_initial.values())).sum(0), expected[-1], rtol=1e-5, atol=1e-5)
 
@@ -272,10 +277,7 @@ def test_checkpoints_and_second_backward_passes(length: int) -> None:
         other = torch.autograd.grad(results[1].square().sum(), list(mine.values()))  # type: ignore[union-attr]
         torch.testing.assert_close([again, other], [first, first], rtol=0, atol=0)
 
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla, "_kernel", return_value=pretended()),
-    ):
+    with kernels_used():
         run_ranks(3, body)
 
 
@@ -301,10 +303,7 @@ def test_one_tensor_alone_has_a_gradient(kernels: bool, name: str, length: int, 
             grads.append(torch.autograd.grad(result.square().sum(), mine[name]))  # type: ignore[union-attr]
         torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: kernels and all(lengths)),
-        mock.patch.object(fla, "_kernel", return_value=pretended()),
-    ):
+    with kernels_used() if kernels else nullcontext():
         run_ranks(3, body)
 
 

@@ -245,24 +245,6 @@ def test_bfloat16_of_mamba2_is_rounded_once() -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_one_tensor_alone_has_a_gradient(name: str) -> None:
-    """Ranks without tokens take part in the collectives of the others, and in no others."""
-    whole = problem("gated_delta_rule", 1, 2)
-    sequence = Sequence(2, 4, Contiguous())
-    whole[name].requires_grad_()
-    wanted, _ = recurrence(sequence, **whole, scale=0.5)
-    (expected,) = torch.autograd.grad(wanted.sum(), whole[name])
-
-    def body(rank: int) -> None:
-        mine = {each: sequence.shard(x.detach(), rank) for each, x in whole.items()}
-        mine[name].requires_grad_()
-        out = layer("gated_delta_rule", mine, scale=0.5, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=2)
-        equal(torch.autograd.grad(out.sum(), mine[name])[0], sequence.shard(expected, rank))
-
-    run_ranks(4, body)
-
-
 @pytest.mark.parametrize("method", ["scan", "relayout"])
 def test_a_checkpoint_that_ends_with_the_layer_repeats_its_exchanges_on_ranks_without_tokens(method: str) -> None:
     """A checkpoint stops its recompute when it has every saved tensor again, perhaps before an exchange."""

@@ -7,24 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.schedules import (
     Call,
     any_layout,
     count_covered,
-    gathered_positions,
     gathered_tiles,
     plain_masks,
     positions,
     tiles_against,
 )
 
-from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition, Partition
-from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
-from cp_dtensor.plan.tiles import FULL_TILE, Tile
+from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition
+from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Segment, Striped
+from cp_dtensor.spec.layouts import HeadTail, Layout, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
 Groups = tuple[GroupSegments, ...]
@@ -243,37 +242,3 @@ def test_between_outer_ranks_what_one_wants_the_other_gives(case: TwoAxes) -> No
         plans = [outer_plan(case, outer_rank, inner_rank) for outer_rank in range(case.outer)]
         for plan in plans:
             assert [other.send_parts[plan.rank] for other in plans] == list(plan.recv_parts)
-
-
-@with_examples
-@given(case=cases())
-def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
-    """By hops and gathered, and if some ranks own nothing."""
-    assume(case.call.ranks > 1)
-    stages = Stages(1, 1)
-    partitions: list[tuple[Partition, int]] = [(case.merged, case.outer)]
-    partitions += [
-        (InnerPartition(case.whole, case.inner, outer_rank, source), case.inner)
-        for outer_rank in range(case.outer)
-        for source in range(case.outer)
-    ]
-    for partition, size in partitions:
-        groups = partition.groups()
-        for rank in range(size):
-            plan = gathered_plan(ShapeTiling(groups, case.call.mask), rank, 1, stages, stages)
-            buffer = gathered_positions(groups[0], plan.rows)
-            for source, parts in enumerate(plan.recv_parts):
-                assert all(buffer[slice(*plan.rows.span(source, part))].size for part in parts)
-            assert ring_plan(ShapeTiling(groups, case.call.mask), rank, 1).rows == plan.rows
-
-
-def test_a_nested_ring_by_hand() -> None:
-    """Contiguous chunks of two tokens on 2 x 2 ranks: under a causal mask, the second node reads all of the first."""
-    case = two_axes(Contiguous(), 8, 8, 2, 2)
-    assert [outer_plan(case, 0, inner_rank).recv_parts for inner_rank in range(2)] == [((), ()), ((), ())]
-    assert [outer_plan(case, 1, inner_rank).recv_parts for inner_rank in range(2)] == [((0,), ()), ((0,), ())]
-    within = InnerPartition(case.whole, 2, outer_rank=1, source=0).groups()
-    for rank in range(2):
-        assert ring(within, rank, Causal()) == tuple(
-            Tile(source, (0, 1), (0, 2), (0, 2), FULL_TILE) for source in range(2)
-        )

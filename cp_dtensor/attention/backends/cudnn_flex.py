@@ -56,15 +56,15 @@ class CudnnFlexAttention(AttentionBackend):
     without a plan under CUDA graph capture, and all tiles if the first results of cuDNN's kernels were wrong.
     """
 
-    deterministic: bool = False
-    """True for gradients that are the same bits in every run: by the kernels of this package. cuDNN's deterministic
-    backward takes 24 times as long as its other one under a window (docs/log.md)."""
+    has_gradients: bool = True
+    """False for gradients by the kernels of this package, which are the same bits in every run. cuDNN's backward of
+    that kind takes 24 times as long as its other one under a window (docs/log.md)."""
 
     name = "CUDNN_FLEX_ATTENTION"
 
     @property
     def joins_intervals(self) -> bool:
-        return not self.deterministic
+        return self.has_gradients
 
     def refusal(self, spec: CallSpec) -> str | None:
         dims = spec.head_dim, spec.v_head_dim
@@ -87,7 +87,7 @@ class CudnnFlexAttention(AttentionBackend):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         result = None
-        if not self.deterministic and self._serves("backward", q, k, v, mask):
+        if self.has_gradients and self._serves("backward", q, k, v, mask):
             result = _backward(grad_out, q, k, v, out, lse, mask, scale)
         return result or _INTERVALS.backward(grad_out, q, k, v, out, lse, mask, scale)
 

@@ -133,7 +133,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     if spec.masking is Masking.BY_SHAPE:
         choose = _chosen if capturing() else _choose  # a capture refuses what was not tried before it
         return choose(spec, allowed.enabled, allowed.order, allowed.torch_flash)
-    flex = CudnnFlexAttention(spec.deterministic)
+    flex = CudnnFlexAttention(has_gradients=not spec.deterministic)
     may_be_cudnn = allowed.enabled[_torch.SDPA_BACKENDS.index("CUDNN_ATTENTION")]
     is_plain = spec.masking is Masking.INTERVALS  # without bias and dropout
     chosen: AttentionBackend = flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
