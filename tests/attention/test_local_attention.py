@@ -162,23 +162,14 @@ def test_tiles_and_dtypes(
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_query_heads_share_key_heads(
-    backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int, kv_heads: int
+@pytest.mark.parametrize(("kv_heads", "transposed"), [(1, False), (2, False), (4, True)])
+def test_groups_and_memory_orders(
+    backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int, kv_heads: int, transposed: bool
 ) -> None:
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     case = make_case(mask, rows, columns, dtype, device, scale=0.25, kv_heads=kv_heads)
     skip_if_refused(backend, case)
-    check_contract(backend, case, mask, scale=0.25)
-
-
-@pytest.mark.parametrize(("backend", "device"), BACKENDS)
-@pytest.mark.parametrize(("mask", "rows", "columns"), MASKS)
-def test_transposed_memory(backend: AttentionBackend, device: str, mask: ShapedMask, rows: int, columns: int) -> None:
-    dtype = torch.float64 if device == "cpu" else torch.bfloat16
-    case = make_case(mask, rows, columns, dtype, device, scale=0.25)
-    skip_if_refused(backend, case)
-    check_contract(backend, case, mask, scale=0.25, transposed=True)
+    check_contract(backend, case, mask, scale=0.25, transposed=transposed)
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 17])

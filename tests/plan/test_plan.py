@@ -40,10 +40,6 @@ def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
     ]  # fmt: skip
 
 
-def heads_of(step: Step) -> set[int]:
-    return set(range(*step.heads))
-
-
 def brought(plan: TilePlan, transfer: Transfer) -> list[tuple[int, int, Span]]:
     """(source, part, rows in the transfer's buffer) of all rows that this rank receives by it."""
     if transfer.hop is None:
@@ -70,48 +66,26 @@ def test_steps_cover_every_allowed_pair_of_every_head_once(
     np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
-@each_pass
-@given(case=planned())
-def test_of_all_heads_the_own_shard_comes_first_and_waits_for_nothing(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    _, kv_heads, plans = case
-    for plan in plans:
-        for head in range(kv_heads):
-            local, *remote = (step for step in steps_of(plan) if head in heads_of(step))
-            assert (local.transfer, local.has_gaps) == (None, False)
-            assert {tile.source for tile in local.tiles} <= {plan.rank}
-            assert all(step.transfer is not None and step.transfer.heads == step.heads for step in remote)
-
-
-@each_pass
-@given(case=planned())
-def test_is_last_is_said_once_of_every_head_and_in_its_last_step(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    _, kv_heads, plans = case
-    for plan in plans:
-        for head in range(kv_heads):
-            said = [step.is_last for step in steps_of(plan) if head in heads_of(step)]
-            assert said == [False] * (len(said) - 1) + [True]
-
-
-@each_pass
-@given(case=planned())
-def test_all_ranks_have_the_same_transfers_in_the_same_order(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    _, _, plans = case
-    assert len({tuple(step.transfer for step in steps_of(plan)) for plan in plans}) == 1
-
-
 @given(planned())
-def test_a_rank_sends_the_parts_that_another_receives(case: tuple[Call, int, Plans]) -> None:
-    call, _, plans = case
+def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
+    """Of each head the own shard comes first and waits for nothing; ranks have equal transfers in one order."""
+    call, kv_heads, plans = case
     for plan in plans:
         assert plan.rows == gathered_rows(call.groups)
         assert plan.recv_parts[plan.rank] == plan.send_parts[plan.rank] == ()
         assert [plans[source].send_parts[plan.rank] for source in range(call.ranks)] == list(plan.recv_parts)
+    for steps_of in PASSES.values():
+        assert len({tuple(step.transfer for step in steps_of(plan)) for plan in plans}) == 1
+        for plan in plans:
+            for head in range(kv_heads):
+                local, *remote = of_head = [step for step in steps_of(plan) if head in range(*step.heads)]
+                assert (local.transfer, local.has_gaps) == (None, False)
+                assert {tile.source for tile in local.tiles} <= {plan.rank}
+                assert all(step.transfer is not None and step.transfer.heads == step.heads for step in remote)
+                assert [step.is_last for step in of_head] == [False] * len(remote) + [True]
+            for step in (step for step in steps_of(plan) if step.transfer is not None):
+                rows = {row for _, _, span in brought(plan, step.transfer) for row in range(*span)}
+                assert all(rows >= set(range(*tile.kv)) for tile in step.tiles)
 
 
 @given(planned())
@@ -130,18 +104,6 @@ def test_gradients_are_pulled_from_where_rows_were_pulled_to(case: tuple[Call, i
         for _, places in owner.grad_pulls:
             hops = [(reader - owner.rank) % owner.world_size for reader, _ in places]
             assert hops == sorted(hops)
-
-
-@each_pass
-@given(case=planned())
-def test_tiles_read_only_what_their_transfer_brings(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    for plan in case[2]:
-        for step in steps_of(plan):
-            if step.transfer is not None:
-                rows = {row for _, _, span in brought(plan, step.transfer) for row in range(*span)}
-                assert all(rows >= set(range(*tile.kv)) for tile in step.tiles)
 
 
 @each_pass

@@ -50,14 +50,6 @@ def test_tiles_cover_every_allowed_pair_exactly_once(tiles_of: Callable[[Call, i
     np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
-@given(calls())
-def test_tiles_against_a_shard_name_its_rank_and_gathered_tiles_name_none(call: Call) -> None:
-    for rank in range(call.ranks):
-        for source in range(call.ranks):
-            assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
-        assert {tile.source for tile in gathered_tiles(call.groups, rank, call.mask)} <= {None}
-
-
 @given(calls(), st.integers(1, 60))
 def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int) -> None:
     for rank in range(call.ranks):
@@ -69,20 +61,18 @@ def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int)
 
 
 @given(calls())
-def test_the_own_shard_is_read_locally_and_not_from_the_buffer(call: Call) -> None:
-    rows = gathered_rows(call.groups)
-    for rank in range(call.ranks):
-        own = {row for part in range(len(rows.lengths[rank])) for row in range(*rows.span(rank, part))}
-        for tile in gathered_tiles(call.groups, rank, call.mask):
-            assert not own & set(range(*tile.kv))
-
-
-@given(calls())
-def test_the_buffer_has_every_row_of_every_rank_without_gaps(call: Call) -> None:
+def test_the_buffer_has_every_row_and_gathered_tiles_read_none_of_the_own_shard(call: Call) -> None:
     rows = gathered_rows(call.groups)
     assert rows.total == call.kv_len
     for group in call.groups:
         assert sorted(gathered_positions(group, rows)) == list(range(call.kv_len))
+    for rank in range(call.ranks):
+        own = {row for part in range(len(rows.lengths[rank])) for row in range(*rows.span(rank, part))}
+        for tile in gathered_tiles(call.groups, rank, call.mask):
+            assert tile.source is None
+            assert not own & set(range(*tile.kv))
+        for source in range(call.ranks):
+            assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
 
 
 @given(calls())

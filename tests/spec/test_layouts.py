@@ -1,7 +1,7 @@
 """Layouts: every position belongs to one rank, shards are even, and causal work is balanced where promised."""
 
 import dataclasses
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,30 +42,13 @@ def causal_pairs(layout: Layout, seq_len: int, world_size: int, batch: int = 1) 
 
 
 @given(any_layout, lengths, rank_counts, batch_sizes)
-def test_every_position_belongs_to_exactly_one_rank(layout: Layout, seq_len: int, ranks: int, batch: int) -> None:
-    for group in range(len(layout.batch_groups(batch))):
-        owned = [p for rank in range(ranks) for p in positions(layout, seq_len, rank, ranks, group)]
-        assert sorted(owned) == list(range(seq_len))
-
-
-@given(any_layout, lengths, rank_counts, batch_sizes)
-def test_local_order_is_global_order(layout: Layout, seq_len: int, ranks: int, batch: int) -> None:
-    for group, rank in product(range(len(layout.batch_groups(batch))), range(ranks)):
-        owned = positions(layout, seq_len, rank, ranks, group)
-        assert owned == sorted(owned)
-
-
-@given(any_layout, lengths, rank_counts, batch_sizes)
-def test_local_length_is_that_of_the_segments_in_every_group(
-    layout: Layout, seq_len: int, ranks: int, batch: int
-) -> None:
-    for group, rank in product(range(len(layout.batch_groups(batch))), range(ranks)):
-        assert len(positions(layout, seq_len, rank, ranks, group)) == layout.local_length(seq_len, rank, ranks)
-
-
-@given(any_layout, lengths, rank_counts)
-def test_all_ranks_have_the_same_number_of_segments(layout: Layout, seq_len: int, ranks: int) -> None:
+def test_every_position_belongs_to_one_rank_in_order(layout: Layout, seq_len: int, ranks: int, batch: int) -> None:
     assert len({len(layout.segments(seq_len, rank, ranks)) for rank in range(ranks)}) == 1
+    for group in range(len(layout.batch_groups(batch))):
+        by_rank = [positions(layout, seq_len, rank, ranks, group) for rank in range(ranks)]
+        assert sorted(p for owned in by_rank for p in owned) == list(range(seq_len))
+        assert all(owned == sorted(owned) for owned in by_rank)
+        assert [*map(len, by_rank)] == [layout.local_length(seq_len, rank, ranks) for rank in range(ranks)]
 
 
 @given(any_layout, batch_sizes)
