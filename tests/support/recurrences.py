@@ -44,6 +44,7 @@ def check(
     kind: str, sequence: Sequence, with_states: bool, mesh_shape: tuple[int, ...] = (),
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None, method: str = "scan",
     mask: Mask | None = None, around: Callable[..., Any] = lambda call, *tensors: call(*tensors),
+    tolerance: float = 1e-9,
 ) -> None:  # fmt: skip
     """Compare out, final states and all gradients on every rank with one process, token by token.
 
@@ -78,4 +79,4 @@ def check(
         out, finals = recurrence(sequence, **given, scale=0.5, initial=states[0] if states else None)  # type: ignore[arg-type]
         return (out, finals.squeeze(of_states)) if states else out
 
-    check_layer(sequence, ours, reference, whole.values(), initial, mesh_shape=mesh_shape)
+    check_layer(sequence, ours, reference, whole.values(), initial, mesh_shape=mesh_shape, tolerance=tolerance)

@@ -175,6 +175,7 @@ def recurrence(
 def check_layer(
     sequence: Sequence, ours: Callable[..., Any], reference: Callable[..., Any], tokens: Iterable[torch.Tensor],
     others: Iterable[torch.Tensor] = (), *, mesh_shape: tuple[int, ...] = (), alone: int | None = None,
+    tolerance: float = 1e-9,
 ) -> None:  # fmt: skip
     """Compare results and all gradients of a layer on every rank with a reference on whole sequences.
 
@@ -204,22 +205,22 @@ def check_layer(
         grads = [sequence.shard(weights[0], rank), *[share * weight for weight in weights[1:]]]
         found = torch.autograd.grad([out, *finals], [*compress(mine, has_gradient)], grads, materialize_grads=True)
         for got, each in zip((out, *finals), of_rank, strict=True):
-            equal(got.detach(), each.detach())
+            equal(got.detach().to(each.dtype), each.detach(), tolerance)
         return list(found)
 
     by_rank = run_ranks(sequence.ranks, body)
     for index, (place, of_whole) in enumerate(zip(compress(range(len(whole)), has_gradient), expected, strict=True)):
         grads = [each[index] for each in by_rank]
         if place >= len(tokens):
-            equal(sum(grads, torch.zeros(())), of_whole)
+            equal(sum(grads, torch.zeros(())), of_whole, tolerance)
             continue
         for rank, grad in enumerate(grads):
-            equal(grad, sequence.shard(of_whole, rank))
+            equal(grad, sequence.shard(of_whole, rank), tolerance)
 
 
-def equal(got: object, expected: object) -> None:
+def equal(got: object, expected: object, tolerance: float = 1e-9) -> None:
     """Compare results in float64."""
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def _results(found: Any) -> tuple[torch.Tensor, ...]:
