@@ -58,8 +58,8 @@ MUTANTS = (
         "sinks missing in backward",
         "backward normalises by keys alone",
         "engine/ring.py",
-        "out, lse = with_sinks(out, lse, modifiers.sinks)\n        return out, lse, (*arguments, out, lse)",
-        "saved = *arguments, out, lse\n        return *with_sinks(out, lse, modifiers.sinks), saved",
+        "out, lse = modifiers.completed(out, lse)\n        return out, lse, (*arguments, out, lse)",
+        "saved = *arguments, out, lse\n        return *modifiers.completed(out, lse), saved",
         "tests/engine/test_sinks.py",
     ),
     Mutant(

@@ -30,13 +30,13 @@ SDPA_BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "M
 
 
 def enabled_sdpa_backends() -> tuple[bool, ...]:
-    """For each of `SDPA_BACKENDS`, True if `sdpa_kernel` and the `torch.backends.cuda` flags allow it."""
+    """Return, for each of `SDPA_BACKENDS`, whether `sdpa_kernel` and the `torch.backends.cuda` flags allow it."""
     cuda = torch.backends.cuda
     return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
 
 
 def user_sdpa_priority() -> list[str] | None:
-    """Backend names in the order that the user asked for, None if the order is torch's own.
+    """Return backend names in the order that the user asked for, None if the order is torch's own.
 
     On Hopper and datacenter Blackwell the first SDPA of a process makes cuDNN the first backend of torch's own order.
     """
@@ -48,7 +48,7 @@ def user_sdpa_priority() -> list[str] | None:
 
 
 def activated_flash_attention() -> str | None:
-    """The implementation of torch's flash attention that the user has activated, such as "FA3"; None for its own."""
+    """Return the implementation of torch's flash attention that the user activated, such as "FA3"; None for its own."""
     name: str | None = torch.nn.attention.current_flash_attention_impl()
     return name
 
@@ -72,7 +72,7 @@ _VMAP_KEY = "FuncTorchVmapMode"
 
 @contextmanager
 def sdpa_overridden(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """While open, kernels in torch's dispatcher compute every scaled_dot_product_attention.
+    """Compute every scaled_dot_product_attention by kernels in torch's dispatcher while open.
 
     Args:
         kernel: for calls outside of torch.vmap.
@@ -93,7 +93,7 @@ def sdpa_overridden(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..
 
 @lru_cache(maxsize=1)
 def _suppress_override_warning() -> None:
-    """torch warns once in a process when a kernel of its own is overridden; that one warning is suppressed here."""
+    """Suppress the warning that torch gives once in a process when a kernel of its own is overridden."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library = torch.library.Library("aten", "IMPL")
@@ -102,12 +102,12 @@ def _suppress_override_warning() -> None:
 
 
 def original_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Computes SDPA as torch does without the override, for every kind of tensor."""
+    """Compute SDPA as torch does without the override, for every kind of tensor."""
     return _SDPA.decompose(*args, **kwargs)
 
 
 def jagged_sdpa_checked(check: Callable[[], None]) -> AbstractContextManager[None]:
-    """While open, calls `check`, which may raise, before SDPA of jagged tensors, which the dispatcher never sees."""
+    """Call `check`, which may raise, while open, before SDPA of jagged tensors, which the dispatcher never sees."""
     name = "jagged_scaled_dot_product_attention"
 
     def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ _VARLEN_OPS = ("_varlen_attn", "_varlen_attn_out")  # the latter from torch 2.13
 
 @contextmanager
 def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) -> Iterator[None]:
-    """While open, calls a handler before torch computes a `varlen_attn`, also in captured programs.
+    """Call a handler, while open, before torch computes a `varlen_attn`, also in captured programs.
 
     Args:
         attend: returns (out, lse, random state), as the operator does.
@@ -157,14 +157,14 @@ def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) ->
 
 
 def _clear_varlen_caches() -> None:
-    """Clears the caches of torch's dispatcher in Python, which traces."""
+    """Clear the caches of torch's dispatcher in Python, which traces."""
     for name in _VARLEN_OPS:
         if hasattr(torch.ops.torch_attn, name):
             _varlen_op(name)._dispatch_cache.clear()
 
 
 def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of the handler, else of torch's next kernel."""
+    """Return the result of the handler, else of torch's next kernel."""
     op = _varlen_op(name)
     result = handler(bound_arguments(op, args, kwargs))
     if result is not None:
@@ -176,7 +176,7 @@ def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, 
 
 @lru_cache(maxsize=2)
 def _original_varlen(name: str) -> Callable[..., Any]:
-    """Torch's own autograd kernel."""
+    """Return torch's own autograd kernel."""
     return make_autograd_impl(_varlen_op(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
 
 
@@ -191,7 +191,7 @@ WHOLE_BLOCK: int = flex._LARGE_SPARSE_BLOCK_SIZE
 
 
 def _copied(function: types.FunctionType) -> types.FunctionType:
-    """Copies a function; the copy keeps its code when the code of the original is replaced."""
+    """Copy a function; the copy keeps its code when the code of the original is replaced."""
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -226,7 +226,7 @@ class _Redirection:
     handler: Callable[..., Any] | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the handler, or torch's function if another thread has just removed the last handler."""
+        """Call the handler, or torch's function if another thread has just removed the last handler."""
         handler = self.handler
         return original_flex_attention(*args, **kwargs) if handler is None else handler(*args, **kwargs)
 
@@ -236,7 +236,7 @@ redirection = _Redirection()
 
 @contextmanager
 def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
-    """While open, calls of `flex_attention` go to `handler`, which takes the same arguments.
+    """Redirect calls of `flex_attention` while open to `handler`, which takes the same arguments.
 
     The code of the function is replaced, so earlier imports are redirected too, and Dynamo traces into the handler.
     """
@@ -255,13 +255,13 @@ def flex_attention_redirected(handler: Callable[..., Any]) -> Iterator[None]:
 
 
 def flex_attention_is_redirected() -> bool:
-    """True if calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
+    """Return whether calls of `flex_attention`, also those that Dynamo traces, go to a handler."""
     return _public.__code__ is _redirected.__code__ and redirection.handler is not None
 
 
 @contextmanager
 def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
-    """While open, calls `check`, which may raise, when FlexAttention that Dynamo captured is run or traced."""
+    """Call `check`, which may raise, while open, when FlexAttention that Dynamo captured is run or traced."""
 
     def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         check()
@@ -272,7 +272,7 @@ def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
-    """Gives the mask of some rows an order of a deterministic backward's writes to dQ if the whole mask has one.
+    """Give the mask of some rows an order of the writes to dQ in backward if the whole mask has one.
 
     Raises:
         NotImplementedError: the whole mask has an explicit order.

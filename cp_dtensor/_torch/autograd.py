@@ -24,7 +24,7 @@ _NOT_BACKWARD = (
 
 
 def refuse_transforms() -> None:
-    """Refuses code under a transform of torch.func, whose tensors cannot be moved between ranks.
+    """Refuse code under a transform of torch.func, whose tensors cannot be moved between ranks.
 
     Raises:
         NotImplementedError: a transform is active in this thread.
@@ -34,7 +34,7 @@ def refuse_transforms() -> None:
 
 
 def refuse_tangents(ctx: Any, *_tangents: Any) -> Any:
-    """Refuses forward-mode differentiation, as `jvp` of an `autograd.Function`.
+    """Refuse forward-mode differentiation, as `jvp` of an `autograd.Function`.
 
     Raises:
         NotImplementedError: always.
@@ -44,7 +44,7 @@ def refuse_tangents(ctx: Any, *_tangents: Any) -> Any:
 
 @constant_in_trace
 def refuse_traced_transforms() -> None:
-    """Refuses code that is traced under a transform or a level of forward mode: its operators would drop tangents.
+    """Refuse code that is traced under a transform or a level of forward mode: its operators would drop tangents.
 
     Raises:
         NotImplementedError: one of them is active.
@@ -82,7 +82,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
-    """Wraps a backward so that a second differentiation raises an error.
+    """Wrap a backward so that a second differentiation raises an error.
 
     torch's `once_differentiable` raises only if the incoming gradients require gradients. Those of `out.sum()` do not,
     and a second derivative would silently lack what comes through q, k and v. So, for autograd, the gradients depend on
@@ -115,7 +115,7 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def refuse_batches(*grads: torch.Tensor) -> None:
-    """Refuses a batch of gradients, which transports between ranks cannot move.
+    """Refuse a batch of gradients, which transports between ranks cannot move.
 
     Raises:
         NotImplementedError: a batch of gradients.
@@ -136,7 +136,7 @@ _MARK = "cp_dtensor.follows_main_thread"
 
 
 def get_thread_state(key: str) -> Any:
-    """The latest object under `key` of this thread or, in autograd's own threads, of the main thread."""
+    """Return the latest object under `key` of this thread or, in autograd's own threads, of the main thread."""
     values: _Stack = getattr(_plain, key, ())
     if not values and torch._C._is_key_in_tls(_MARK):
         values = _of_main_thread.get(key, ())
@@ -144,14 +144,14 @@ def get_thread_state(key: str) -> Any:
 
 
 def main_thread_state(key: str) -> Any:
-    """The latest object under `key` of the main thread, in whatever thread this is called."""
+    """Return the latest object under `key` of the main thread, in whatever thread this is called."""
     values: _Stack = _of_main_thread.get(key, ())
     return values[-1] if values else None
 
 
 @contextmanager
 def thread_state(key: str, value: Any) -> Iterator[None]:
-    """Stores an object for `get_thread_state` while open. Contexts may be left in any order, as by dropped generators.
+    """Store an object for `get_thread_state` while open. Contexts may be left in any order, as by dropped generators.
 
     Of the state that autograd carries from thread to thread, only a mark is used, and only in the main thread: such
     state cannot be removed from a thread again, a thread that ends with some of it while the interpreter shuts down
@@ -182,30 +182,30 @@ if hasattr(os, "register_at_fork"):  # a forked process, such as a DataLoader's 
 
 
 def current_backward() -> int | None:
-    """An id of the backward that runs in this thread, None if none does."""
+    """Return an id of the backward that runs in this thread, None if none does."""
     identity = torch._C._current_graph_task_id()
     return None if identity == -1 else identity
 
 
 def backward_may_come_again() -> bool:
-    """True if the backward that runs in this thread keeps its graph for another one (`retain_graph=True`)."""
+    """Return whether the backward that runs in this thread keeps its graph for another one (`retain_graph=True`)."""
     keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return current_backward() is not None and keeps
 
 
 def in_main_thread() -> bool:
-    """True in the thread that the interpreter started in."""
+    """Return True in the thread that the interpreter started in."""
     return threading.current_thread() is threading.main_thread()
 
 
 def in_autograd_thread() -> bool:
-    """True in a thread of autograd (in which CUDA backwards run), during a backward."""
+    """Return True in a thread of autograd (in which CUDA backwards run), during a backward."""
     return current_backward() is not None and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 @contextmanager
 def autograd_recorded() -> Iterator[None]:
-    """Context in which autograd records operations, also inside of an operator's implementation."""
+    """Open a context in which autograd records operations, also inside of an operator's implementation."""
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for name, key in vars(torch._C.DispatchKey).items():
         if name.startswith(("Autograd", "ADInplaceOrView")):

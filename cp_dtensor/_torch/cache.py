@@ -21,23 +21,23 @@ V = TypeVar("V")
 
 
 def capturing() -> bool:
-    """True while a CUDA graph is being captured."""
+    """Return True while a CUDA graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(work: str, remedy: str) -> None:
-    """Refuses work of this stream that a CUDA graph cannot capture, while one is captured."""
+    """Refuse work of this stream that a CUDA graph cannot capture, while one is captured."""
     if capturing():
         raise RuntimeError(f"{work}, which a CUDA graph cannot capture: {remedy} before capturing")
 
 
 def is_in_cuda_graph(device: torch.device) -> bool:
-    """True if launches and allocations on a CUDA device belong to a CUDA graph that is being made."""
+    """Return whether launches and allocations on a CUDA device belong to a CUDA graph that is being made."""
     return torch.cuda.is_current_stream_capturing() or _is_in_memory_of_graphs(device)
 
 
 def is_before_capture(device: torch.device) -> bool:
-    """True if Inductor runs this code for the last time before it captures it.
+    """Return whether Inductor runs this code for the last time before it captures it.
 
     Inductor does so on a stream of its own. Work of the code on another stream is not detected.
     """
@@ -45,7 +45,7 @@ def is_before_capture(device: torch.device) -> bool:
 
 
 def prepared(make: Callable[[], V]) -> V:
-    """`make()`: plain tensors for a cache, made outside of modes, inference, autograd and memory of graphs."""
+    """Return `make()`: plain tensors for a cache, made outside of modes, inference, autograd and memory of graphs."""
 
     def made() -> V:
         with no_modes(), torch.inference_mode(False), torch.no_grad():
@@ -70,7 +70,7 @@ def prepared(make: Callable[[], V]) -> V:
 
 
 def _is_in_memory_of_graphs(device: torch.device) -> bool:
-    """True if Inductor captures code, or runs it for the last time before that."""
+    """Return whether Inductor captures code, or runs it for the last time before that."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     name = "tree_manager_containers"
     if trees is None or not (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
@@ -88,11 +88,11 @@ class GroupCache(Generic[V]):
         self._values: WeakKeyDictionary[Any, dict[Hashable, V]] = WeakKeyDictionary()
 
     def has(self, group: Any, key: Hashable) -> bool:
-        """True if there is a value of a group and a key."""
+        """Return whether there is a value of a group and a key."""
         return key in self._values.get(group, ())
 
     def get(self, group: Any, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of a group and a key, at first `make()`."""
+        """Return the value of a group and a key, at first `make()`."""
         with self._lock:  # not during `make`: the collectives of other groups must not wait for it
             values = self._values.setdefault(group, {})
         if key not in values:

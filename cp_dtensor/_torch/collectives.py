@@ -24,7 +24,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 def traced_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Broadcasts the tensor of the group's first rank, in a program that is being captured."""
+    """Broadcast the tensor of the group's first rank, in a program that is being captured."""
     return broadcast(tensor, 0, group)
 
 
@@ -34,17 +34,17 @@ _backend_names = GroupCache[str]()
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """True if the group has collectives of CPU tensors."""
+    """Return whether the group has collectives of CPU tensors."""
     return torch.device("cpu") in group._device_types
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if collectives of tensors on `device` go through NCCL in this group."""
+    """Return whether collectives of tensors on `device` go through NCCL in this group."""
     return device.type == "cuda" and _backend_name(group, device) in _NCCL_BACKENDS
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend of CUDA tensors, "" if there is none."""
+    """Return the name of the backend of CUDA tensors, "" if there is none."""
 
     def name() -> str:
         return group._get_backend(device).name() if torch.device("cuda") in group._device_types else ""
@@ -55,7 +55,7 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def start_all_to_all(
     incoming: Sequence[list[torch.Tensor]], outgoing: Sequence[list[torch.Tensor]], group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """Starts several NCCL all-to-all collectives, as one launch if possible.
+    """Start several NCCL all-to-all collectives, as one launch if possible.
 
     It calls what `dist.all_to_all` calls, whose own checks take as long as the launch.
 
@@ -90,7 +90,7 @@ _LOOKS, _SECONDS_BETWEEN_LOOKS, _MOST_SECONDS = 3, 1e-3, 5.0
 
 
 def _gloo_thread_states() -> Iterator[str]:
-    """Yields the state of each thread in which gloo runs collectives: "S" where it sleeps."""
+    """Yield the state of each thread in which gloo runs collectives: "S" where it sleeps."""
     for thread in _THREADS.iterdir():
         with suppress(OSError):  # a thread that has ended meanwhile
             name, _, numbers = (thread / "stat").read_text(errors="replace").rpartition(") ")
@@ -99,7 +99,7 @@ def _gloo_thread_states() -> Iterator[str]:
 
 
 def _wait_for_gloo_threads() -> None:
-    """Waits until gloo's threads have freed the tensors of collectives that have ended.
+    """Wait until gloo's threads have freed the tensors of collectives that have ended.
 
     A thread needs Python's lock to free a tensor. Python aborts the process if a thread asks for the lock after exit
     handlers have run. `destroy_process_group` ends these threads only if nothing else refers to the group, but a
@@ -119,7 +119,7 @@ if _THREADS.is_dir():  # Linux
 
 
 def name_of_group(group: dist.ProcessGroup) -> str:
-    """Torch's name of a group, equal in every process of the program.
+    """Return torch's name of a group, equal in every process of the program.
 
     Raises:
         ValueError: torch.distributed has not made the group.
@@ -135,19 +135,19 @@ def name_of_group(group: dist.ProcessGroup) -> str:
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:
-    """The group with this name that this thread's rank is part of."""
+    """Return the group with this name that this thread's rank is part of."""
     resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
     return resolve(name)
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The store through which the ranks of a group have met; keys of other groups are not seen."""
+    """Return the store through which the ranks of a group have met; keys of other groups are not seen."""
     store: dist.Store = distributed_c10d._world.pg_map[group][1]  # tests with ranks as threads replace `_world`
     return store
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
-    """The seconds after which a collective of tensors on `device` fails in this group."""
+    """Return the seconds after which a collective of tensors on `device` fails in this group."""
     seconds: float = group._get_backend(device).options._timeout.total_seconds()
     return seconds
 
@@ -163,7 +163,7 @@ class SymmetricBuffer:
 
 
 def symmetric_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricBuffer:
-    """Allocates `size` zeroed bytes on every rank and maps those of all ranks. A collective of the group."""
+    """Allocate `size` zeroed bytes on every rank and map those of all ranks. A collective of the group."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     local = symmetric_memory.empty(size, dtype=torch.uint8, device=device)

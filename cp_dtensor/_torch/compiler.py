@@ -29,7 +29,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 def compiled_code_kept_apart(
     variant: Callable[[], str], check: Callable[[dict[str, Any]], None] = lambda arguments: None
 ) -> Iterator[None]:
-    """While open, compiled code is reused only for calls with the `variant()` that it was compiled for.
+    """Reuse compiled code, while open, only for calls with the `variant()` that it was compiled for.
 
     `check` is called with the arguments of each function, by name, before it is compiled for a variant; it may raise.
 
@@ -88,10 +88,10 @@ class _VariantCallback:
 
 @contextmanager
 def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager[object]]) -> Iterator[None]:
-    """While open, `change(module)` is entered: from now on if the module is loaded, else from when it is loaded."""
+    """Enter `change(module)` while open: from now on if the module is loaded, else from when it is loaded."""
 
     def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Finds the module as the finders behind this one do, with a loader that changes it at the end."""
+        """Find the module as the finders behind this one do, with a loader that changes it at the end."""
         if fullname != name or finder not in finders:
             return None
         specs = (each.find_spec(fullname, path, target) for each in finders[finders.index(finder) + 1 :])
@@ -124,7 +124,7 @@ def when_loaded(name: str, change: Callable[[ModuleType], AbstractContextManager
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """True if the tensor, or the local tensor of a DTensor, is part of a program being compiled or exported."""
+    """Return whether the tensor, or the local tensor of a DTensor, is part of a program being compiled or exported."""
     if torch.compiler.is_dynamo_compiling():
         return True
     if torch._C._get_dispatch_mode(_PROXY) is not None:  # make_fx, by default of real tensors
@@ -133,7 +133,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def refuse_in_compiled_function(what: str) -> None:
-    """Refuses a context that changes how functions are compiled while one is traced, or runs between its graphs.
+    """Refuse a context that changes how functions are compiled while one is traced, or runs between its graphs.
 
     Raises:
         RuntimeError: a compiled function is traced or runs.
@@ -151,7 +151,7 @@ def refuse_in_compiled_function(what: str) -> None:
 
 
 def constant_in_trace(function: Callable[P, T]) -> Callable[P, T]:
-    """Marks a function of constants: Dynamo calls it while tracing, and its result is a constant of compiled code."""
+    """Mark a function of constants: Dynamo calls it while tracing, and its result is a constant of compiled code."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
     return function
 
@@ -165,26 +165,26 @@ The wrapper runs when the captured function is traced further, down to the opera
 
 @constant_in_trace
 def begin_traced_scope(name: str) -> None:
-    """Begins a scope of the program that Dynamo traces now; an attempt that Dynamo gives up takes its scopes along."""
+    """Begin a scope of the program that Dynamo traces now; an attempt that Dynamo gives up takes its scopes along."""
     trace: Any = TracingContext.get()
     trace.cp_dtensor_scopes = [*getattr(trace, "cp_dtensor_scopes", ()), name]
 
 
 @constant_in_trace
 def end_traced_scope() -> None:
-    """Ends the scope that began last."""
+    """End the scope that began last."""
     trace: Any = TracingContext.get()
     trace.cp_dtensor_scopes = trace.cp_dtensor_scopes[:-1]
 
 
 def traced_scope() -> str | None:
-    """The innermost scope of the program that is traced now, None outside of any."""
+    """Return the innermost scope of the program that is traced now, None outside of any."""
     scopes = getattr(TracingContext.try_get(), "cp_dtensor_scopes", ())
     return scopes[-1] if scopes else None
 
 
 def never_compiled(function: Callable[P, T], reason: str | None = None) -> Callable[P, T]:
-    """Wraps a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python.
+    """Wrap a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python.
 
     `reason` is part of torch's error where `fullgraph=True` forbids that.
     """
@@ -212,7 +212,7 @@ def define_operator(
     schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *,
     gradients: Callable[..., Any] | None = None, save: Callable[..., None] | None = None, in_graphs: bool = False,
 ) -> None:  # fmt: skip
-    """Defines an operator of compiled code, in `torch.ops.cp_dtensor`.
+    """Define an operator of compiled code, in `torch.ops.cp_dtensor`.
 
     Args:
         schema: its name, arguments and results.

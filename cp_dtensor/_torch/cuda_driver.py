@@ -42,12 +42,12 @@ class FlagOperations:
     """Waits for flags, or writes of flags, that one driver call submits."""
 
     def __init__(self, operations: Sequence[tuple[int, int, int, int]]) -> None:
-        """Makes the operations; the value of those that have another than 0 is chosen when they are submitted."""
+        """Make the operations; the value of those that have another than 0 is chosen when they are submitted."""
         self._array = (_MemoryOperation * len(operations))(*(_MemoryOperation(*each, 0, 0) for each in operations))
         self._with_value, self._value = [each for each in self._array if each.value], 1
 
     def submit(self, stream: int, value: int = 1) -> None:
-        """Appends the operations to a CUDA stream, in order."""
+        """Append the operations to a CUDA stream, in order."""
         if value != self._value:
             self._value = value
             for each in self._with_value:
@@ -73,19 +73,19 @@ def raise_flags(addresses: Sequence[int]) -> FlagOperations:
 
 
 def copy_bytes(stream: int, target: int, source: int, count: int) -> None:
-    """Copies memory of this device or of a peer."""
+    """Copy memory of this device or of a peer."""
     _check(_driver().cuMemcpyDtoDAsync_v2(target, source, count, stream), "cuMemcpyDtoDAsync")
 
 
 def fill_bytes(stream: int, target: int, value: int, count: int) -> None:
-    """Sets each byte of memory of this device or of a peer."""
+    """Set each byte of memory of this device or of a peer."""
     _check(_driver().cuMemsetD8Async(target, value, count, stream), "cuMemsetD8Async")
 
 
 def copy_rows(
     stream: int, target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int
 ) -> None:
-    """Copies rows of equal length by a copy engine; a pitch is the distance of rows in source or target."""
+    """Copy rows of equal length by a copy engine; a pitch is the distance of rows in source or target."""
     copy = _Copy2D(
         0, 0, _UNIFIED, None, source, None, source_pitch, 0, 0, _UNIFIED, None, target, None, target_pitch,
         row_bytes, rows,
@@ -94,7 +94,7 @@ def copy_rows(
 
 
 def is_available() -> bool:
-    """True if the CUDA driver is installed and has these calls."""
+    """Return whether the CUDA driver is installed and has these calls."""
     try:
         _driver()
     except (OSError, AttributeError):

@@ -21,7 +21,7 @@ class Replay:
     """
 
     def __init__(self, function: Callable[..., Tensors], arguments: Tensors) -> None:
-        """Captures `function(*arguments)`, which has just run. Waits for the device and frees unused memory of torch.
+        """Capture `function(*arguments)`, which has just run; wait for the device and free unused memory of torch.
 
         A result that is an argument is, in each call, the argument itself.
         """
@@ -29,7 +29,7 @@ class Replay:
         self._lock, self._stream = Lock(), current_stream(device)
         self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.no_grad(), _capturing:
-            # Allocated before the capture: in it, torch's deterministic mode would record a fill with NaN.
+            # Allocated before the capture: in it, a mode of torch would record a fill with NaN.
             self._arguments = tuple(map(_empty_like, arguments))
             with (
                 torch.cuda.stream(self._stream),  # the thread returns to it, also if the capture cannot be ended
@@ -45,7 +45,7 @@ class Replay:
         self._places = [places[id(x)] for x in results]
 
     def __call__(self, *arguments: torch.Tensor) -> Tensors:
-        """The results for arguments with the shapes, strides and dtypes of those that were captured, as new tensors."""
+        """Return the results, as new tensors, for arguments with the shapes, strides and dtypes that were captured."""
         stream = current_stream(arguments[0].device)
         with self._lock:
             if self._stream != stream:
@@ -62,6 +62,6 @@ class Replay:
 
 
 def _empty_like(x: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the strides of x, by which kernels are chosen; dense where elements of x share memory."""
+    """Return an empty tensor with the strides of x, which decide kernels; dense where elements of x share memory."""
     strides = torch.empty_like(x, device="meta").stride() if has_shared_elements(x) else x.stride()
     return x.new_empty_strided(x.shape, strides)

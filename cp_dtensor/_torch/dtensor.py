@@ -19,7 +19,7 @@ _DISPATCHER: Any = DTensor._op_dispatcher
 
 @contextmanager
 def dtensor_ops_handled(handlers: dict[Any, OpHandler]) -> Iterator[None]:
-    """While open, DTensor calls these handlers of ops in place of its own rules."""
+    """Make DTensor, while open, call these handlers of ops in place of its own rules."""
     with ExitStack() as stack:
         for op, handler in handlers.items():
             stack.enter_context(entry_replaced(_DISPATCHER._custom_op_handlers, op, handler))
@@ -27,7 +27,7 @@ def dtensor_ops_handled(handlers: dict[Any, OpHandler]) -> Iterator[None]:
 
 
 def dispatched_by_default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op as torch does without a handler, by its sharding strategies, without caches."""
+    """Run an op as torch does without a handler, by its sharding strategies, without caches."""
     info = _DISPATCHER.unwrap_to_op_info(op, args, kwargs)
     sharding = _DISPATCHER.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
     if sharding.needs_redistribute:
@@ -37,7 +37,7 @@ def dispatched_by_default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An op's arguments by name, defaults included."""
+    """Return an op's arguments by name, defaults included."""
     arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
     arguments.update(zip(arguments, args, strict=False))
     return {**arguments, **kwargs}
@@ -49,7 +49,7 @@ _TORCHS = "torch.distributed.tensor.experimental"
 
 
 def torchs_context_parallel_is_open() -> bool:
-    """True while torch's own `context_parallel`, or its dispatcher, is open in this process: it has a table of its own.
+    """Return True while torch's own `context_parallel`, or its dispatcher, is open in this process (it has one table).
 
     Not once handlers of this package are entered into that table.
     """
@@ -58,7 +58,7 @@ def torchs_context_parallel_is_open() -> bool:
 
 
 def torchs_modules_checked(check: Callable[[], None]) -> AbstractContextManager[None]:
-    """While open, calls `check`, which may raise, before torch's `_ContextParallel` makes DTensors of shards.
+    """Call `check`, which may raise, while open, before torch's `_ContextParallel` makes DTensors of shards.
 
     Modules have its methods as hooks, bound before. All of these read the sequence dim, which is a property while open.
     """

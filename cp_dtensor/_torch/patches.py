@@ -20,7 +20,7 @@ if hasattr(torch.utils.checkpoint, f"{NON_REENTRANT}_impl"):
 
 @contextmanager
 def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute of a class or module; on exit restores it unless other code has replaced it since."""
+    """Set an attribute of a class or module; on exit restore it unless other code has replaced it since."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -35,7 +35,7 @@ def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContextManager[None]:
-    """While open, calls of a function `owner.name` become `around(original, *args, **kwargs)`."""
+    """Make calls of a function `owner.name`, while open, `around(original, *args, **kwargs)`."""
     before = vars(owner)[name]
     is_static = isinstance(before, staticmethod)
     original = before.__func__ if is_static else before
@@ -49,7 +49,7 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContex
 
 @contextmanager
 def entry_replaced(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    """Sets an entry of a table (None removes it); on exit restores it unless other code has changed it since."""
+    """Set an entry of a table (None removes it); on exit restore it unless other code has changed it since."""
     missing = object()
     before = table.get(key, missing)
     if value is None:
@@ -68,7 +68,7 @@ def entry_replaced(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None
 
 @contextmanager
 def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While open, `torch.utils.checkpoint`, in either mode, runs `bind(function)` instead of its function.
+    """Make `torch.utils.checkpoint`, in either mode, run `bind(function)` instead of its function while open.
 
     The recompute in backward then runs the bound function too, at any time and in any thread.
     """
@@ -90,7 +90,7 @@ def checkpointed_functions_bound(bind: Callable[[Callable[..., Any]], Callable[.
 
 
 def hooks_detached(is_replaced_later: Callable[[Any], bool]) -> AbstractContextManager[None]:
-    """While open, hooks of saved tensors that are pushed keep aliases of some tensors.
+    """Make hooks of saved tensors that are pushed while open keep aliases of some tensors.
 
     Hooks get the Python object that is saved, and many keep it: a checkpoint's recompute, or `save_on_cpu` of tensors
     on the CPU. Hooks that are pushed before or in other threads are for `present_hooks_detached`.
@@ -107,7 +107,7 @@ def hooks_detached(is_replaced_later: Callable[[Any], bool]) -> AbstractContextM
 
 @contextmanager
 def present_hooks_detached(is_replaced_later: Callable[[Any], bool]) -> Iterator[None]:
-    """While open, the hooks of saved tensors that this thread has on entry keep aliases of some tensors.
+    """Make the hooks of saved tensors that this thread has on entry keep aliases of some tensors while open.
 
     See `hooks_detached`. Hooks that are pushed meanwhile may stay longer.
     """
@@ -142,7 +142,7 @@ class _PackAlias:
 
 
 def _push_hooks(is_replaced_later: Callable[[Any], bool], pack: Callable[..., Any], unpack: Callable[..., Any]) -> Any:
-    """Pushes hooks of saved tensors that pack aliases; returns the hook that packs."""
+    """Push hooks of saved tensors that pack aliases; return the hook that packs."""
     # Hooks that are graphs are part of compiled code, which is compiled again for other objects.
     ours = pack if isinstance(pack, torch.nn.Module) else _PackAlias(is_replaced_later, pack)
     torch._C._autograd._push_saved_tensors_default_hooks(ours, unpack)
@@ -150,13 +150,13 @@ def _push_hooks(is_replaced_later: Callable[[Any], bool], pack: Callable[..., An
 
 
 def _detached(is_replaced_later: Callable[[Any], bool], value: Any) -> Any:
-    """An alias of a tensor whose Python object will have other contents; any other value as it is."""
+    """Return an alias of a tensor whose Python object will have other contents; any other value as it is."""
     return value.detach().requires_grad_(value.requires_grad) if is_replaced_later(value) else value
 
 
 @contextmanager
 def lower_right_bias_redirected(redirect: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While open, SDPA with a `causal_lower_right` of unequal lengths as its mask goes to `redirect(original)`.
+    """Redirect SDPA with a `causal_lower_right` of unequal lengths as its mask to `redirect(original)` while open.
 
     The module of such biases, which loads Dynamo, is not loaded here: if the program has not, it has no such bias.
     """
@@ -176,7 +176,7 @@ def lower_right_bias_redirected(redirect: Callable[[Callable[..., Any]], Callabl
 
 @contextmanager
 def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Iterator[None]:
-    """While open, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take the path that calls SDPA.
+    """Make `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take the path that calls SDPA while open.
 
     Their fused inference path computes attention in one opaque op. With `need_weights` they do not call SDPA at all.
 
@@ -206,7 +206,7 @@ def multihead_attention_ends_in_sdpa(check: Callable[[bool, bool], None]) -> Ite
 
 @contextmanager
 def module_buffers_broadcast_but(is_left_out: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """While open, `DistributedDataParallel` does not broadcast buffers for which `is_left_out` returns True.
+    """Keep `DistributedDataParallel` from broadcasting buffers for which `is_left_out` returns True while open.
 
     It broadcasts rank 0's buffers when it is made and, by default, at every forward pass.
     """

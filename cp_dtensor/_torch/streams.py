@@ -34,7 +34,7 @@ class Shared(Generic[V]):
         self._tensors = tuple(tensors(self._value))
 
     def read(self) -> V:
-        """The value, before launches on the current stream read it."""
+        """Return the value, before launches on the current stream read it."""
         if self._device.type == "cuda":
             handle = current_stream_handle(self._device)
             if handle not in self._readers and not capturing():  # caches keep what captured graphs read

@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 
 def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:
-    """A view of some batch rows, heads and sequence rows of (B, H, S, ...); None means all."""
+    """Return a view of some batch rows, heads and sequence rows of (B, H, S, ...); None means all."""
     shape = tensor.shape  # not in a loop over the dims, which takes longer
     if batch is not None and batch != (0, shape[0]):
         tensor = tensor.narrow(0, batch[0], batch[1] - batch[0])
@@ -33,7 +33,7 @@ def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span
 def cut_all(
     tensors: Sequence[torch.Tensor], batch: Span | None, heads: Span | None, rows: Span | None
 ) -> Sequence[torch.Tensor]:
-    """`cut` of several tensors of equal (B, H, S); the tensors themselves if that is all of them."""
+    """Return `cut` of several tensors of equal (B, H, S); the tensors themselves if that is all of them."""
     shape = tensors[0].shape
     for dim, span in enumerate((batch, heads, rows)):
         if span is not None and span != (0, shape[dim]):
@@ -42,7 +42,7 @@ def cut_all(
 
 
 def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Views (1, H, rows * S, ...), which has the tokens of one batch row after the other, as (rows, H, S, ...).
+    """Return views (1, H, rows * S, ...), which has the tokens of one batch row after the other, as (rows, H, S, ...).
 
     Raises:
         ValueError: the number of tokens is not a multiple of `rows`.
@@ -56,17 +56,17 @@ def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def joined_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Inverts `split_rows`; returns a view if the rows are in memory one after the other."""
+    """Invert `split_rows`; return a view if the rows are in memory one after the other."""
     return tensor if rows == 1 else tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def in_order_of(out: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
-    """`grad_out` with the strides of `out`; cuDNN needs them, and would copy it for every tile otherwise."""
+    """Return `grad_out` with the strides of `out`; cuDNN needs them, and would copy it for every tile otherwise."""
     return grad_out if grad_out.stride() == out.stride() else torch.empty_like(out).copy_(grad_out)
 
 
 def empty_in_order_of(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """(B, H, S, dim) in the memory order of x, so that merges with x and gradients of leaves copy nothing.
+    """Return (B, H, S, dim) in the memory order of x, so that merges with x and gradients of leaves copy nothing.
 
     `dtype` None is that of x.
     """
@@ -77,7 +77,7 @@ def empty_in_order_of(x: torch.Tensor, dim: int, dtype: torch.dtype | None = Non
 
 
 def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out` (B, H, S, Dv) with strides that follow from those of q (B, H, S, D); a copy if it has others.
+    """Return `out` (B, H, S, Dv) with strides that follow from those of q (B, H, S, D); a copy if it has others.
 
     The strides are q's own if the shapes are equal and no elements of q share memory, else those of memory without
     gaps in q's order of dims.
@@ -96,7 +96,7 @@ def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def has_shared_elements(x: torch.Tensor) -> bool:
-    """True if elements of a tensor share memory, as in expanded dims.
+    """Return whether elements of a tensor share memory, as in expanded dims.
 
     >>> has_shared_elements(torch.zeros(1, 3).expand(2, 3)), has_shared_elements(torch.zeros(2, 4)[:, :3])
     (True, False)
@@ -109,17 +109,17 @@ def has_shared_elements(x: torch.Tensor) -> bool:
 
 
 def _from_inner_to_outer(x: torch.Tensor) -> list[int]:
-    """The dims of a tensor in the order of their strides."""
+    """Return the dims of a tensor in the order of their strides."""
     return sorted(range(x.dim()), key=lambda dim: (x.stride(dim), x.size(dim)))
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if its last dim is not contiguous."""
+    """Return the tensor, copied if its last dim is not contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def aligned(tensor: torch.Tensor, width: int, *, keeps_expanded: bool = False) -> torch.Tensor:
-    """(B, H, S, D), copied unless its start and the steps of all dims but the last are multiples of `width` bytes.
+    """Return (B, H, S, D), copied unless start and steps of other dims than the last are multiples of `width` bytes.
 
     `width` is a power of two. Expanded dims, whose steps are 0, are copied too, unless `keeps_expanded` is True.
     """
@@ -131,12 +131,12 @@ def aligned(tensor: torch.Tensor, width: int, *, keeps_expanded: bool = False) -
 
 
 def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of sums: float32, or float64 for float64."""
+    """Return the dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def in_words(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views (..., D) and (..., Dv) as integers of one dtype, as wide as D and Dv permit, to copy and send them.
+    """Return views (..., D) and (..., Dv) as integers of one dtype, as wide as D and Dv permit, to copy and send them.
 
     Copies of wide integers are faster, and process groups support these dtypes. A tensor whose memory cannot be viewed
     so is copied.
@@ -159,18 +159,18 @@ def in_words(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def no_autocast(like: torch.Tensor) -> AbstractContextManager[None]:
-    """Disables autocast on the tensor's device."""
+    """Disable autocast on the tensor's device."""
     device_type = like.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """`torch.cuda.current_stream(device)`; several times as fast, since torch gets the device's index."""
+    """Return `torch.cuda.current_stream(device)`; several times as fast, since torch gets the device's index."""
     return torch.cuda.current_stream(device.index)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one, for streams, events and kernels."""
+    """Make a CUDA device the current one, for streams, events and kernels."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -182,7 +182,7 @@ _REFUSED_FOR_WEAK_REFERENCES = re.compile(r"no weakrefs to t([12])'s Tensor obje
 
 
 def swap_identities(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchanges the contents of two tensor objects: data, shape, autograd state. C++ references stay with the content.
+    """Exchange the contents of two tensor objects: data, shape, autograd state. C++ references stay with the content.
 
     `torch.utils.swap_tensors` does so too, but refuses tensors that autograd refers to, as it does here. The function
     behind it refuses tensors with weak references from C++. Two owners of such references are known: autocast, whose
@@ -220,7 +220,7 @@ is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Autograd's count of writes to a tensor, None if writes are not counted.
+    """Return autograd's count of writes to a tensor, None if writes are not counted.
 
     Writes to inference tensors and to results of Inductor's CUDA graphs are not counted; nor are writes by collectives
     and by compiled code that reuses memory, in any tensor.
@@ -230,13 +230,13 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """True if the tensor is a batch of tensors, under `torch.vmap` or the older vmap of autograd."""
+    """Return whether the tensor is a batch of tensors, under `torch.vmap` or the older vmap of autograd."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
 def current_stream_handle(device: torch.device) -> int:
-    """The CUDA handle of `torch.cuda.current_stream(device)` without the object, which takes microseconds."""
+    """Return the CUDA handle of `torch.cuda.current_stream(device)` without the object, which takes microseconds."""
     handle: int = torch._C._cuda_getCurrentRawStream(device.index)
     return handle
 
@@ -251,7 +251,7 @@ forward. Views take half of the host time, in compiled code a third.
 
 @contextmanager
 def no_modes() -> Iterator[None]:
-    """While open, no mode applies to operators: none is traced, counted, saved for a recompute, or changed."""
+    """Disable all modes while open: no operator is traced, counted, saved for a recompute, or changed."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
@@ -292,14 +292,14 @@ NO_LABEL: AbstractContextManager[None] = nullcontext()
 
 
 def label(text: str, *values: object) -> AbstractContextManager[object]:
-    """Labels a block in a running `torch.profiler` as `text.format(*values)`; without a profiler it does nothing."""
+    """Label a block in a running `torch.profiler` as `text.format(*values)`; without a profiler it does nothing."""
     if not is_profiled():
         return NO_LABEL
     return torch.profiler.record_function(f"cp_dtensor: {text.format(*values)}")
 
 
 def indexable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor; or its bits as integers, if torch cannot index its dtype."""
+    """Return the tensor; or its bits as integers, if torch cannot index its dtype."""
     is_float8 = tensor.is_floating_point() and tensor.itemsize == 1
     if is_float8 or tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

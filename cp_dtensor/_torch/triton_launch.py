@@ -34,7 +34,7 @@ class Facts(NamedTuple):
 
 
 def facts(x: torch.Tensor) -> Facts:
-    """The facts of a tensor.
+    """Return the facts of a tensor.
 
     >>> facts(torch.zeros(2, 3))
     Facts(shape=torch.Size([2, 3]), strides=(3, 1), dtype=torch.float32)
@@ -43,7 +43,7 @@ def facts(x: torch.Tensor) -> Facts:
 
 
 def cached_launch(make: Callable[..., _Made]) -> Callable[..., _Made]:
-    """Decorates a function that makes launches from hashable values with an LRU cache."""
+    """Decorate a function that makes launches from hashable values with an LRU cache."""
     return functools.lru_cache(maxsize=_MOST_LAUNCHES)(make)
 
 
@@ -54,7 +54,7 @@ class Launch:
         self, kernel: Any, programs: int, numbers: Sequence[float], constants: Mapping[str, object],
         blocks: Sequence[tuple[int, ...] | None] = (),
     ) -> None:  # fmt: skip
-        """Compiles nothing yet.
+        """Compile nothing yet.
 
         Args:
             kernel: a Triton kernel whose parameters are tensors, numbers, then constants.
@@ -70,7 +70,7 @@ class Launch:
         self._compiled: dict[tuple[int, object], Any] = {}  # by device and alignments
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launches on the current stream of the current device, which has the tensors. Their facts are as expected."""
+        """Launch on the current stream of the current device, which has the tensors. Their facts are as expected."""
         if 0 in self._grid:
             return
         device, addresses = tensors[0].device, [x.data_ptr() for x in tensors]
@@ -99,12 +99,12 @@ class Launch:
 
 
 def _has_hooks(hooks: Any) -> bool:
-    """True for a chain of hooks that is not empty, and for a single hook in its place."""
+    """Return True for a chain of hooks that is not empty, and for a single hook in its place."""
     return bool(getattr(hooks, "calls", hooks))
 
 
 def _alignments(addresses: Sequence[int]) -> object:
-    """A value that is equal for addresses with the same compiled form."""
+    """Return a value that is equal for addresses with the same compiled form."""
     if not functools.reduce(int.__or__, addresses) % _ALIGNMENT:
         return True
     return tuple(address % _ALIGNMENT == 0 for address in addresses)

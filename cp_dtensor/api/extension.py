@@ -55,7 +55,6 @@ from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
-from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
@@ -77,9 +76,7 @@ from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, 
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
 from cp_dtensor.engine.run import CallMask, NamedMask
 from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
-from cp_dtensor.plan.partition import partition_heads
 from cp_dtensor.plan.plan import ring_plan
-from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Segment
 from cp_dtensor.spec.masks import is_integer
@@ -111,9 +108,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
     "from_local", "local_beside", "refuse_other_place", "to_local",
-    # heads and rows of ranks, their exchange, tables that CUDA graphs read, and kernels of other packages
-    "partition_heads", "rows_in_order", "all_to_all_single", "CollectiveHeads", "HeadRows",
-    "Shared", "capturing", "first_use", "wrong_result", "quiet",
+    # exchange of rows, tables that CUDA graphs read, and kernels of other packages
+    "all_to_all_single", "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
     "RankFunction", "autograd_recorded", "below_autograd", "compiled_code_kept_apart", "constant_in_trace",
     "current_backward", "define_operator",

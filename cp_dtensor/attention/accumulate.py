@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut, cut_all, empty_in_order_of
-from cp_dtensor.attention.lse import empty_lse, set_to_no_keys
+from cp_dtensor.attention.lse import empty_lse, rounded_lse
 from cp_dtensor.attention.merge import add_parts, merge
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
@@ -43,7 +43,7 @@ class Accumulator:
     def __init__(
         self, like: Tensor, state_dtype: torch.dtype, dim: int | None = None, *, floats_of_lse: int = 0
     ) -> None:
-        """Begins without parts.
+        """Begin without parts.
 
         Args:
             like: (B, H, S, any), has the dtype, device and memory order of the result.
@@ -60,7 +60,7 @@ class Accumulator:
         self._result: Tensors | None = None
 
     def add(self, heads: Span, parts: Sequence[Part], is_last: bool) -> None:
-        """Adds parts to some heads. `is_last`: True in the last call for these heads, once for each head."""
+        """Add parts to some heads. `is_last`: True in the last call for these heads, once for each head."""
         for state in self._states:
             if state.heads[0] <= heads[0] and heads[1] <= state.heads[1]:
                 break
@@ -80,20 +80,21 @@ class Accumulator:
             self._add_to_state(state, heads, by_batch)
 
     def result(self) -> Tensors:
-        """The result, after the last part of every head."""
+        """Return the result, after the last part of every head."""
         if self._result is None:
             self._result = self._empty(self._shape[1], self._dtype)
             self._clear(self._result)
         return self._result
 
     def _clear(self, tensors: Tensors) -> None:
-        """Sets tensors to the result of no parts."""
+        """Set tensors to the result of no parts."""
         tensors[0].zero_()
         for lse in tensors[1:]:
-            set_to_no_keys(lse)
+            lse.zero_()
+            rounded_lse(lse).fill_(float("-inf"))
 
     def _begin(self, heads: Span, parts: Sequence[Part]) -> tuple[_State, Sequence[Part]]:
-        """The first state of some heads, and the parts that it does not contain yet."""
+        """Return the first state of some heads, and the parts that it does not contain yet."""
         if len(parts) == 1:
             batch, rows, tensors = parts[0]
             if (batch, rows) == (self._batch, self._rows) and tensors[0].dim() == 4:
@@ -111,7 +112,7 @@ class Accumulator:
         return _State(heads, tensors, True), others
 
     def _covering(self, parts: Sequence[Part]) -> tuple[list[Part], Sequence[Part]]:
-        """Two or more parts in the result's dtype that together have every row once, if they exist, and the others."""
+        """Return two or more parts in the result's dtype that have every row once together, if any, and the others."""
         covering: list[Part] = []
         others: list[Part] = []
         reached = 0
@@ -125,7 +126,7 @@ class Accumulator:
         return (covering, others) if reached == self._rows[1] and len(covering) > 1 else ([], parts)
 
     def _widen(self, state: _State) -> None:
-        """Makes the state one in the state dtype that may be written to."""
+        """Make the state one in the state dtype that may be written to."""
         if state.is_owned and state.tensors[0].dtype == self._state_dtype:
             return
         state.tensors = tuple([x.to(self._state_dtype, copy=not state.is_owned) for x in state.tensors])
@@ -144,7 +145,7 @@ class Accumulator:
                 self._combine(rows, rows, parts, start)
 
     def _complete(self, state: _State, heads: Span, by_batch: dict[Span, list[Part]]) -> None:
-        """Adds the last parts to some heads, and writes these heads to the result."""
+        """Add the last parts to some heads, and write these heads to the result."""
         # A state of all heads in the dtype of the result becomes the result, if it is owned or is not written to.
         is_result = self._result is state.tensors or (self._result is None and state.heads == self._heads)
         may_be_result = state.is_owned or (heads == self._heads and not by_batch)
@@ -168,7 +169,7 @@ class Accumulator:
             self._states.remove(state)  # frees its memory
 
     def _empty(self, heads: int, dtype: torch.dtype) -> Tensors:
-        """Uninitialised tensors of all rows of some heads."""
+        """Return uninitialised tensors of all rows of some heads."""
         batch, _, rows, dim = self._shape
         shape, like = (batch, heads, rows, dim), self._like
         # Kernels need outputs and gradients in equal order: that of `like`, by its strides where the shapes agree.
@@ -181,7 +182,7 @@ class Accumulator:
         return whole, empty_lse(like, shape[:3], self._state_dtype, self._floats_of_lse == 2)
 
     def _combine(self, result: Sequence[Tensor], base: Sequence[Tensor], parts: Sequence[Part], first_row: int) -> None:
-        """Writes base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
+        """Write base and up to MAX_PARTS parts to `result`, whose row 0 is `first_row`. May be in place."""
         results, stacks = [], []
         for _, (start, stop), (first, *others) in parts:
             rows = start - first_row, stop - first_row
@@ -208,7 +209,7 @@ class _State:
 
 
 def place_sums(out: Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> None:
-    """Writes gradients to their rows of `out` (B, H, S, D): summed where parts overlap, rounded once."""
+    """Write gradients to their rows of `out` (B, H, S, D): summed where parts overlap, rounded once."""
     target = torch.zeros_like(out, dtype=sum_dtype) if len(parts) > 1 and _overlap(parts) else out
     for batch, rows, tensors in parts:
         here = cut(target, batch, None, rows)
@@ -221,7 +222,7 @@ def place_sums(out: Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> No
 
 
 def _overlap(parts: Sequence[Part]) -> bool:
-    """True if two parts have rows of the same batch rows in common; the spans of batch rows are equal or disjoint."""
+    """Return whether two parts have rows in common; their spans of batch rows are equal or disjoint."""
     for (batch, rows), (next_batch, next_rows) in pairwise(sorted([part[:2] for part in parts])):
         if batch == next_batch and rows[1] > next_rows[0]:
             return True

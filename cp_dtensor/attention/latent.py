@@ -15,7 +15,7 @@ from cp_dtensor._torch.tensors import wide_dtype
 
 
 def expand_latents(latent: Tensor, rotary: Tensor, up: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of latents. Differentiable.
+    """Return the keys and values of latents. Differentiable.
 
     Args:
         latent: (B, 1, T, R).
@@ -37,7 +37,7 @@ def expand_latents(latent: Tensor, rotary: Tensor, up: Tensor, head_dim: int) ->
 def contract_gradients(
     grad_k: Tensor, grad_v: Tensor, latent: Tensor, up: Tensor, grad_up: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Adjoint of `expand_latents`.
+    """Compute the adjoint of `expand_latents`.
 
     Args:
         grad_k, grad_v: (B, H, T, Dn + Dr) and (B, H, T, Dv).

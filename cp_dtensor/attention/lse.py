@@ -17,28 +17,22 @@ from torch import Tensor
 
 
 def empty_lse(like: Tensor, shape: Sequence[int], dtype: torch.dtype, is_split: bool) -> Tensor:
-    """An uninitialised LSE of rows of `shape` (B, H, S)."""
+    """Return an uninitialised LSE of rows of `shape` (B, H, S)."""
     return like.new_empty((2, *shape), dtype=dtype).movedim(0, -1) if is_split else like.new_empty(shape, dtype=dtype)
 
 
 def is_split(lse: Tensor) -> bool:
-    """True for (B, H, S, 2)."""
+    """Return True for (B, H, S, 2)."""
     return lse.dim() == 4
 
 
 def rounded_lse(lse: Tensor) -> Tensor:
-    """The LSE as one float, (B, H, S)."""
+    """Return the LSE as one float, (B, H, S)."""
     return lse[..., 0] if lse.dim() == 4 else lse  # not `is_split`, in warm calls
 
 
-def set_to_no_keys(lse: Tensor) -> None:
-    """Sets the LSE to that of rows without keys, -inf."""
-    lse.zero_()
-    rounded_lse(lse).fill_(float("-inf"))
-
-
 def store_sum(lse: Tensor, large: Tensor, small: Tensor) -> None:
-    """Writes large + small to an LSE; |large| >= |small|, or a split LSE is less precise. Both are (B, H, S).
+    """Write large + small to an LSE; |large| >= |small|, or a split LSE is less precise. Both are (B, H, S).
 
     >>> lse = torch.empty(1, 1, 1, 2)
     >>> store_sum(lse, torch.full((1, 1, 1), -1e9), torch.full((1, 1, 1), 3.0))
@@ -52,7 +46,7 @@ def store_sum(lse: Tensor, large: Tensor, small: Tensor) -> None:
 
 
 def without(lse: Tensor, of: Tensor) -> Tensor:
-    """`of` - lse for `of` (B, H, S, T), in its dtype and in place; `of` for rows without keys.
+    """Return `of` - lse for `of` (B, H, S, T), in its dtype and in place; `of` for rows without keys.
 
     >>> without(torch.tensor([[[-1e9, 3.0]]]).unsqueeze(0), torch.full((1, 1, 1, 2), -1e9))
     tensor([[[[-3., -3.]]]])
@@ -64,5 +58,5 @@ def without(lse: Tensor, of: Tensor) -> Tensor:
 
 
 def dense_lse(lse: Tensor) -> Tensor:
-    """The LSE in the memory order of `empty_lse`, without a copy if it has that order."""
+    """Return the LSE in the memory order of `empty_lse`, without a copy if it has that order."""
     return lse.movedim(-1, 0).contiguous().movedim(0, -1) if is_split(lse) else lse.contiguous()

@@ -30,13 +30,10 @@ if TRITON_AVAILABLE:
 
 MAX_HEAD_DIM = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 """Largest head dim of the Triton kernels, for each dtype that they take."""
-
 LOGITS_BYTES = 64 * 2**20
 """Limit for the logits of a block, unless one row has more. A few tensors of that size exist at once."""
-
 _ROW_BYTES = 16
 """Rows of tensors that kernels read are multiples of this and begin at multiples of this."""
-
 _MASKED_ROWS = 256
 """Limit for the rows of a block under a mask: fewer rows skip more columns, more rows make fewer calls."""
 
@@ -45,7 +42,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *, bias: Tensor | None = None,
     dropout: Dropout | None = None, softcap: float = 0.0, split_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Partial result `(out, lse)` of a tile.
+    """Compute the partial result `(out, lse)` of a tile.
 
     Args:
         q: (B, H, S, D), any floating dtype.
@@ -80,7 +77,7 @@ def attention_backward(
     bias: Tensor | None = None, delta: Tensor | None = None, dropout: Dropout | None = None,
     softcap: float = 0.0, grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """This tile's share of `(dq, dk, dv)`, from the out and lse of all tiles of its rows. Deterministic.
+    """Return this tile's share of `(dq, dk, dv)`, from the out and lse of all tiles of its rows. Deterministic.
 
     Args:
         grad_out: (B, H, S, Dv), in the dtype of q.
@@ -109,7 +106,7 @@ def attention_bias_gradient(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, mask: RowMask, scale: float, *, bias: Tensor,
     delta: Tensor, dropout: Dropout | None = None, softcap: float = 0.0, grad_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """This tile's share of an additive bias's gradient, in the bias's shape: summed over dims that broadcast.
+    """Return this tile's share of an additive bias's gradient, in the bias's shape: summed over dims that broadcast.
 
     It is P * (dO V^T - delta), with dropout's factors at dO V^T. Uses torch operations on every device, with bounded
     memory; slower than `attention_backward`.
@@ -133,7 +130,7 @@ def attention_bias_gradient(
 
 
 def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """(B, H, S): sum(out * grad_out) over the last dim, in float32 or wider; all tiles of a row share it."""
+    """Return (B, H, S): sum(out * grad_out) over the last dim, in float32 or wider; all tiles of a row share it."""
     if not uses_triton(grad_out, out):
         return (grad_out.to(wide_dtype(grad_out)) * out).sum(-1)
     delta = grad_out.new_empty(grad_out.shape[:3], dtype=torch.float32)
@@ -142,7 +139,7 @@ def attention_delta(grad_out: Tensor, out: Tensor) -> Tensor:
 
 
 def _in_whole_rows(x: Tensor) -> Tensor:
-    """x, or a copy that tensor descriptors can read: aligned, its rows padded by zeros to a multiple of 16 bytes.
+    """Return x, or a copy that tensor descriptors can read: aligned, rows padded by zeros to a multiple of 16 bytes.
 
     Kernels that read rows of head dims 68 and 5 by pointers gave wrong results on Hopper (bfloat16, Triton 3.6, 3.7).
     """
@@ -151,13 +148,13 @@ def _in_whole_rows(x: Tensor) -> Tensor:
 
 
 def uses_triton(q: Tensor, v: Tensor) -> bool:
-    """True if the Triton kernels compute this, False if the reference implementation does."""
+    """Return True if the Triton kernels compute this, False if the reference implementation does."""
     head_dim = max(q.size(3), v.size(3))
     return TRITON_AVAILABLE and q.is_cuda and head_dim <= MAX_HEAD_DIM.get(q.dtype, 0) and has_tensor_cores(q.device)
 
 
 def positions_of(segments: Iterable[Segment], device: torch.device | str | None = None) -> Tensor:
-    """The global positions of the tokens of some segments, in local order: (tokens,) int64.
+    """Return the global positions of the tokens of some segments, in local order: (tokens,) int64.
 
     >>> positions_of([Segment(start=2, length=5, block=2, period=8)]).tolist()
     [2, 3, 10, 11, 18]
@@ -172,7 +169,7 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, bias: Tensor | None, dropout: Dropout | None
 ) -> Dropout | None:
-    """The dropout, None if it drops nothing (kernels without dropout are faster).
+    """Return the dropout, None if it drops nothing (kernels without dropout are faster).
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -214,7 +211,7 @@ def attention_forward_reference(
     out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, *,
     bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
 ) -> None:  # fmt: skip
-    """As `launch_attention_forward`, in float32, or in float64 if q is."""
+    """Compute `launch_attention_forward` in float32, or in float64 if q is."""
     wide = wide_dtype(q)
     k, v = k.to(wide), v.to(wide)
     for rows, columns in _blocks(q, k, mask):
@@ -236,7 +233,7 @@ def attention_backward_reference(
     dq: Tensor, dk: Tensor, dv: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
     mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
 ) -> None:  # fmt: skip
-    """As `launch_attention_backward`, in float32, or in float64 if q is."""
+    """Compute `launch_attention_backward` in float32, or in float64 if q is."""
     wide = wide_dtype(q)
     k, v = k.to(wide), v.to(wide)
     sum_k, sum_v = torch.zeros_like(k), torch.zeros_like(v)
@@ -256,7 +253,7 @@ def _backward_blocks(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, mask: RowMask, scale: float,
     bias: Tensor | None, dropout: Dropout | None, softcap: float,
 ) -> Iterator[tuple[range, range, Tensor, Tensor, Tensor, Tensor | None]]:  # fmt: skip
-    """Yields the rows and columns of each block, P with dropout, dO, dS = P * (dO V^T - delta), and the cap's slope.
+    """Yield the rows and columns of each block, P with dropout, dO, dS = P * (dO V^T - delta), and the cap's slope.
 
     The tensors are in the dtype of k and v and in the form of `_by_kv_head`.
     """
@@ -278,7 +275,7 @@ def _backward_blocks(
 
 
 def seen_reference(mask: RowMask, rows: range, columns: range, device: torch.device) -> Tensor | None:
-    """True where a row attends to a column, broadcasts to (B, H, rows, columns); None without a mask.
+    """Return True where a row attends to a column, broadcasts to (B, H, rows, columns); None without a mask.
 
     >>> seen_reference(RowMask(causal_offset=1), range(2), range(1, 4), torch.device("cpu")).int().tolist()
     [[1, 0, 0], [1, 1, 0]]
@@ -295,7 +292,7 @@ def seen_reference(mask: RowMask, rows: range, columns: range, device: torch.dev
 
 
 def _blocks(q: Tensor, k: Tensor, mask: RowMask) -> Iterator[tuple[range, range]]:
-    """The rows of each block, with a range that has all columns to which they attend."""
+    """Yield the rows of each block, with a range that has all columns to which they attend."""
     rows, columns, offset = q.size(2), k.size(2), mask.causal_offset
     column_bytes = max(1, q.size(0) * q.size(1)) * wide_dtype(q).itemsize
     length = rows if offset is None and mask.intervals is None else _MASKED_ROWS
@@ -313,13 +310,13 @@ def _blocks(q: Tensor, k: Tensor, mask: RowMask) -> Iterator[tuple[range, range]
 
 
 def _logits(q: Tensor, k: Tensor, scale: float, softcap: float, at: slice, to: slice) -> Tensor:
-    """(B, H, rows, columns) in k's dtype: scaled and capped logits of rows `at` and columns `to`; a new tensor."""
+    """Return (B, H, rows, columns) in k's dtype: scaled and capped logits of rows `at`, columns `to`; a new tensor."""
     logits = _by_query_head(_by_kv_head(q[:, :, at].to(k.dtype), k) * scale @ k[:, :, to].mT, q)
     return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
 
 
 def _add_bias_and_mask(logits: Tensor, mask: RowMask, rows: range, columns: range, bias: Tensor | None) -> None:
-    """Adds the bias, in place; masked pairs become -inf."""
+    """Add the bias, in place; masked pairs become -inf."""
     if bias is not None:
         block = _bias_block(bias, rows, columns)
         if bias.dtype == torch.bool:
@@ -332,12 +329,12 @@ def _add_bias_and_mask(logits: Tensor, mask: RowMask, rows: range, columns: rang
 
 
 def _dropout_factors(dropout: Dropout, q: Tensor, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-    """(B, H, rows, columns): the factors of the softmax weights, 0 or `dropout.scale`."""
+    """Return (B, H, rows, columns): the factors of the softmax weights, 0 or `dropout.scale`."""
     return kept_reference(dropout, q.size(0), q.size(1), rows, columns).to(dtype).mul_(dropout.scale)
 
 
 def _bias_block(bias: Tensor, rows: range, columns: range) -> Tensor:
-    """The rows and columns of a bias that broadcasts to (B, H, S, T)."""
+    """Return the rows and columns of a bias that broadcasts to (B, H, S, T)."""
     for dim, span in ((-1, columns), (-2, rows)):
         if bias.dim() >= -dim and bias.size(dim) > 1:
             bias = bias.narrow(dim, span.start, len(span))
@@ -345,12 +342,12 @@ def _bias_block(bias: Tensor, rows: range, columns: range) -> Tensor:
 
 
 def _by_kv_head(x: Tensor, kv: Tensor) -> Tensor:
-    """(B, H, S, D) as (B, Hkv, H / Hkv * S, D), the left operand of products with unexpanded K or V."""
+    """Return (B, H, S, D) as (B, Hkv, H / Hkv * S, D), the left operand of products with unexpanded K or V."""
     kv_heads = kv.size(1)
     return x.unflatten(1, (kv_heads, x.size(1) // kv_heads)).flatten(2, 3)
 
 
 def _by_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """The inverse of `_by_kv_head`."""
+    """Return the inverse of `_by_kv_head`."""
     group = q.size(1) // x.size(1)
     return x.unflatten(2, (group, x.size(2) // group)).flatten(1, 2)

@@ -30,7 +30,7 @@ SumPart = tuple[Span, Tensor]
 
 
 def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
-    """Writes the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
+    """Write the merge of a base and some parts to `(out, lse)`; one launch of the Triton kernel on a GPU.
 
     Args:
         out: (B, H, S, D), any floating dtype: sums are in lse's dtype and rounded once. May be `base_out`.
@@ -52,7 +52,7 @@ def merge(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: S
 
 
 def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[MergePart]) -> None:
-    """As `merge`, in plain torch operations: the reference implementation of the kernel."""
+    """Compute `merge` in plain torch operations: the reference implementation of the kernel."""
     total, total_lse = base_out.to(lse.dtype, copy=True), base_lse.to(lse, copy=True)
     for (start, stop), part_out, part_lse in parts:
         rows, rows_lse, part_lse = total[:, :, start:stop], total_lse[:, :, start:stop], part_lse.to(lse.dtype)
@@ -76,7 +76,7 @@ def merge_reference(out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor
 
 
 def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
-    """Writes a base plus some parts to `out`; one launch of the Triton kernel on a GPU.
+    """Write a base plus some parts to `out`; one launch of the Triton kernel on a GPU.
 
     Args:
         out: (B, H, S, D), any floating dtype. May be `base`.
@@ -96,7 +96,7 @@ def add_parts(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: to
 
 
 def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum_dtype: torch.dtype) -> None:
-    """As `add_parts`, in plain torch operations: the reference implementation of the kernel."""
+    """Compute `add_parts` in plain torch operations: the reference implementation of the kernel."""
     total = base.to(sum_dtype, copy=True)
     for (start, stop), stack in parts:
         for tensor in stack:
@@ -104,8 +104,8 @@ def add_parts_reference(out: Tensor, base: Tensor, parts: Sequence[SumPart], sum
     out.copy_(total)
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merges the result over all keys with attention sinks; new tensors if there are sinks.
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the result over all keys with attention sinks, into new tensors.
 
     A sink is a logit of each query head that counts in the softmax denominator alone: one more partial result, (0,
     sink). Backward of the backends, from the merged out and lse, needs no change.
@@ -117,13 +117,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     Args:
         out: (B, H, S, Dv).
         lse: (B, H, S) or (B, H, S, 2), float32 or float64; for rows without keys (-inf), lse' is the sink.
-        sinks: (H,), any floating dtype, or None.
+        sinks: (H,), any floating dtype.
 
     >>> out, lse = with_sinks(torch.tensor([[[[4.0]]]]), torch.tensor([[[3.0]]]).log(), torch.zeros(1))
     >>> round(out.item(), 4), round(lse.exp().item(), 4)  # 4 * 3 / (3 + 1), 3 + 1
     (3.0, 4.0)
     """
-    if sinks is None or not out.numel():
+    if not out.numel():
         return out, lse
     with on_device(out.device):
         merged, merged_lse = torch.empty_like(out), torch.empty_like(lse)
@@ -135,7 +135,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The contribution of some rows to the gradient of the sinks: (H,), in lse's dtype.
+    """Return the contribution of some rows to the gradient of the sinks: (H,), in lse's dtype.
 
         dsink = -sum over rows of exp(sink - lse') delta
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
 from cp_dtensor._torch.tensors import cut
+from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.spec.layouts import Span
 
 
@@ -49,12 +51,21 @@ class Modifiers:
         """True if the LSE of rows has two floats (`attention.lse`): a bias may have large finite numbers."""
         return self.bias is not None and self.bias.is_floating_point()
 
+    @cached_property
+    def of_tiles(self) -> Modifiers:
+        """Those that tiles and partial results read: without sinks, which concern merged rows only."""
+        return self if self.sinks is None else replace(self, sinks=None)
+
+    def completed(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a result over all keys with what counts in the softmax denominator besides them."""
+        return (out, lse) if self.sinks is None else with_sinks(out, lse, self.sinks)
+
     def value_dim(self, q: Tensor, v: Tensor) -> int:
-        """Head dim of the output."""
+        """Return the head dim of the output."""
         return v.size(3) if self.up is None else self.up.size(1) + v.size(3) - q.size(3)
 
     def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Modifiers:
-        """The modifiers of some batch rows, query heads and queries."""
+        """Return the modifiers of some batch rows, query heads and queries."""
         return replace(
             self,
             bias=None if self.bias is None else bias_part(self.bias, batch, heads, rows),
@@ -65,11 +76,15 @@ class Modifiers:
             grad_up=None if self.grad_up is None else self.grad_up[heads[0] : heads[1]],
         )
 
+    def of_tile(self, bias: Tensor | None, dropout: object) -> dict[str, Any]:
+        """Return the arguments of kernels (`attention.masked`) for a tile with this bias and dropout."""
+        return {"bias": bias, "dropout": dropout, "softcap": self.softcap}
+
 
 NO_MODIFIERS = Modifiers()
 
 
 def bias_part(bias: Tensor, batch: Span, heads: Span, rows: Span | None) -> Tensor:
-    """Some batch rows, query heads and queries of a bias, whose dims may broadcast."""
+    """Return some batch rows, query heads and queries of a bias, whose dims may broadcast."""
     spans = (batch, heads, rows)
     return cut(bias, *[span if size > 1 else None for span, size in zip(spans, bias.shape[:3], strict=True)])

@@ -83,7 +83,7 @@ class Calls:
         self, signature: Signature, *, backward: bool = False, ends_step: bool = False, on_cpu: bool = False,
         debug: bool = False,
     ) -> None:  # fmt: skip
-        """Counts a pass that begins, or the end of a context.
+        """Count a pass that begins, or the end of a context.
 
         Args:
             ends_step: True for the end of a context. A forward after a backward begins a step, too.
@@ -112,7 +112,7 @@ class Calls:
             self.compare(now=on_cpu or debug, waits=debug)
 
     def compare(self, now: bool = True, waits: bool = False) -> None:
-        """Writes this rank's hashes for the others; compares them with those that the others have written by then.
+        """Write this rank's hashes for the others; compare them with those that the others have written by then.
 
         Args:
             now: False to look at those of others only if the latest look is long ago.

@@ -46,7 +46,7 @@ class Exchange:
 
 
 def _places(moves: Moves, ranks: int) -> tuple[_Places, list[int]]:
-    """The places of all pieces, and the number of rows of each rank."""
+    """Return the places of all pieces, and the number of rows of each rank."""
     places: _Places = []
     counts = [0] * ranks
     for memory, unit, pieces in moves:
@@ -61,7 +61,7 @@ def _places(moves: Moves, ranks: int) -> tuple[_Places, list[int]]:
 def _start_in_place(
     received: _Places, sent: _Places, slots: int, like: torch.Tensor, group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """Starts one NCCL launch that reads and writes the rows where they are."""
+    """Start one NCCL launch that reads and writes the rows where they are."""
     nothing = like.new_empty(0)
     into, out_of = ([[nothing] * group.size() for _ in range(slots)] for _ in range(2))
     for tensors, places in ((into, received), (out_of, sent)):
@@ -74,7 +74,7 @@ def _start_packed(
     received: _Places, counts: list[int], sent: _Places, sent_counts: list[int], like: torch.Tensor,
     group: dist.ProcessGroup,
 ) -> Callable[[], object]:  # fmt: skip
-    """Starts one collective of contiguous buffers, which every backend has."""
+    """Start one collective of contiguous buffers, which every backend has."""
     packed = torch.cat(list(map(_ROWS, sent))) if sent else like[:0]
     arrived = like.new_empty(sum(counts), *like.shape[1:])
     # Not `with peer_errors(...)`, which is several calls of Python functions.
@@ -203,11 +203,11 @@ class Staging:
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        """The plan of a call that gathers the K/V of all other ranks."""
+        """Return the plan of a call that gathers the K/V of all other ranks."""
         return gathered_plan(spec.tiling, rank, spec.kv_heads, *self.stages(spec))
 
     def stages(self, spec: CallSpec) -> tuple[Stages, Stages]:
-        """The groups of heads of forward and of backward."""
+        """Return the groups of heads of forward and of backward."""
         tiling = spec.tiling
         groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)

@@ -29,7 +29,7 @@ class PeerError(RuntimeError):
 
 @contextmanager
 def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Context of a collective, whose errors `raise_for_peers` names."""
+    """Open the context of a collective, whose errors `raise_for_peers` names."""
     try:
         yield
     except RuntimeError as error:
@@ -37,7 +37,7 @@ def peer_errors(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 def raise_for_peers(error: RuntimeError, group: dist.ProcessGroup, what: str) -> NoReturn:
-    """Raises a `PeerError` that names the ranks that did not come to a collective, from the error of this rank.
+    """Raise a `PeerError` that names the ranks that did not come to a collective, from the error of this rank.
 
     Wrong arguments, which all ranks report at once, keep torch's error, as do `PeerError` and `torch.OutOfMemoryError`.
 
@@ -71,7 +71,7 @@ def all_to_all_single(
     received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, what: str,
     sizes: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> None:  # fmt: skip
-    """`dist.all_to_all_single` of flat tensors, whose error is a `PeerError`.
+    """Run `dist.all_to_all_single` of flat tensors, whose error is a `PeerError`.
 
     Args:
         received: (elements,), contiguous: the parts that come from each rank.
@@ -86,7 +86,7 @@ def all_to_all_single(
 
 
 def described(group: dist.ProcessGroup) -> str:
-    """Describes a group by its name and its global ranks."""
+    """Describe a group by its name and its global ranks."""
     name = group.group_desc if group.group_desc not in ("", "undefined") else group.group_name
     try:
         ranks = f"global ranks {dist.get_process_group_ranks(group)}"
@@ -96,7 +96,7 @@ def described(group: dist.ProcessGroup) -> str:
 
 
 def named(ranks_of_group: Sequence[int], members: Sequence[int]) -> str:
-    """Names ranks of a group whose global ranks are `members`, and what may have happened to them.
+    """Name ranks of a group whose global ranks are `members`, and what may have happened to them.
 
     >>> named([1], members=[4, 6])
     'rank 1 (global rank 6), whose process ended, raised an error, skipped a call or is late'
@@ -108,12 +108,12 @@ def named(ranks_of_group: Sequence[int], members: Sequence[int]) -> str:
 
 
 def _survived(group: dist.ProcessGroup) -> str:
-    """The key of the number of wrong arguments that this rank has survived; other ranks count theirs."""
+    """Return the key of the number of wrong arguments that this rank has survived; other ranks count theirs."""
     return f"cp_dtensor/survived/{group.rank()}"
 
 
 def reports_of(group: dist.ProcessGroup, what: str, seconds: float) -> dict[int, str] | None:
-    """Reports that an exchange, `what`, has failed on this rank; what has failed on the ranks that report in time.
+    """Report that an exchange, `what`, has failed on this rank; what has failed on the ranks that report in time.
 
     Reports are in the group's store; None if that does not answer. A group fails once, so its keys are never removed;
     wrong arguments, which all ranks report and survive, are counted, and later errors have other keys.

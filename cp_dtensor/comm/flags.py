@@ -51,15 +51,15 @@ class WaitStatus:
         """Waits that the host has submitted."""
 
     def addresses(self, flag: Flag | None) -> list[int]:
-        """Addresses of the word of a flag, and of the word that changes; 0 for no flag."""
+        """Return addresses of the word of a flag, and of the word that changes; 0 for no flag."""
         return [0, 0] if flag is None else [self._words[flag].data_ptr(), self._words[-1].data_ptr()]
 
     def waiting(self) -> dict[Flag, int]:
-        """Flags that a stream waits for, and the values."""
+        """Return flags that a stream waits for, and the values."""
         return {flag: value for flag in Flag if (value := int(self._words[flag]))}
 
     def progress(self) -> tuple[int, ...]:
-        """Value that changes when a wait ends."""
+        """Return a value that changes when a wait ends."""
         return (self.submitted, *self._words.tolist())
 
 
@@ -78,7 +78,7 @@ class Flags:
     def submit(
         self, stream: torch.cuda.Stream, *, signal: Flag | None = None, wait: Flag | None = None, overlaps: bool = False
     ) -> None:
-        """Sets a flag on all ranks; then waits until all ranks have set one here, and resets it.
+        """Set a flag on all ranks; then wait until all ranks have set one here, and reset it.
 
         Args:
             stream: the current stream, or any stream with `overlaps`.
@@ -100,7 +100,7 @@ class Flags:
             self._waits[wait].submit(stream.cuda_stream, value)
 
     def prepare(self) -> None:
-        """Uploads the addresses of flags and loads the kernel, which a CUDA graph cannot capture."""
+        """Upload the addresses of flags and load the kernel, which a CUDA graph cannot capture."""
         if TRITON_AVAILABLE:
             self._launches[None, None](1)
 
@@ -128,11 +128,11 @@ class Flags:
         return dict(zip(rows, map(flag_launch, uploaded), strict=True))
 
     def releases(self) -> list[FlagOperations]:
-        """By flag: operations that set it in this rank's memory, for all setters."""
+        """Return by flag operations that set it in this rank's memory, for all setters."""
         return [raise_flags(addresses) for addresses in self._awaited]
 
     def setters_missing(self, words: Sequence[int], flag: Flag, value: int) -> list[int]:
-        """Ranks that have not set a flag to a value, given the flags in this rank's memory as integers."""
+        """Return ranks that have not set a flag to a value, given the flags in this rank's memory as integers."""
         count = len(self.addresses)
         return [rank for rank, word in enumerate(words[flag * count : (flag + 1) * count]) if word != value]
 

@@ -40,7 +40,7 @@ class SequenceRanks:
 
     @classmethod
     def along(cls, mesh: DeviceMesh, axes: Sequence[int]) -> SequenceRanks:
-        """The ranks along one or two dims of a mesh, the outer one first."""
+        """Return the ranks along one or two dims of a mesh, the outer one first."""
         if len(axes) == 1:
             return cls(mesh.get_group(axes[0]))
         outer, inner = axes
@@ -84,27 +84,27 @@ class SequenceRanks:
         return (self.outer,) if self.inner is None else (self.inner, self.outer)
 
     def global_ranks(self) -> list[int]:
-        """The global ranks in their order; of two groups that have only names, those on this rank's axes."""
+        """Return the global ranks in their order; of two groups that have only names, those on this rank's axes."""
         if self.members:
             return list(self.members)
         return [rank for group in self.groups for rank in dist.get_process_group_ranks(group)]
 
     def shares_sequence_with(self, other: SequenceRanks) -> bool:
-        """True if both have the same ranks, along the same axes or others."""
+        """Return whether both have the same ranks, along the same axes or others."""
         if self == other:
             return True
         mine, others = set(self.global_ranks()), set(other.global_ranks())
         return self.size == other.size and (mine <= others or others <= mine)
 
     def is_in_order_of(self, other: SequenceRanks) -> bool:
-        """True if each of the ranks, which share a sequence, has the same place in `other`."""
+        """Return whether each of the ranks, which share a sequence, has the same place in `other`."""
         if self == other:
             return True
         are_known = all(each.members or each.inner is None for each in (self, other))
         return self.global_ranks() == other.global_ranks() if are_known else self.outer == other.outer
 
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
-        """All-gathers (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""
+        """All-gather (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""
         gathered = mine.contiguous()
         for group in self.groups:
             of_group = gathered.new_empty(group.size(), *gathered.shape)
@@ -114,7 +114,7 @@ class SequenceRanks:
         return gathered.view(self.size, *mine.shape)
 
     def gather_integers(self, mine: int | list[int], device: torch.device) -> list[Any]:
-        """All-gathers equally many integers of every rank.
+        """All-gather equally many integers of every rank.
 
         They travel in CPU tensors if the groups have a CPU backend, else in tensors on `device`, which is waited for.
         """
@@ -123,14 +123,14 @@ class SequenceRanks:
         return self.gather(integers, "a comparison of calls").tolist()
 
     def gather_objects(self, mine: Any, device: torch.device) -> list[Any]:
-        """One picklable object of every rank. Two gathers of integers."""
+        """Return one picklable object of every rank. Two gathers of integers."""
         pickled = pickle.dumps(mine)
         longest = max(self.gather_integers(len(pickled), device))
         gathered = self.gather_integers(list(pickled.ljust(longest, b"\0")), device)
         return [pickle.loads(bytes(each)) for each in gathered]  # pickle ignores the padding
 
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Sums (ranks, ...) over the ranks, and returns this rank's block (...)."""
+        """Sum (ranks, ...) over the ranks, and return this rank's block (...)."""
         mine = blocks.contiguous()
         for group in reversed(self.groups):
             block = mine.new_empty(mine.numel() // group.size())
@@ -144,7 +144,7 @@ class SequenceRanks:
 
 
 def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
-    """The ranks that share a sequence.
+    """Return the ranks that share a sequence.
 
     Args:
         mesh: a DeviceMesh of one dim or a process group; or a DeviceMesh of two dims whose names begin with the word
@@ -193,7 +193,7 @@ def sequence_ranks(mesh: Mesh | None) -> SequenceRanks:
 
 
 def axis_names(mesh: Mesh) -> tuple[str, ...]:
-    """The names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
+    """Return the names of the axes of a mesh that `sequence_ranks` takes, the outer one first."""
     if isinstance(mesh, dist.ProcessGroup) or not mesh.mesh_dim_names:
         return ("the group",)
     names: tuple[str, ...] = mesh.mesh_dim_names
@@ -201,12 +201,12 @@ def axis_names(mesh: Mesh) -> tuple[str, ...]:
 
 
 def inner_axis(mesh: DeviceMesh) -> int:
-    """The index of the inner one of two axes."""
+    """Return the index of the inner one of two axes."""
     names: tuple[str, ...] = mesh.mesh_dim_names or ()
     return next((axis for axis, name in enumerate(names) if is_ulysses_axis(name)), 1)
 
 
 def is_ulysses_axis(name: str) -> bool:
-    """True if a name begins with the word "ulysses"."""
+    """Return whether a name begins with the word "ulysses"."""
     found = _SEQUENCE_AXIS.fullmatch(name)
     return found is not None and found[1] == "ulysses"

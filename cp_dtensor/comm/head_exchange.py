@@ -6,7 +6,7 @@ Before attention, a rank exchanges all heads of its rows for some heads of all r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class HeadRows:
         return {}
 
     def route(self, rank: int, first_slot: int) -> HeadRoute:
-        """The route of a rank, whose first collective is `first_slot`."""
+        """Return the route of a rank, whose first collective is `first_slot`."""
         if (rank, first_slot) in self._routes:
             return self._routes[rank, first_slot]
         rows, local, gathered = self.rows, list[RoutePiece](), list[RoutePiece]()
@@ -88,19 +88,11 @@ class Arrivals(ABC):
 
     @abstractmethod
     def receive(self) -> list[list[torch.Tensor]]:
-        """Waits for the next stage, and starts the one after it.
+        """Wait for the next stage, and start the one after it.
 
         Returns:
             For each bundle its tensors, (B, this rank's heads of the stage, all rows, D).
         """
-
-
-class Departure(ABC):
-    """Tensors of one stage on their way back to all heads of some rows."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Waits until the stage's heads are in the targets (on a GPU: for work launched later)."""
 
 
 class HeadExchange(ABC):
@@ -111,7 +103,7 @@ class HeadExchange(ABC):
 
     @abstractmethod
     def to_heads(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
-        """Starts to exchange this rank's rows of all heads for all rows of this rank's heads.
+        """Start to exchange this rank's rows of all heads for all rows of this rank's heads.
 
         Args:
             bundles: tensors (B, all heads, this rank's rows, D); those of a bundle share heads, rows and dtype.
@@ -123,8 +115,8 @@ class HeadExchange(ABC):
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
         is_last: bool,
-    ) -> Departure:  # fmt: skip
-        """Starts to exchange all rows of one stage's heads for all heads of this rank's rows.
+    ) -> Callable[[], None]:  # fmt: skip
+        """Start to exchange all rows of one stage's heads for all heads of this rank's rows.
 
         Args:
             bundles: tensors (B, this rank's heads of the stage, all rows, D).
@@ -133,17 +125,20 @@ class HeadExchange(ABC):
             kinds: the heads and rows of each bundle.
             group: the ranks of the axis.
             is_last: True if no attention runs at the same time.
+
+        Returns:
+            A function that waits until the heads are in the targets (on a GPU: for work launched later).
         """
 
     def abandon(self, group: dist.ProcessGroup) -> None:
-        """Discards what a call that raised an error left behind; collectives leave nothing.
+        """Discard what a call that raised an error left behind; collectives leave nothing.
 
         All ranks call it, so that the next call works.
         """
         return
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
-        """A stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
+        """Return a stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
         return None
 
 
@@ -164,8 +159,35 @@ class CollectiveHeads(HeadExchange):
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
         is_last: bool,
-    ) -> Departure:  # fmt: skip
-        return _CollectiveDeparture(bundles, targets, kinds, group)
+    ) -> Callable[[], None]:  # fmt: skip
+        rank = group.rank()
+        in_flight: list[tuple[Exchange, list[tuple[Bundle, HeadRows, HeadBlocks]]]] = []
+        for indices in _by_dtype(bundles):
+            incoming, outgoing, arriving, slots = [], [], [], 0
+            with label("send rows") if is_profiled() else NO_LABEL:
+                for index in indices:
+                    tensors, kind = bundles[index], kinds[index]
+                    local, gathered, rows, slots = kind.route(rank, slots)
+                    in_rows, count = tensors[0].permute(2, 0, 1, 3), kind.head_counts[rank]
+                    memory = in_rows.view(-1) if len(tensors) == 1 and in_rows.is_contiguous() else None
+                    mine = HeadBlocks(tensors, [count], kind.rows.total, memory)
+                    if memory is None:
+                        mine.write(tensors, [(0, count)])
+                    by_rank = HeadBlocks(tensors, kind.head_counts, rows)
+                    arriving.append((targets[index], kind, by_rank))
+                    outgoing.append((mine.memory, mine.head_width, gathered))
+                    incoming.append((by_rank.memory, by_rank.head_width, local))
+                in_flight.append((Exchange(incoming, outgoing, slots, group), arriving))
+
+        def wait() -> None:
+            for exchange, arriving in in_flight:
+                exchange.wait()
+                with label("place rows") if is_profiled() else NO_LABEL:
+                    for targets, kind, by_rank in arriving:
+                        for of_target, of_block in by_rank.pairs(targets, kind.heads):
+                            of_target.copy_(of_block)
+
+        return wait
 
 
 class _CollectiveArrivals(Arrivals):
@@ -181,7 +203,7 @@ class _CollectiveArrivals(Arrivals):
         self._start()
 
     def _start(self) -> None:
-        """Starts the exchanges of the next stage."""
+        """Start the exchanges of the next stage."""
         kinds, group, rank = self._waiting.pop(0), self._group, self._group.rank()
         self._exchanges, self._arriving = [], [[]] * len(kinds)
         for indices in _by_dtype(self._bundles):
@@ -208,40 +230,8 @@ class _CollectiveArrivals(Arrivals):
         return arrived
 
 
-class _CollectiveDeparture(Departure):
-    def __init__(
-        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup
-    ) -> None:
-        rank = group.rank()
-        self._in_flight: list[tuple[Exchange, list[tuple[Bundle, HeadRows, HeadBlocks]]]] = []
-        for indices in _by_dtype(bundles):
-            incoming, outgoing, arriving, slots = [], [], [], 0
-            with label("send rows") if is_profiled() else NO_LABEL:
-                for index in indices:
-                    tensors, kind = bundles[index], kinds[index]
-                    local, gathered, rows, slots = kind.route(rank, slots)
-                    in_rows, count = tensors[0].permute(2, 0, 1, 3), kind.head_counts[rank]
-                    memory = in_rows.view(-1) if len(tensors) == 1 and in_rows.is_contiguous() else None
-                    mine = HeadBlocks(tensors, [count], kind.rows.total, memory)
-                    if memory is None:
-                        mine.write(tensors, [(0, count)])
-                    by_rank = HeadBlocks(tensors, kind.head_counts, rows)
-                    arriving.append((targets[index], kind, by_rank))
-                    outgoing.append((mine.memory, mine.head_width, gathered))
-                    incoming.append((by_rank.memory, by_rank.head_width, local))
-                self._in_flight.append((Exchange(incoming, outgoing, slots, group), arriving))
-
-    def wait(self) -> None:
-        for exchange, arriving in self._in_flight:
-            exchange.wait()
-            with label("place rows") if is_profiled() else NO_LABEL:
-                for targets, kind, by_rank in arriving:
-                    for of_target, of_block in by_rank.pairs(targets, kind.heads):
-                        of_target.copy_(of_block)
-
-
 def _by_dtype(bundles: Sequence[Bundle]) -> list[list[int]]:
-    """Groups the indices of bundles by dtype; each group travels in one collective."""
+    """Group the indices of bundles by dtype; each group travels in one collective."""
     indices: dict[torch.dtype, list[int]] = {}
     for index, tensors in enumerate(bundles):
         indices.setdefault(tensors[0].dtype, []).append(index)

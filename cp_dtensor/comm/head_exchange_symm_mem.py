@@ -10,7 +10,7 @@ Flags order the ranks as in `symm_mem`: the flags of K/V on the way to heads, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.flags import Flag
-from cp_dtensor.comm.head_exchange import Arrivals, Bundle, Departure, HeadExchange, HeadRows, Kinds
+from cp_dtensor.comm.head_exchange import Arrivals, Bundle, HeadExchange, HeadRows, Kinds
 from cp_dtensor.comm.symm_mem_workspace import Workspace
 from cp_dtensor.plan.partition import CallSpec
 
@@ -71,20 +71,20 @@ class Written:
     head_bytes: int
 
     def bytes(self, to_heads: bool) -> int:
-        """The bytes to reserve: all heads of the longest shard, or all rows of the most heads of a rank."""
+        """Return the bytes to reserve: all heads of the longest shard, or all rows of the most heads of a rank."""
         rows = self.kind.rows
         elements = rows.longest * self.all_heads if to_heads else rows.total * max(self.kind.head_counts)
         return self.batch * elements * self.head_bytes
 
 
 def offsets(tensors: Sequence[Written], to_heads: bool) -> list[int]:
-    """The offsets of the tensors in a buffer, and, last, their size together."""
+    """Return the offsets of the tensors in a buffer, and, last, their size together."""
     sizes = (tensor.bytes(to_heads) for tensor in tensors)
     return list(accumulate((-(-size // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT for size in sizes), initial=0))
 
 
 def pieces_of(tensors: tuple[Written, ...], rank: int, to_heads: bool) -> tuple[Piece, ...]:
-    """The copies that a rank makes in an exchange, those of its own memory last.
+    """Return the copies that a rank makes in an exchange, those of its own memory last.
 
     To heads, they bring this rank's heads of all rows; else all heads of this rank's rows, in one stage.
     """
@@ -141,8 +141,37 @@ class SharedMemoryHeads(HeadExchange):
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds,
         group: dist.ProcessGroup, is_last: bool,
-    ) -> Departure:  # fmt: skip
-        return _ReadRows(bundles, targets, kinds, self._workspace(bundles[0][0], group), is_last)
+    ) -> Callable[[], None]:  # fmt: skip
+        tensors = [tensor for bundle in bundles for tensor in bundle]
+        workspace = self._workspace(tensors[0], group)
+        table = _table(workspace, _written(targets, kinds), to_heads=False)
+        device, transfer = tensors[0].device, object()
+        current = current_stream(device)
+        overlaps = not is_last  # with the next stage, on another stream perhaps
+        with label("write rows"):
+            workspace.follow(current, "rows", tensors[0])
+            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
+            _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
+        stream = workspace.grad_stream if overlaps else current
+        with label("read rows"):
+            if overlaps:
+                workspace.in_flight[id(transfer)] = targets
+                workspace.flags.submit(current, signal=Flag.GRAD_READY, overlaps=True)
+                workspace.memory_is_free.record(current)
+                stream.wait_event(workspace.memory_is_free)
+                workspace.flags.submit(stream, wait=Flag.GRAD_READY, overlaps=True)
+            else:
+                workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
+            table.copy([target for bundle in targets for target in bundle], stream, current)
+            workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
+
+        def wait() -> None:
+            current = current_stream(device)
+            if stream != current:
+                current.wait_stream(stream)
+            workspace.in_flight.pop(id(transfer), None)
+
+        return wait
 
     def abandon(self, group: dist.ProcessGroup) -> None:
         workspaces.abandon(group)
@@ -156,7 +185,7 @@ class SharedMemoryHeads(HeadExchange):
 
 
 def obstacle_to_shared_memory(spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The reason why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
+    """Return the reason why heads cannot be exchanged through symmetric memory, None if they can; equal on every rank.
 
     The first call for a group may be a collective. `spec` is that of this rank's tensors, with all heads.
     """
@@ -169,7 +198,7 @@ def obstacle_to_shared_memory(spec: CallSpec, group: dist.ProcessGroup, device: 
 
 
 def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRows]]) -> SharedMemoryHeads:
-    """The exchange of a call, if `obstacle_to_shared_memory` returns None.
+    """Return the exchange of a call, if `obstacle_to_shared_memory` returns None.
 
     Args:
         spec: shapes of this rank's tensors, with all heads.
@@ -190,7 +219,7 @@ def shared_memory_heads(spec: CallSpec, stages: Sequence[tuple[HeadRows, HeadRow
 
 
 def whole_heads(tensors: Bundle, kind: HeadRows) -> SharedMemoryHeads | None:
-    """The exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
+    """Return the exchange that brings all heads of all rows to every rank of a group whose ranks share memory.
 
     Its tensors have all heads as batch rows of one head, so that they arrive in memory (B, all heads, all rows, D).
 
@@ -254,42 +283,8 @@ class _ReadHeads(Arrivals):
         return [[next(views) for _ in range(size)] for size in self._sizes]
 
 
-class _ReadRows(Departure):
-    def __init__(
-        self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, workspace: Workspace,
-        is_last: bool,
-    ) -> None:  # fmt: skip
-        tensors = [tensor for bundle in bundles for tensor in bundle]
-        table = _table(workspace, _written(targets, kinds), to_heads=False)
-        current = current_stream(tensors[0].device)
-        overlaps = not is_last  # with the next stage, on another stream perhaps
-        with label("write rows"):
-            workspace.follow(current, "rows", tensors[0])
-            workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
-            _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
-        stream = workspace.grad_stream if overlaps else current
-        self._read_on, self._device, self._workspace = stream, tensors[0].device, workspace
-        with label("read rows"):
-            if overlaps:
-                workspace.in_flight[id(self)] = targets
-                workspace.flags.submit(current, signal=Flag.GRAD_READY, overlaps=True)
-                workspace.memory_is_free.record(current)
-                stream.wait_event(workspace.memory_is_free)
-                workspace.flags.submit(stream, wait=Flag.GRAD_READY, overlaps=True)
-            else:
-                workspace.flags.submit(current, signal=Flag.GRAD_READY, wait=Flag.GRAD_READY)
-            table.copy([target for bundle in targets for target in bundle], stream, current)
-            workspace.flags.submit(stream, signal=Flag.GRAD_TAKEN, overlaps=overlaps)
-
-    def wait(self) -> None:
-        current = current_stream(self._device)
-        if self._read_on != current:
-            current.wait_stream(self._read_on)
-        self._workspace.in_flight.pop(id(self), None)
-
-
 def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:
-    """Describes tensors (B, all heads, rows, D)."""
+    """Describe tensors (B, all heads, rows, D)."""
     return tuple(
         Written(kind, tensor.size(0), tensor.size(1), tensor.size(3) * tensor.itemsize)
         for bundle, kind in zip(bundles, kinds, strict=True)
@@ -298,7 +293,7 @@ def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:
 
 
 def _write(tensors: Sequence[torch.Tensor], address: int, starts: Sequence[int], stream: torch.cuda.Stream) -> None:
-    """Writes tensors (B, H, S, D) as (B, S, H, D), each at its start."""
+    """Write tensors (B, H, S, D) as (B, S, H, D), each at its start."""
     for tensor, start in zip(tensors, starts, strict=True):
         row_after_row = tensor.transpose(1, 2).contiguous()  # no copy of what most models compute
         copy_bytes(stream.cuda_stream, address + start, row_after_row.data_ptr(), tensor.numel() * tensor.itemsize)
@@ -320,7 +315,7 @@ class _Table:
     """Held because the key of the table has identities of its values."""
 
     def copy(self, targets: list[torch.Tensor], stream: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
-        """Copies all pieces to the targets: on the current stream by a kernel, on another one by copy engines."""
+        """Copy all pieces to the targets: on the current stream by a kernel, on another one by copy engines."""
         if stream == current:
             if self.pieces:
                 launch_copies(self.on_device.read(), self.most_rows, self.most_row_bytes, targets, _PROGRAMS)
@@ -333,7 +328,7 @@ class _Table:
 
 
 def _table(workspace: Workspace, written: tuple[Written, ...], to_heads: bool) -> _Table:
-    """The cached table of an exchange; its upload takes longer than the exchange."""
+    """Return the cached table of an exchange; its upload takes longer than the exchange."""
     key = (to_heads, *((id(each.kind), each.batch, each.all_heads, each.head_bytes) for each in written))
     table: _Table | None = workspace.tables.get(key)
     if table is not None:

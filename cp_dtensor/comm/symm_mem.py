@@ -63,7 +63,7 @@ class SymmetricMemory(KVTransport):
         return self if self.is_available(group, device) else AllGather(self.staging)
 
     def is_available(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """True if the ranks can share memory; logs, once a group, that they cannot.
+        """Return whether the ranks can share memory; log, once a group, that they cannot.
 
         The first call for a group may be a collective.
         """
@@ -117,7 +117,7 @@ class _PulledKv(KvTransfers):
         self._next_rows, self._is_pulled = self._rows_of_next_stage(), False
 
     def _rows_of_next_stage(self) -> torch.Tensor | None:
-        """Allocates the next stage. Earlier uses of the memory end before the event `memory_is_free`."""
+        """Allocate the next stage. Earlier uses of the memory end before the event `memory_is_free`."""
         if self._next_stage == len(self._widths):
             return None
         rows = self._like.new_empty(self._plan.rows.total, self._widths[self._next_stage] // self._like.itemsize)
@@ -155,7 +155,7 @@ class _PulledKv(KvTransfers):
 
 
 def _write_rows(k: torch.Tensor, v: torch.Tensor, plan: TilePlan, stages: Sequence[Span], memory: torch.Tensor) -> None:
-    """Writes the rows that other ranks attend to, for each stage of heads."""
+    """Write the rows that other ranks attend to, for each stage of heads."""
     head_counts, pitch = [stop - start for start, stop in stages], plan.rows.longest
     if TRITON_AVAILABLE and k.is_cuda and len({*head_counts}) == 1:
         if plan.send_spans:  # rows between two spans are written, too: one launch costs less

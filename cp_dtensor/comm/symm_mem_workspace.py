@@ -39,7 +39,7 @@ _obstacles = GroupCache[str | None]()
 
 
 def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The reason why the ranks of a group cannot read each other's memory, None if they can.
+    """Return the reason why the ranks of a group cannot read each other's memory, None if they can.
 
     The first call for a group is a collective.
 
@@ -55,7 +55,7 @@ def p2p_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The reason why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective.
+    """Return why the ranks cannot read each other's memory, None if they can; equal on every rank. A collective.
 
     Ranks may share a device, which NCCL refuses, with torch's environment variable for that, as tests do.
     """
@@ -84,7 +84,7 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _of_ranks(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """All-gathers an object of every rank."""
+    """All-gather an object of every rank."""
     gathered = [mine] * group.size()
     dist.all_gather_object(gathered, mine, group=group)
     return gathered
@@ -114,7 +114,7 @@ class Workspace:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> None:
-        """Maps memory of these sizes. A collective."""
+        """Map memory of these sizes. A collective."""
         self.rank, self.kv_bytes, self.grad_bytes = group.rank(), kv_bytes, grad_bytes
         self.buffer: SymmetricBuffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
         self.addresses = tuple(memory.data_ptr() for memory in self.buffer.bytes_of)  # as mapped on this device
@@ -145,7 +145,7 @@ class Workspace:
         watch(self._waits)
 
     def follow(self, stream: torch.cuda.Stream, what: str, like: torch.Tensor) -> None:
-        """Makes `stream` wait for earlier writes to the buffer on another stream.
+        """Make `stream` wait for earlier writes to the buffer on another stream.
 
         Peers read in the order of calls, so rows have to be written in that order. An error names the call by `what`
         is sent, and by the shape and dtype of `like`.
@@ -156,11 +156,11 @@ class Workspace:
             stream.wait_stream(last)
 
     def kv(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's area for rows of K/V, flat."""
+        """Return this rank's area for rows of K/V, flat."""
         return self._area(_FLAG_BYTES, self.kv_bytes, dtype)
 
     def grads(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's area for gradients of all ranks' rows, flat."""
+        """Return this rank's area for gradients of all ranks' rows, flat."""
         return self._area(_FLAG_BYTES + self.kv_bytes, self.grad_bytes, dtype)
 
     def _area(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -172,11 +172,11 @@ class Workspace:
         return area
 
     def kv_address(self, rank: int) -> int:
-        """The address of `rank`'s area for rows of K/V."""
+        """Return the address of `rank`'s area for rows of K/V."""
         return self.addresses[rank] + _FLAG_BYTES
 
     def grads_address(self, rank: int) -> int:
-        """The address of `rank`'s area for gradients."""
+        """Return the address of `rank`'s area for gradients."""
         return self.addresses[rank] + _FLAG_BYTES + self.kv_bytes
 
 
@@ -260,7 +260,7 @@ class _Memory:
     """The error of a wait that took longer than the timeout of the group."""
 
     def working(self) -> Workspace | None:
-        """The current workspace.
+        """Return the current workspace.
 
         Raises:
             PeerError: a wait of the group has failed.
@@ -275,7 +275,7 @@ _by_group: WeakKeyDictionary[dist.ProcessGroup, _Memory] = WeakKeyDictionary()
 
 
 def memory_of(group: dist.ProcessGroup) -> _Memory:
-    """The workspaces of a group, to be changed."""
+    """Return the workspaces of a group, to be changed."""
     with _lock:
         memory = _by_group.get(group)
         if memory is None:
@@ -284,7 +284,7 @@ def memory_of(group: dist.ProcessGroup) -> _Memory:
 
 
 def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, grad_bytes: int) -> Workspace:
-    """The cached workspace of a group, with at least so many bytes, which are equal on all ranks.
+    """Return the cached workspace of a group, with at least so many bytes, which are equal on all ranks.
 
     Mapping memory, at the first call and for a larger size, is a collective that takes a second.
 
@@ -313,7 +313,7 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 
 
 def current_workspace(group: dist.ProcessGroup) -> Workspace | None:
-    """The workspace that the group has now, None if it has none.
+    """Return the workspace that the group has now, None if it has none.
 
     Raises:
         PeerError: an earlier call of the group waited longer than the timeout of the group.
@@ -322,7 +322,7 @@ def current_workspace(group: dist.ProcessGroup) -> Workspace | None:
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Drops the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
+    """Drop the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
     memory = memory_of(group)
     if memory.failure is None and memory.current is not None:  # else ranks may be missing that mapping needs
         memory.abandoned.append(memory.current)
@@ -330,7 +330,7 @@ def abandon(group: dist.ProcessGroup) -> None:
 
 
 def release() -> None:
-    """Drops all workspaces but those of groups with a failed wait; the next calls map what they need.
+    """Drop all workspaces but those of groups with a failed wait; the next calls map what they need.
 
     All ranks call it, when all work that any of them has launched is done. Graphs that were captured before cannot be
     replayed any more.
@@ -341,7 +341,7 @@ def release() -> None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """The bytes of symmetric memory on a device, which torch's allocator does not count."""
+    """Return the bytes of symmetric memory on a device, which torch's allocator does not count."""
     with _lock:
         memories = list(_by_group.values())
     held = {each for memory in memories for each in (memory.current, *memory.pinned, *memory.abandoned) if each}
@@ -350,14 +350,14 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def _synchronize_ranks(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Waits until all work that any rank has launched is done."""
+    """Wait until all work that any rank has launched is done."""
     torch.cuda.synchronize(device)
     dist.barrier(group)
     torch.cuda.synchronize(device)
 
 
 def _grown(needed: int, held: int) -> int:
-    """1.5 times the held size where it is too small: masks that change every step need a bit more each time."""
+    """Return 1.5 times the held size where it is too small: masks that change every step need a bit more each time."""
     return held if needed <= held else max(needed, held + held // 2)
 
 

@@ -35,13 +35,13 @@ class KvTransfers(ABC):
 
     @abstractmethod
     def receive(self) -> torch.Tensor:
-        """Waits for the transfer of the next step that has one; returns (rows, row width).
+        """Wait for the transfer of the next step that has one; return (rows, row width).
 
         Rows that this rank's queries do not attend to are uninitialised.
         """
 
     def tiles_launched(self) -> None:
-        """Starts transfers that overlap with the tiles just launched and need not be submitted before them, if any."""
+        """Start transfers that overlap with the tiles just launched and need not be submitted before them, if any."""
         return
 
 
@@ -50,15 +50,15 @@ class GradTransfers(ABC):
 
     @abstractmethod
     def buffer(self) -> torch.Tensor:
-        """(rows, row width), uninitialised, for gradients of the rows that `KvTransfers.receive` returned."""
+        """Return (rows, row width), uninitialised, for gradients of the rows that `KvTransfers.receive` returned."""
 
     @abstractmethod
     def send(self) -> None:
-        """Sends the buffer, in which the gradients of all rows that this rank received are complete by now."""
+        """Send the buffer, in which the gradients of all rows that this rank received are complete by now."""
 
     @abstractmethod
     def receive(self) -> Sequence[Contribution]:
-        """Waits for other ranks' contributions to the gradients of this rank's rows."""
+        """Wait for other ranks' contributions to the gradients of this rank's rows."""
 
 
 class TransportMethod(ABC):
@@ -69,7 +69,7 @@ class TransportMethod(ABC):
 
     @abstractmethod
     def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:
-        """The transport of a call, equal on all ranks of the group."""
+        """Return the transport of a call, equal on all ranks of the group."""
 
 
 class KVTransport(TransportMethod):
@@ -87,10 +87,10 @@ class KVTransport(TransportMethod):
 
     @abstractmethod
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        """The plan of a call on one rank, with its steps in the order that suits this transport."""
+        """Return the plan of a call on one rank, with its steps in the order that suits this transport."""
 
     def abandon(self, group: dist.ProcessGroup) -> None:
-        """Discards what a call that raised an error left behind; collectives leave nothing.
+        """Discard what a call that raised an error left behind; collectives leave nothing.
 
         All ranks call it, so that the next call works.
         """
@@ -100,7 +100,7 @@ class KVTransport(TransportMethod):
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup
     ) -> KvTransfers:
-        """Starts the K/V transfers of `plan.forward`, or of `plan.backward`.
+        """Start the K/V transfers of `plan.forward`, or of `plan.backward`.
 
         Args:
             k: (B, Hkv, T, D), this rank's keys.
@@ -112,19 +112,19 @@ class KVTransport(TransportMethod):
 
     @abstractmethod
     def start_grads(self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, group: dist.ProcessGroup) -> GradTransfers:
-        """Prepares the dK/dV transfers of `plan.backward`, in the dtype of k and v."""
+        """Prepare the dK/dV transfers of `plan.backward`, in the dtype of k and v."""
 
 
 # Rows: one per token, `[some heads of one tensor | as many heads of the next one]` of all batch rows
 
 
 def row_width(k: torch.Tensor, v: torch.Tensor, heads: Span) -> int:
-    """The elements of a row of K and V: batch rows x heads x (D + Dv)."""
+    """Return the elements of a row of K and V: batch rows x heads x (D + Dv)."""
     return k.size(0) * (heads[1] - heads[0]) * (k.size(3) + v.size(3))
 
 
 def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span) -> torch.Tensor:
-    """Packs some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) into rows (T, width)."""
+    """Pack some heads of K (B, Hkv, T, D) and V (B, Hkv, T, Dv) into rows (T, width)."""
     count = heads[1] - heads[0]
     rows = k.new_empty(k.size(2), row_width(k, v, heads))
     for source, packed in zip((k, v), unpack_rows(rows, (k, v), count), strict=True):
@@ -133,7 +133,7 @@ def pack_rows(k: torch.Tensor, v: torch.Tensor, heads: Span) -> torch.Tensor:
 
 
 def unpack_rows(rows: torch.Tensor, like: Sequence[torch.Tensor], heads: int) -> list[torch.Tensor]:
-    """Views rows (..., T, width) as tensors (..., B, heads, T, dim) like others (B, any, any, dim)."""
+    """View rows (..., T, width) as tensors (..., B, heads, T, dim) like others (B, any, any, dim)."""
     *lead, length, _ = rows.shape
     *strides, row, _ = rows.stride()
     start, batch, views = rows.storage_offset(), like[0].size(0), []
@@ -150,7 +150,7 @@ class HeadBlocks:
     def __init__(
         self, like: Sequence[torch.Tensor], head_counts: Sequence[int], length: int, memory: torch.Tensor | None = None
     ) -> None:
-        """Allocates blocks, or takes `memory`, which holds them.
+        """Allocate blocks, or take `memory`, which holds them.
 
         Args:
             like: tensors (B, any, any, D), with the batch size, the dims and the dtype.
@@ -167,7 +167,7 @@ class HeadBlocks:
         self.memory = like[0].new_empty(self._elements) if memory is None else memory
 
     def tensors(self, block: int) -> list[torch.Tensor]:
-        """Views of the tensors in a block, (B, its heads, rows, D)."""
+        """Return views of the tensors in a block, (B, its heads, rows, D)."""
         width = self.head_width * self._counts[block]
         start = self.head_width * sum(self._counts[:block]) * self._length
         rows = self.memory[start : start + width * self._length].view(self._length, width)
@@ -176,7 +176,7 @@ class HeadBlocks:
     def pairs(
         self, tensors: Sequence[torch.Tensor], heads: Sequence[Span], first_row: int = 0
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of views that hold the same elements, of the tensors and of the blocks.
+        """Return pairs of views that hold the same elements, of the tensors and of the blocks.
 
         One pair a tensor covers all blocks if `heads` are equally many and at equal distances.
 
@@ -204,6 +204,6 @@ class HeadBlocks:
         return found
 
     def write(self, tensors: Sequence[torch.Tensor], heads: Sequence[Span], first_row: int = 0) -> None:
-        """Copies tensors (B, all heads, rows, D) to the blocks, as `pairs` describes."""
+        """Copy tensors (B, all heads, rows, D) to the blocks, as `pairs` describes."""
         for of_tensor, of_block in self.pairs(tensors, heads, first_row):
             of_block.copy_(of_tensor)

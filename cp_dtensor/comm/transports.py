@@ -126,7 +126,7 @@ _process_default = _ProcessDefault()
 
 
 def transport_by_name(name: str | None) -> TransportMethod:
-    """The transport method with this name; None means the default of the process.
+    """Return the transport method with this name; None means the default of the process.
 
     Raises:
         ValueError: unknown name.
@@ -139,7 +139,7 @@ def transport_by_name(name: str | None) -> TransportMethod:
 
 
 def gathers_by_symm_mem(method: TransportMethod, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
+    """Return whether a call that needs all ranks' rows at once gathers them by symmetric memory, not all-gather.
 
     Equal on all ranks. The first call for a group may be a collective.
     """
@@ -149,7 +149,7 @@ def gathers_by_symm_mem(method: TransportMethod, group: dist.ProcessGroup, devic
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Sets the default of `rotate_method` in this process: how K/V travel between the ranks of a ring.
+    """Set the default of `rotate_method` in this process: how K/V travel between the ranks of a ring.
 
     A call or context with a `rotate_method` of its own does not use the default.
 

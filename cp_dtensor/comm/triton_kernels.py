@@ -24,7 +24,7 @@ def copy_pieces_kernel(
     pieces_ptr, target0, target1, target2, count, tasks_per_piece,
     BLOCK_ROWS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Copies pieces, each some rows of equal length with a pitch in the source and another in the target.
+    """Copy pieces, each some rows of equal length with a pitch in the source and another in the target.
 
     Programs take blocks of BLOCK_ROWS rows in turns. Neighbouring programs work on different pieces, which come over
     different links. Sizes, offsets and pitches are in bytes, multiples of 16.
@@ -56,7 +56,7 @@ def copy_pieces_kernel(
 def launch_copies(
     pieces: torch.Tensor, most_rows: int, most_row_bytes: int, targets: list[torch.Tensor], programs: int
 ) -> None:
-    """Copies all pieces in one launch on the current stream.
+    """Copy all pieces in one launch on the current stream.
 
     Args:
         pieces: (pieces, PIECE_FIELDS) int64, on the device.
@@ -75,7 +75,7 @@ def launch_copies(
 def _copy_launch(
     count: int, most_rows: int, most_row_bytes: int, programs: int, _targets: tuple[torch.dtype, ...]
 ) -> Launch:
-    """Makes the launch for so many pieces and targets of these dtypes."""
+    """Make the launch for so many pieces and targets of these dtypes."""
     block_words = min(triton.next_power_of_2(max(most_row_bytes // _WORD, 1)), _BLOCK_BYTES // _WORD)
     block_rows = _BLOCK_BYTES // _WORD // block_words
     tasks = triton.cdiv(most_rows, block_rows)
@@ -89,7 +89,7 @@ def write_rows_kernel(
     k_stride_b, k_stride_h, k_stride_s, v_stride_b, v_stride_h, v_stride_s,
     BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program writes BLOCK_ROWS rows of one head of K and V, from `first_row` on, to their places in stages.
+    """Write, in one program, BLOCK_ROWS rows of one head of K and V, from `first_row` on, to their places in stages.
 
     A stage is (pitch, width) and has `stage_heads` heads of all batch rows: `[heads of K | heads of V]`.
 
@@ -117,7 +117,7 @@ def write_rows_kernel(
 
 
 def launch_rows(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, span: Span, pitch: int, stage_heads: int) -> None:
-    """Writes some rows of K and V for other ranks, in one launch on the current stream.
+    """Write some rows of K and V for other ranks, in one launch on the current stream.
 
     Args:
         k: (B, Hkv, T, D), the last dim contiguous.
@@ -166,7 +166,7 @@ _RELAXED = tl.constexpr(_STORE % "relaxed")
 
 @triton.jit
 def _store_int32(addresses, value, ASM: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Stores an int32 at each address but 0. `_RELEASED` makes earlier writes visible to a GPU that sees the value.
+    """Store an int32 at each address but 0. `_RELEASED` makes earlier writes visible to a GPU that sees the value.
 
     It is a store, in assembly: not all GPUs that can write to each other's memory have atomics there.
     """
@@ -178,7 +178,7 @@ def _store_int32(addresses, value, ASM: tl.constexpr, INTERPRETED: tl.constexpr)
 
 @triton.jit(do_not_specialize=["value"])
 def pass_flags_kernel(addresses_ptr, value, PLACES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Sets the flags at the first PLACES addresses to a value, waits until those at the next have it; sets these to 0.
+    """Set the flags at the first PLACES addresses to a value, wait until those at the next have it; set these to 0.
 
     The last two addresses are those of the status, words of host memory: one has the value while the kernel waits, the
     other changes when it has waited. An address of 0 is skipped. Few arguments, since each takes the host time in a
@@ -208,7 +208,7 @@ def pass_flags_kernel(addresses_ptr, value, PLACES: tl.constexpr, INTERPRETED: t
 
 
 def padded_count(count: int) -> int:
-    """The length of the padded list of so many addresses: each lane of the warp has one or more of its own.
+    """Return the length of the padded list of so many addresses: each lane of the warp has one or more of its own.
 
     >>> padded_count(6), padded_count(40)
     (32, 64)
@@ -217,7 +217,7 @@ def padded_count(count: int) -> int:
 
 
 def flag_addresses(signalled: list[int], awaited: list[int], status: list[int], ranks: int) -> list[int]:
-    """The addresses of a launch that sets some flags and then waits for others.
+    """Return the addresses of a launch that sets some flags and then waits for others.
 
     Args:
         signalled: of int32 words to set.
@@ -230,7 +230,7 @@ def flag_addresses(signalled: list[int], awaited: list[int], status: list[int], 
 
 
 def flag_launch(addresses: torch.Tensor) -> Callable[[int], None]:
-    """The launch with these `flag_addresses`, int64 on the device, on the current stream, of a value of flags."""
+    """Return the launch of a value of flags with these `flag_addresses`, int64 on the device, on the current stream."""
     places = addresses.numel() // 2 - 1
     return lambda value: _flag_launch(places, value)(addresses)
 

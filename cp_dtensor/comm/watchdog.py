@@ -36,14 +36,14 @@ class WatchedWaits(ABC):
 
     @abstractmethod
     def fail(self, flags: dict[Flag, int], seconds: float) -> None:
-        """Reports that the streams have waited so long for these flags to have these values."""
+        """Report that the streams have waited so long for these flags to have these values."""
 
     @abstractmethod
     def release(self) -> None:
-        """Submits operations that set flags as the streams await them. Does not wait for the device."""
+        """Submit operations that set flags as the streams await them, without waiting for the device."""
 
     def look(self) -> float:
-        """Acts if a wait is over its deadline; returns the seconds until the next look."""
+        """Act if a wait is over its deadline; return the seconds until the next look."""
         now, progress, waiting = time.monotonic(), self._status.progress(), self._status.waiting()
         if not waiting or progress != self._seen:
             self._since, self._seen = now, progress
@@ -68,7 +68,7 @@ class _Watchdog:
         self._watched: WeakSet[WatchedWaits] = WeakSet()
 
     def watch(self, waits: WatchedWaits) -> None:
-        """Watches these waits for as long as the caller holds them."""
+        """Watch these waits for as long as the caller holds them."""
         with self._lock:
             self._watched.add(waits)
             if not self._thread.is_alive():  # a forked process does not have the thread of its parent

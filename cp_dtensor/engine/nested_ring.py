@@ -7,7 +7,7 @@ travel back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,8 +34,8 @@ class NestedRingPlan(Ring):
         inner, values = self.inner[step.hop], _within(shared.values)
         if inner is None:
             return []
-        if values.modifiers.sinks is not None:
-            values = values._replace(modifiers=replace(values.modifiers, sinks=None))
+        if (of_tiles := values.modifiers.of_tiles) is not values.modifiers:
+            values = values._replace(modifiers=of_tiles)
         partial = inner.forward(shared.q, k, v, values, True)[:2]
         return [_whole_part(shared.q, partial)]
 

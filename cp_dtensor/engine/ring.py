@@ -18,7 +18,6 @@ from cp_dtensor.attention.accumulate import Accumulator, Part, place_sums
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.lse import empty_lse
 from cp_dtensor.attention.masked import attention_delta
-from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers, KVTransport, unpack_rows
@@ -156,7 +155,7 @@ class Ring(Plan):
                     result.add(heads, parts, step.is_last)
                 del parts  # the next step needs the memory
             out, lse = result.result()
-        out, lse = with_sinks(out, lse, modifiers.sinks)
+        out, lse = modifiers.completed(out, lse)
         return out, lse, (*arguments, out, lse)
 
     def backward(

@@ -8,7 +8,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ from cp_dtensor._torch.tensors import current_stream, on_device
 from cp_dtensor.attention.lse import dense_lse, is_split
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.head_exchange import CollectiveHeads, Departure, HeadExchange, HeadRows
+from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadExchange, HeadRows
 from cp_dtensor.engine.base import Gradients, Plan, Result, Values, zeros_for_sums
 from cp_dtensor.plan.partition import HeadPartition
 
@@ -64,7 +64,7 @@ class StageBias:
         rows = sum(self._queries.rows.lengths[self._group.rank()])
         units = heads if heads > 1 else ranks
         target = grad.new_zeros(grad.size(0), rows, units, grad.size(3)).transpose(1, 2)
-        CollectiveHeads().to_rows([[grad]], [[target]], [kind], self._group, True).wait()
+        CollectiveHeads().to_rows([[grad]], [[target]], [kind], self._group, True)()
         if heads == 1:
             target = target.sum(1, keepdim=True)
         total.add_(target if total.size(2) == rows else target.sum(2, keepdim=True))
@@ -95,7 +95,7 @@ class UlyssesPlan(Plan):
         with on_device(q.device):
             modifiers_by_stage = [_of_stage(modifiers, queries, q.size(0), group)[0] for queries, _ in self.stages]
             arriving = self.exchange.to_heads([[q], [k, v]], self.stages, group)
-            leaving: list[Departure] = []
+            leaving: list[Callable[[], None]] = []
             with self._streams(q, group) as streams:
                 for index, ((queries, _), inner, stage_modifiers) in enumerate(
                     zip(self.stages, self.inner, modifiers_by_stage, strict=True)
@@ -150,7 +150,7 @@ class UlyssesPlan(Plan):
         grad_k, grad_v = (self._grad_of_units(like, group) for like in (k_like, v_like))
         with on_device(grad_out.device):
             arriving = self.exchange.to_heads([[grad_out]], [stage[:1] for stage in self.stages], group)
-            leaving: list[Departure] = []
+            leaving: list[Callable[[], None]] = []
             for index, (stage, inner, stage_saved) in enumerate(
                 zip(self.stages, self.inner, saved_by_stage, strict=True)
             ):
@@ -238,9 +238,9 @@ def _of_stage(
     return replace(placed, bias=None if bias is None else bias.bias), bias
 
 
-def _finish(leaving: list[Departure]) -> None:
-    for rows in leaving:
-        rows.wait()
+def _finish(leaving: list[Callable[[], None]]) -> None:
+    for wait in leaving:
+        wait()
     leaving.clear()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -24,20 +25,17 @@ from cp_dtensor.api.extension import (
     constant_in_trace,
     current,
     from_local,
-    indexable,
     local_beside,
     made_of,
-    no_autocast,
     parts_of,
     refuse_first_dim,
     refuse_other_place,
     refuse_traced_transforms,
     sequence_ranks,
-    to_local,
 )
-from cp_dtensor.layers.call import SequenceCall, document_edges, moved, traced_moved
-from cp_dtensor.layers.layer import Inputs, traced_layer
-from cp_dtensor.layers.rows import Halo, Relayout, SequenceLayout, Shift
+from cp_dtensor.layers.call import SequenceCall, document_edges
+from cp_dtensor.layers.layer import Inputs, Moved, SequenceLayer, run_layer, traced_layer
+from cp_dtensor.layers.rows import SequenceLayout, Shift
 from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
 from cp_dtensor.spec.masks import Mask, is_integer
@@ -47,69 +45,89 @@ IN_CONTEXT = "the ranks of the context"
 
 
 def checked_number(owner: str, name: str, value: Any, *, least: int | None = None) -> int:
-    """An integer argument; refuses anything else, and numbers below `least`."""
+    """Return an integer argument; refuse anything else, and numbers below `least`."""
     if not is_integer(value) or (least is not None and value < least):
         at_least = "" if least is None else f" >= {least}"
         raise ValueError(f"{owner} expects {name} to be an integer{at_least}, got {value!r}")
     return index(value)
 
 
+def check_dims(owner: str, expected: Mapping[str, tuple[str, ...]], tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse what is no tensor, and tensors whose dims do not agree.
+
+    Args:
+        expected: for each tensor by name, its possible dims as words; dims of one word are equal in all tensors.
+        tensors: in an order in which each has known dims and new ones; None for those that were not given.
+    """
+    check_tensors(owner, **{name: tensor for name, tensor in tensors.items() if tensor is not None})
+    known: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        for form in expected[name]:
+            words = form.split()
+            fits = len(words) == tensor.dim()
+            for word, size in zip(words, tensor.shape, strict=False):
+                fits = fits and known.get(word, size) == size
+            if fits:
+                known.update(zip(words, tensor.shape, strict=True))
+                break
+        else:
+            forms = " or ".join([f"({', '.join(form.split())})" for form in expected[name]])
+            sizes = ", ".join([f"{word} {size}" for word, size in known.items()])
+            where = f", where {sizes}" if known else ""
+            raise ValueError(f"{owner} expects {name} {forms}{where}; got {tuple(tensor.shape)}")
+
+
 def moved_rows(
-    owner: str, x: torch.Tensor, dim: int, operation: Parts, mesh: Mesh | None, layout: Layout | None,
-    cu_seqlens: Any, seq_len: int | None,
+    owner: str, x: torch.Tensor, dim: int, row_map: Parts, mesh: Mesh | None, layout: Layout | None, cu_seqlens: Any,
+    seq_len: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The result of a public function, `owner`; `operation` is the class of a row map and its fields."""
+    """Return the result of a public function, `owner`; `row_map` is the class of a row map and its fields."""
     check_tensors(owner, x=x)
     check_devices(owner, [x])
     dim = checked_sequence_dim(owner, x, dim)
-    place = _Place.of(owner, x, dim, mesh, layout, seq_len)
-    given = place.local(x)
-    local, rows = given if given.requires_grad else indexable(given), -1
-    if torch.compiler.is_dynamo_compiling():
-        key, rows = _traced_call(owner, place, operation, cu_seqlens is None, dim == 0)
-        known = -1 if place.seq_len is None else place.seq_len
-        out = traced_moved(key, local, _edges_in_trace(owner, cu_seqlens), dim, known, rows)
-    else:
-        call, edges = _call(owner, place, made_of(operation), cu_seqlens, dim == 0)
-        out = moved(call, local, dim, call.length(local, dim, place.seq_len, edges), edges)
-    out = out if out.dtype == given.dtype else out.view(given.dtype)
-    return place.global_result(out, x, dim, None if operation[0] is Shift else out.size(dim))
+    keeps_rows = row_map[0] is Shift
+    return layer(
+        owner, [x], [ascii_letters[: x.dim()]], (Moved, (row_map, keeps_rows, dim)), mesh, layout, cu_seqlens, seq_len,
+        dim=dim, keeps_rows=keeps_rows,
+    )[0]  # fmt: skip
 
 
 def layer(
     owner: str, tensors: Inputs, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
-    cu_seqlens: Any, seq_len: int | None,
+    cu_seqlens: Any, seq_len: int | None, *, dim: int = 1, keeps_rows: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The output of a layer, and its final state if it has one; `operation` is its class and fields.
+    """Return the output of a layer, and its final state if it has one; `operation` is its class and fields.
 
     Args:
-        tensors: the first one is (B, this rank's tokens, ...), and so is the output.
+        tensors: the first one has this rank's tokens along a dim, and so has the output.
         dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
+        dim, keeps_rows: of the operation.
     """
     x = tensors[0]
     check_devices(owner, tensors)
-    place = _Place.of(owner, x, 1, mesh, layout, seq_len)
+    place = _Place.of(owner, x, dim, mesh, layout, seq_len)
     local: list[Any] = [
         None if each is None else place.local_beside(owner, x, dims[0], each, letters)
         for each, letters in zip(tensors, dims, strict=True)
     ]
     if torch.compiler.is_dynamo_compiling():
-        key, _ = _traced_call(owner, place, operation, cu_seqlens is None, False)
+        key, rows = _constants(
+            owner, place.mesh, place.axes, parts_of(place.layout), place.seq_len, operation, cu_seqlens is None
+        )
         known = -1 if place.seq_len is None else place.seq_len
-        out, state = traced_layer(key, local, _edges_in_trace(owner, cu_seqlens), known)
-        final = state if state.numel() else None
+        out, final = traced_layer(key, local, _edges_in_trace(owner, cu_seqlens), known, rows)
     else:
-        call, edges = _call(owner, place, made_of(operation), cu_seqlens, False)
-        length = call.operation.length(call, local, place.seq_len, edges)
-        with no_autocast(local[0]):
-            out, final = call.operation.forward(call, local, length, edges)
-    return place.global_result(out, x, 1, None), final
+        call, edges = _call(owner, place, made_of(operation), cu_seqlens)
+        out, final = run_layer(call, local, place.seq_len, edges)
+    return place.global_result(out, x, dim, None if keeps_rows else out.size(dim)), final
 
 
 def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
-    """The runs of this rank within documents, for `local_runs`."""
+    """Return the runs of this rank within documents, for `local_runs`."""
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
-    call, edges = _call("local_runs", place, None, cu_seqlens, dim_is_first=True)
+    call, edges = _call("local_runs", place, Moved(Shift(0), True, 0), cu_seqlens)
     call.check_edges(edges, seq_len)
     return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
 
@@ -117,10 +135,8 @@ def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: in
 # Ranks, layout and documents
 
 
-def _call(
-    owner: str, place: _Place, operation: Any, cu_seqlens: Any, dim_is_first: bool
-) -> tuple[SequenceCall, tuple[int, ...]]:
-    """The call with what it takes over from the context around it, and the edges of its documents."""
+def _call(owner: str, place: _Place, operation: SequenceLayer, cu_seqlens: Any) -> tuple[SequenceCall, tuple[int, ...]]:
+    """Return the call with what it takes over from the context around it, and the edges of its documents."""
     ranks, layout, mask = place.ranks(), place.layout, None
     lengths: tuple[int, ...] = ()
     edges = document_edges(owner, cu_seqlens)
@@ -133,25 +149,17 @@ def _call(
             edges = _documents_of(owner, outer.mask)
             mask = outer.mask if edges else None
     layout = checked_layout(layout)
-    for each in (layout, *([operation.target] if isinstance(operation, Relayout) else [])):
-        if dim_is_first:
-            refuse_first_dim(owner, each)
+    for each in (layout, *operation.layouts) if operation.dim == 0 else ():
+        refuse_first_dim(owner, each)
     return SequenceCall(ranks, layout, lengths, owner=owner, operation=operation, mask=mask), edges
-
-
-def _traced_call(
-    owner: str, place: _Place, operation: Parts, inherits_documents: bool, dim_is_first: bool
-) -> tuple[str, int]:
-    """The key of a call in compiled code, and the rows of its result, -1 if these are the rows of its argument."""
-    layout = parts_of(place.layout)
-    return _constants(owner, place.mesh, place.axes, layout, place.seq_len, operation, inherits_documents, dim_is_first)
 
 
 @constant_in_trace
 def _constants(
     owner: str, mesh: Any, axes: tuple[int, ...] | None, layout: Parts | None, seq_len: int | None, operation: Parts,
-    inherits_documents: bool, dim_is_first: bool,
+    inherits_documents: bool,
 ) -> tuple[str, int]:  # fmt: skip
+    """Return the key of a call in compiled code, and the rows of its output, -1 for those of its first tensor."""
     refuse_traced_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
     ranks = place.ranks()
@@ -161,19 +169,18 @@ def _constants(
             f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, takes "
             "over neither: pass layout= and cu_seqlens= ([0] for one document)"
         )
-    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,), dim_is_first)
+    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,))
     if edges:
         raise NotImplementedError(
             f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
         )
-    rows = -1
-    if isinstance(call.operation, (Halo, Relayout)):
-        if seq_len is None:
-            raise NotImplementedError(
-                f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
-            )
-        rows = call.operation.rows_out(SequenceLayout(call.layout, seq_len, ranks.size), ranks.rank)
-    return call.key, rows
+    if call.operation.keeps_rows:
+        return call.key, -1
+    if seq_len is None:
+        raise NotImplementedError(
+            f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
+        )
+    return call.key, call.operation.row_map.rows_out(SequenceLayout(call.layout, seq_len, ranks.size), ranks.rank)
 
 
 def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
@@ -183,7 +190,7 @@ def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
 
 
 def _documents_of(owner: str, mask: Mask) -> tuple[int, ...]:
-    """The edges of the documents in the mask of a context; () if there are none.
+    """Return the edges of the documents in the mask of a context; () if there are none.
 
     Raises:
         NotImplementedError: documents that `cu_seqlens` cannot have.
@@ -212,7 +219,7 @@ class _Place:
     def of(
         cls, owner: str, x: torch.Tensor, dim: int, mesh: Mesh | None, layout: Layout | None, seq_len: int | None
     ) -> _Place:
-        """Refuses arguments that do not fit a DTensor, which knows its mesh, its layout and its length."""
+        """Return the place of a call; refuse arguments that do not fit a DTensor, which knows its own."""
         if layout is not None:
             checked_layout(layout)
         if seq_len is not None:
@@ -240,7 +247,7 @@ class _Place:
         return cls(x.device_mesh, axes, TorchChunk(), length)
 
     def ranks(self) -> SequenceRanks:
-        """The ranks that share the sequence."""
+        """Return the ranks that share the sequence."""
         if self.mesh == IN_CONTEXT:
             context = current()
             assert context is not None
@@ -249,16 +256,10 @@ class _Place:
             return sequence_ranks(self.mesh)
         return SequenceRanks.along(self.mesh, self.axes)
 
-    def local(self, x: torch.Tensor) -> torch.Tensor:
-        """The local part of x, which has no partial sums."""
-        if not isinstance(x, DTensor):
-            return x
-        return to_local(x, _without_partial(x))
-
     def local_beside(
         self, owner: str, x: torch.Tensor, dims_of_x: str, tensor: torch.Tensor, dims: str
     ) -> torch.Tensor:
-        """The local part of a tensor whose dims are those of x by their letters.
+        """Return the local part of a tensor whose dims are those of x by their letters.
 
         Its gradient is a share of this rank wherever x is sharded along a dim that the tensor does not have.
         """
@@ -282,7 +283,7 @@ class _Place:
         return local_beside(tensor, x.placements, dim_of)
 
     def global_result(self, out: torch.Tensor, x: torch.Tensor, dim: int, rows: int | None) -> torch.Tensor:
-        """A result as a DTensor placed as x, if x is one. `rows` are those of every rank, None for those of x."""
+        """Return a result, as a DTensor placed as x if x is one, with `rows` on every rank; None: those of x."""
         if not isinstance(x, DTensor):
             return out
         shape = list(out.shape)

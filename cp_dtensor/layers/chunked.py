@@ -57,7 +57,7 @@ class ChunkedRecurrence:
         cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
         lengths: Sequence[int],
     ) -> ChunkedRecurrence:  # fmt: skip
-        """Prepares the chunks of a shard.
+        """Prepare the chunks of a shard.
 
         Args:
             q, k: (B, T, H, K).
@@ -102,7 +102,7 @@ class ChunkedRecurrence:
         return cls(rows, chunks, q_ * since_start, to_end, v_, erased, weights, decay, v.dtype)
 
     def maps(self, pieces: Sequence[int]) -> Maps:
-        """Maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
+        """Return maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
         found = [self._map(self.chunks[piece]) for piece in pieces]
         transitions, states = zip(*found, strict=True) if found else ((), ())
         _, batch, heads, _, width = self.q.shape
@@ -132,7 +132,7 @@ class ChunkedRecurrence:
         return state[..., -width:], state[..., :-width]
 
     def outputs(self, states: Sequence[Tensor | None], final: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """Outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece.
+        """Return outputs (B, T, H, V) of all tokens, given the state (B, H, K, V) that enters each piece.
 
         Also the state that leaves each piece, if `final`.
         """
@@ -158,12 +158,12 @@ class ChunkedRecurrence:
 
 
 def zero_of(*arguments: Tensor) -> Tensor:
-    """Zero that depends on the arguments: gradients on a rank without tokens take part in the same collectives."""
+    """Return zero that depends on the arguments, so that backward of a rank without tokens joins the collectives."""
     return torch.stack([x.flatten()[:0].sum() for x in arguments]).sum()
 
 
 def _grid(lengths: Sequence[int], chunk: int, device: torch.device) -> tuple[Tensor, Tensor, tuple[range, ...]]:
-    """Tokens of each chunk (chunks, C), the number of all tokens for padding; the inverse; the chunks of each piece."""
+    """Return the tokens of each chunk (chunks, C), padding as the number of tokens; the inverse; chunks by piece."""
     places: list[Tensor] = []
     rows: list[Tensor] = []
     chunks: list[range] = []

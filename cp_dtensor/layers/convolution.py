@@ -14,7 +14,7 @@ ACTIVATIONS = (None, "silu", "swish")
 def causal_convolution(
     extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """act(bias + sum_k weight[:, k] x[t - K + 1 + k]) of some rows t.
+    """Return act(bias + sum_k weight[:, k] x[t - K + 1 + k]) of some rows t.
 
     Args:
         extended: (B, E, C), rows with at least K - 1 rows before each of `tokens`.

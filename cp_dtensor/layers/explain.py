@@ -25,7 +25,6 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.layers.call import document_edges
 from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates
-from cp_dtensor.layers.layer import recurrence_spec
 from cp_dtensor.layers.methods import Rows
 from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.spec.layouts import Layout
@@ -47,7 +46,7 @@ def explain_recurrence(
     layout: Layout | None = None, cu_seqlens: Any = None, hardware: Assumed | Mapping[str, Assumed] | None = None,
     quiet: bool = False,
 ) -> Explanation:  # fmt: skip
-    """Predicts time, bytes and memory of every method of a recurrent layer, and prints the table on rank 0.
+    """Predict time, bytes and memory of every method of a recurrent layer, and print the table on rank 0.
 
     Args:
         mesh: the ranks that share the sequence, as for `gated_delta_rule`.
@@ -97,9 +96,8 @@ def explain_recurrence(
         (rows(stop - start), SequenceLayout(call.layout, seq_len, ranks.size, group, edges))
         for group, (start, stop) in enumerate(call.layout.batch_groups(batch_size))
     ]
-    spec = recurrence_spec(rows(batch_size), groups[0][1])
     cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    found = recurrence_estimates(spec, cluster, one_axis=ranks.inner is None)
+    found = recurrence_estimates(rows(batch_size), groups[0][1], cluster, one_axis=ranks.inner is None)
     of_keys = "" if key_heads == heads else f":{key_heads}"
     explanation = Explanation(
         f"{layer} of {seq_len:,} tokens on {counted_ranks(str(ranks.size))}, {heads}{of_keys} heads of "

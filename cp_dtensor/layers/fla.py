@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cp_dtensor.api.extension import Shared, autograd_recorded, capturing, first_use, quiet, wrong_result
+from cp_dtensor.api.extension import autograd_recorded, first_use, quiet, wrong_result
 from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, zero_of
-from cp_dtensor.spec.cache import LRUCache
+from cp_dtensor.layers.exchange import TableCache
 
 _FLA_AVAILABLE = find_spec("fla") is not None
 LARGEST_ERROR = 3e-2
@@ -66,13 +66,13 @@ class FlaRecurrence:
         cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
         lengths: Sequence[int],
     ) -> FlaRecurrence:  # fmt: skip
-        """Takes the arguments of `ChunkedRecurrence.of`."""
+        """Take the arguments of `ChunkedRecurrence.of`."""
         given = (q.to(v.dtype), k.to(v.dtype), v, g, beta)
         flat: list[Any] = [x if x is None else x.flatten(0, 1).unsqueeze(0) for x in given]
         return cls(flat[0], flat[1], flat[2], flat[3], flat[4], scale, q.size(0), tuple(lengths))
 
     def maps(self, pieces: Sequence[int]) -> Maps:
-        """Maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
+        """Return maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
         heads, width, columns = self.q.size(2), self.k.size(-1), self.v.size(-1)
         if not pieces:  # a rank that sends nothing has the gradients of those that do
             zero = zero_of(*[x for x in (self.k, self.v, self.g, self.beta) if x is not None]).float()
@@ -87,7 +87,7 @@ class FlaRecurrence:
         return by_piece[0], by_piece[1]
 
     def _from_zero(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Outputs and last states from a state of zero; queries and transitions."""
+        """Return outputs and last states from a state of zero; queries and transitions."""
         columns, width = self.v.size(-1), self.k.size(-1)
         if self.beta is None:
             out, ends = self._run(self.v, None, True)
@@ -100,7 +100,7 @@ class FlaRecurrence:
         return out, ends, queries, transition
 
     def _of_pieces(self, pieces: Sequence[int]) -> FlaRecurrence:
-        """The tokens of some pieces."""
+        """Return the tokens of some pieces."""
         if len(pieces) == len(self.lengths):
             return self
         firsts = [0, *accumulate(self.lengths)]
@@ -116,7 +116,7 @@ class FlaRecurrence:
         return FlaRecurrence(q, k, v, g, beta, self.scale, self.batch, tuple(self.lengths[piece] for piece in pieces))
 
     def outputs(self, states: Sequence[Tensor | None], final: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """As `ChunkedRecurrence.outputs`; no states leave after `maps`."""
+        """Compute `ChunkedRecurrence.outputs`; no states leave after `maps`."""
         if self._of_maps is None:
             out, ends = self._run(self.v, self._entering(states), final)
             leaving = [] if not final else list(ends.unflatten(0, (self.batch, -1)).unbind(1))
@@ -139,12 +139,12 @@ class FlaRecurrence:
         return torch.cat([outs[each] for each in sorted(outs)]).unflatten(0, (self.batch, -1)), []
 
     def _by_piece(self, pieces: Sequence[int], x: Tensor) -> dict[tuple[int, int], Tensor]:
-        """Tokens (1, tokens of some pieces, ...) by batch row and piece."""
+        """Return tokens (1, tokens of some pieces, ...) by batch row and piece."""
         places = [(row, piece) for row in range(self.batch) for piece in pieces]
         return dict(zip(places, x.squeeze(0).split([self.lengths[piece] for _, piece in places]), strict=True))
 
     def _entering(self, states: Sequence[Tensor | None]) -> Tensor | None:
-        """The states that enter the pieces, as kernels take them; None if all are zeros."""
+        """Return the states that enter the pieces, as kernels take them; None if all are zeros."""
         given = [state for state in states if state is not None]
         if not given:
             return None
@@ -152,7 +152,7 @@ class FlaRecurrence:
         return torch.stack(entering, 1).flatten(0, 1).float().contiguous()
 
     def _run(self, v: Tensor, initial: Tensor | None, final: bool) -> tuple[Tensor, Any]:
-        """Outputs, and the last states (sequences, H, K, V) if `final`."""
+        """Return outputs, and the last states (sequences, H, K, V) if `final`."""
         options = {"scale": self.scale, "initial_state": initial, "output_final_state": final}
         options["cu_seqlens"] = _edges(self.lengths * self.batch, v.device)
         by_channel = self.g is not None and self.g.dim() == 4
@@ -166,7 +166,7 @@ class FlaRecurrence:
         return result
 
     def _decayed(self) -> tuple[Tensor, Tensor]:
-        """Queries, scaled and decayed from the start of their piece, and (B * pieces, H, K): each piece's decay."""
+        """Return queries, scaled and decayed from the start of their piece; each piece's decay, (B * pieces, H, K)."""
         if self.g is None:
             decays = self.k.new_ones(self.batch * len(self.lengths), *self.k.shape[2:], dtype=torch.float32)
             return self.q * self.scale, decays
@@ -209,27 +209,23 @@ class _FromZero(torch.autograd.Function):
         return None, None, *[next(grads) if is_needed else None for is_needed in needed]
 
 
-_cached_edges = LRUCache[Shared[Tensor]](pins=capturing)
-
-
 def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """(1 + sequences,) int64: where sequences begin and end.
+    """Return where sequences begin and end, (1 + sequences,) int64.
 
     All layers get one object: its upload makes the host wait for the device, and the package reads each new one back.
     """
-    key = lengths, device
-    edges = _cached_edges.get(key)
-    if edges is None:
 
-        def made() -> Tensor:
-            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
+    def made() -> Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
 
-        edges = _cached_edges.add(key, Shared(device, made, lambda tensor: (tensor,)))
-    return edges.read()
+    return _cached_edges.read(lengths, device, made)
+
+
+_cached_edges = TableCache[Tensor](lambda tensor: (tensor,))
 
 
 def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: Sequence[int]) -> bool:
-    """True if kernels of the package compute a recurrence in q's dtype; at first use a small one is compared.
+    """Return whether kernels of the package compute a recurrence in q's dtype; at first use a small one is compared.
 
     Only whether there are decays `g`, and whether they differ by channel, matters of them.
     """
@@ -258,7 +254,7 @@ def _warn(reason: str) -> None:
 
 @quiet()  # the package is imported and compiles
 def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
-    """Compares outputs, maps and gradients of two pieces in two batch rows with float64; "" if they are right.
+    """Compare outputs, maps and gradients of two pieces in two batch rows with float64; "" if they are right.
 
     `decays` is "by head", "by channel", or "" for none.
     With as many heads as the call: the package compiles and tunes its kernels for a number of heads, once.

@@ -1,12 +1,11 @@
-"""Layers that mix tokens of a sharded sequence: their interface, and one operator for all of them in compiled code."""
+"""Operations on tokens of a sharded sequence: their interface, and one operator for all of them in compiled code."""
 
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,47 +17,121 @@ from cp_dtensor.api.extension import (
     cluster_of,
     define_operator,
     fastest,
+    indexable,
     no_autocast,
     wide_dtype,
 )
-from cp_dtensor.layers.call import SequenceCall, document_edges, rows_of, sequence_call_of
+from cp_dtensor.layers.call import SequenceCall, document_edges, operation_of, sequence_call_of
 from cp_dtensor.layers.chunked import ChunkedRecurrence
 from cp_dtensor.layers.convolution import causal_convolution
-from cp_dtensor.layers.cost import RecurrenceSpec, recurrence_estimates
+from cp_dtensor.layers.cost import recurrence_estimates
+from cp_dtensor.layers.exchange import rows_of
 from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
 from cp_dtensor.layers.methods import METHODS, Rows, axis_of_heads
-from cp_dtensor.layers.rows import Edges, Extended, SequenceLayout
+from cp_dtensor.layers.rows import Edges, Extended, Relayout, RowMap, SequenceLayout
 from cp_dtensor.layers.scan import scan_plan, scanned
+from cp_dtensor.spec.layouts import Layout, Span
 from cp_dtensor.spec.logs import log_once
 
 Inputs = Sequence[Any]
 """Tensors of a layer, None for those that it was not given."""
+Result = tuple[Tensor, Tensor | None]
+"""The output of this rank's tokens and, if asked for, the final state."""
 MOST_TENSORS = 6
 """Arguments of the operator that are tensors."""
 
 
 class SequenceLayer(ABC):
-    """A layer whose first tensor is (B, this rank's tokens, ...). Its `repr` names it in compiled code."""
+    """An operation whose first tensor is (B, this rank's tokens, ...). Its `repr` names it in compiled code."""
 
     of_tokens: ClassVar[int] = 1
     """The number of tensors, the first ones, that have these dims."""
+    saves_tensors: ClassVar[bool] = True
+    """False if gradients in compiled code need no tensors of the forward."""
+    dim: int = 1
+    """The dim of the first tensor that is the sequence."""
+    keeps_rows: bool = True
+    """True if the output has as many rows as the first tensor, on every rank."""
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Layouts besides that of the tokens."""
+        return ()
 
     @abstractmethod
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
-        """The output of this rank's tokens and, if asked for, the final state; differentiable."""
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
+        """Compute the result; differentiable."""
+
+    def gradients(
+        self, call: SequenceCall, tensors: Inputs, grads: tuple[Tensor, Tensor], needed: Sequence[bool], seq_len: int,
+        edges: Edges,
+    ) -> list[Tensor]:  # fmt: skip
+        """Return gradients of the needed tensors, given those of the result: by a forward, computed again."""
+        leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
+        with autograd_recorded():
+            results = _result(call, leaves, seq_len, edges)
+            pairs = [(y, grad) for y, grad in zip(results, grads, strict=True) if y.requires_grad]
+            outs, of_outs = [y for y, _ in pairs], [grad for _, grad in pairs]
+            wanted = [x for x in leaves if x is not None and x.requires_grad]
+            return [*torch.autograd.grad(outs, wanted, of_outs, materialize_grads=True)]
 
     def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
-        """The global length, checked or found."""
+        """Return the global length, checked or found."""
         others = [
             (index, str(x.dtype), *x.shape[2 if index < self.of_tokens else 1 :])
             for index, x in enumerate(tensors)
             if index and x is not None
         ]
-        return call.length(tensors[0], 1, seq_len, edges, tuple(others))
+        return call.length(tensors[0], self.dim, seq_len, edges, tuple(others))
 
     def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
-        """Shape and dtype of the final state, None if there is none; the output has those of the first tensor."""
+        """Return shape and dtype of the final state, None if there is none."""
         return None
+
+
+@dataclass(frozen=True)
+class Moved(SequenceLayer):
+    """The rows of this rank by a row map; differentiable any number of times."""
+
+    saves_tensors = False
+    row_map: RowMap
+    keeps_rows: bool
+    dim: int
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return (self.row_map.target,) if isinstance(self.row_map, Relayout) else ()
+
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
+        x = tensors[0]
+        out = self._moved(call, x if x.requires_grad else indexable(x), seq_len, edges, transposed=False)
+        return out if out.dtype == x.dtype else out.view(x.dtype), None
+
+    def gradients(
+        self, call: SequenceCall, tensors: Inputs, grads: tuple[Tensor, Tensor], needed: Sequence[bool], seq_len: int,
+        edges: Edges,
+    ) -> list[Tensor]:  # fmt: skip
+        return [self._moved(call, grads[0], seq_len, edges, transposed=True)]
+
+    def _moved(self, call: SequenceCall, x: Tensor, seq_len: int, edges: Edges, *, transposed: bool) -> Tensor:
+        parts = [
+            rows_of(x[start:stop], self.dim, row_map, sequence, call.ranks, transposed=transposed)
+            for (start, stop), sequence, row_map in self._groups(call, x.size(0), seq_len, edges)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _groups(
+        self, call: SequenceCall, batch_size: int, seq_len: int, edges: Edges
+    ) -> Iterator[tuple[Span, SequenceLayout, RowMap]]:
+        """Yield batch rows that are divided alike, in both layouts if there are two, with sequence and row map."""
+        for (start, stop), sequence in call.sequences(seq_len, batch_size, edges):
+            if not isinstance(self.row_map, Relayout):
+                yield (start, stop), sequence, self.row_map
+                continue
+            for group, (first, last) in enumerate(self.row_map.target.batch_groups(batch_size)):
+                rows = max(start, first), min(stop, last)
+                if rows[0] < rows[1] or batch_size == 0:
+                    yield rows, sequence, replace(self.row_map, group=group)
 
 
 @dataclass(frozen=True)
@@ -67,7 +140,7 @@ class CausalConv1d(SequenceLayer):
 
     activation: str | None
 
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
         x, weight, bias, *_ = tensors
         rows, outs = Extended(weight.size(1) - 1), []
         for (start, stop), sequence in call.sequences(seq_len, x.size(0), edges):
@@ -86,7 +159,6 @@ class LinearRecurrence(SequenceLayer):
     """
 
     of_tokens = 5  # all but the initial state
-    owner: str
     scale: float | None
     """None for 1 / sqrt(K), which is a symbol where compiled code has dynamic shapes."""
     normalizes: bool
@@ -96,11 +168,11 @@ class LinearRecurrence(SequenceLayer):
     """Key of `METHODS`, or "auto"."""
 
     def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
-        self._check_states(tensors[0], tensors[-1], edges)
-        self._check_heads(tensors[0], call.ranks)
+        self._check_states(call.owner, tensors[0], tensors[-1], edges)
+        self._check_heads(call.owner, tensors[0], call.ranks)
         return super().length(call, tensors, seq_len, edges)
 
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
         *given, initial = tensors
         outs, finals = [], []
         for (start, stop), sequence in call.sequences(seq_len, given[0].size(0), edges):
@@ -109,7 +181,7 @@ class LinearRecurrence(SequenceLayer):
             states = None
             if initial is not None:  # (documents, B, H, K, V)
                 states = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(rows.v))
-            by_method = METHODS[self._method(rows, sequence, call.ranks)]
+            by_method = METHODS[self._method(call, rows, sequence)]
             out, ends = by_method(self._prepared, rows, sequence, call.ranks, states, self.returns_state)
             outs.append(out.to(rows.v.dtype))
             if ends is not None:
@@ -128,18 +200,17 @@ class LinearRecurrence(SequenceLayer):
         scale = k.size(3) ** -0.5 if self.scale is None else self.scale
         return recurrence.of(q, k, v, g, beta, scale, lengths)
 
-    def _method(self, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks) -> str:
-        """The method of a call, alike on every rank; "auto" takes the one that is predicted to be fastest."""
-        v = rows.v
+    def _method(self, call: SequenceCall, rows: Rows, sequence: SequenceLayout) -> str:
+        """Return the method of a call, alike on every rank; "auto" takes the one that is predicted to be fastest."""
+        ranks, v = call.ranks, rows.v
         if self.method != "auto":
             return self.method
         if not self._is_predicted(v, ranks):
             return "scan"
-        spec = recurrence_spec(rows, sequence)
         cluster = cluster_of(ranks, v.device, v.dtype.itemsize)
-        found = recurrence_estimates(spec, cluster, one_axis=axis_of_heads(ranks) is not None)
+        found = recurrence_estimates(rows, sequence, cluster, one_axis=axis_of_heads(ranks) is not None)
         times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
-        log_once("engine", logging.INFO, f'{self.owner}: "auto" takes {fastest(found)}, the first within 5%: {times}')
+        log_once("engine", logging.INFO, f'{call.owner}: "auto" takes {fastest(found)}, the first within 5%: {times}')
         return fastest(found)
 
     def _is_predicted(self, v: Tensor, ranks: SequenceRanks) -> bool:
@@ -150,23 +221,23 @@ class LinearRecurrence(SequenceLayer):
         rows = v.size(0) if documents is None else documents
         return ((rows, v.size(2), q.size(3), v.size(3)), wide_dtype(v)) if self.returns_state else None
 
-    def _check_heads(self, v: Tensor, ranks: SequenceRanks) -> None:
-        """Refuses the exchange of heads where these do not divide, and over two axes."""
+    def _check_heads(self, owner: str, v: Tensor, ranks: SequenceRanks) -> None:
+        """Refuse the exchange of heads where these do not divide, and over two axes."""
         axis = axis_of_heads(ranks)
         if self.method == "heads" and (axis is None or v.size(2) % ranks.size):
             raise ValueError(
-                f'{self.owner} with method "heads" expects ranks along one mesh axis and a multiple of their number as '
+                f'{owner} with method "heads" expects ranks along one mesh axis and a multiple of their number as '
                 f'heads, got {v.size(2)} heads and {ranks.size} ranks along {1 + (axis is None)}: use method="auto"'
             )
 
-    def _check_states(self, v: Tensor, initial: Tensor | None, edges: Edges) -> None:
-        """Refuses states of documents in several batch rows, and another number of them."""
+    def _check_states(self, owner: str, v: Tensor, initial: Tensor | None, edges: Edges) -> None:
+        """Refuse states of documents in several batch rows, and another number of them."""
         if edges and v.size(0) != 1 and (initial is not None or self.returns_state):
-            raise ValueError(f"{self.owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
+            raise ValueError(f"{owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
         states = len(edges) - 1 if edges else v.size(0)
         if initial is not None and initial.size(0) != states:
             raise ValueError(
-                f"{self.owner} expects an initial state of each {'document' if edges else 'batch row'}, {states}, got "
+                f"{owner} expects an initial state of each {'document' if edges else 'batch row'}, {states}, got "
                 f"{tuple(initial.shape)}"
             )
 
@@ -175,7 +246,6 @@ class LinearRecurrence(SequenceLayer):
 class AffineScan(SequenceLayer):
     """The states (pieces, ..., K, V) that enter this rank's pieces. Tensors: state, transition, initial state."""
 
-    owner: str
     returns_state: bool
 
     def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
@@ -183,27 +253,27 @@ class AffineScan(SequenceLayer):
         call.check_edges(edges, seq_len)
         return seq_len
 
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> tuple[Tensor, Tensor | None]:
+    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
         state, transition, initial, *_ = tensors
         if len(call.layout.batch_groups(2)) > 1:
             raise NotImplementedError(
-                f"{self.owner} expects a layout that divides all batch rows alike, got {call.layout}"
+                f"{call.owner} expects a layout that divides all batch rows alike, got {call.layout}"
             )
         ((_, sequence),) = call.sequences(seq_len, 1, edges)
         plan = scan_plan(sequence, call.ranks.rank, self.returns_state)
-        documents = max(len(edges) - 1, 1)
         if state.size(0) != len(plan.documents):
             raise ValueError(
-                f"{self.owner} expects a map of each of this rank's runs, {sequence.pieces(plan.rank)}, got state "
+                f"{call.owner} expects a map of each of this rank's runs, {sequence.pieces(plan.rank)}, got state "
                 f"{tuple(state.shape)}"
             )
-        if initial is not None and initial.size(0) != documents:
+        if initial is not None and initial.size(0) != sequence.documents:
             raise ValueError(
-                f"{self.owner} expects an initial state of each of {documents} documents, got {tuple(initial.shape)}"
+                f"{call.owner} expects an initial state of each of {sequence.documents} documents, got "
+                f"{tuple(initial.shape)}"
             )
         sent = torch.tensor(plan.sent, dtype=torch.int64, device=state.device)
         maps = transition.index_select(0, sent), state.index_select(0, sent)
-        entering, final = scanned(*maps, plan, call.ranks, initial, documents, self.returns_state)
+        entering, final = scanned(*maps, plan, call.ranks, initial, sequence.documents, self.returns_state)
         nothing = torch.zeros_like(state[0])
         return torch.stack([nothing if each is None else each for each in entering]), final
 
@@ -212,97 +282,101 @@ class AffineScan(SequenceLayer):
         return ((documents or 1, *state.shape[1:]), state.dtype) if self.returns_state else None
 
 
-def recurrence_spec(rows: Rows, sequence: SequenceLayout) -> RecurrenceSpec:
-    """The numbers that the cost of a recurrent layer depends on."""
-    v, q, _, g, beta = rows
-    of_token = [math.prod(x.shape[2:]) * x.dtype.itemsize for x in rows if x is not None]
-    return RecurrenceSpec(
-        sequence, v.size(0), v.size(2), q.size(3), v.size(3), sum(of_token),
-        v.size(2) * v.size(3) * q.dtype.itemsize, beta is not None, g is not None and g.dim() == 4,
-    )  # fmt: skip
-
-
 def _normalized(x: Tensor) -> Tensor:
     wide = x.to(wide_dtype(x))
     return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)
 
 
-# Operators in compiled code
+# Calls, eager and as an operator of compiled code
 
 
-def traced_layer(key: str, tensors: Inputs, cu_seqlens: Tensor | None, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Both results of a layer in a program that is being captured; an empty final state if it has none.
+def run_layer(call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> Result:
+    """Compute the result of a call; differentiable. `seq_len` None: the layer finds the length."""
+    length = call.operation.length(call, tensors, seq_len, edges)
+    with no_autocast(tensors[0]):
+        result: Result = call.operation.forward(call, tensors, length, edges)
+    return result
+
+
+def traced_layer(key: str, tensors: Inputs, cu_seqlens: Tensor | None, seq_len: int, rows: int = -1) -> Result:
+    """Return the result of a layer in a program that is being captured.
 
     Args:
         key: of the call.
         seq_len: -1 if it is known only when the code runs.
+        rows: of the output; -1 for those of the first tensor.
     """
     padded = (*tensors, *[None] * (MOST_TENSORS - len(tensors)))
-    results: tuple[Tensor, Tensor] = torch.ops.cp_dtensor.sequence_layer(*padded, cu_seqlens, key, seq_len)
-    return results
+    out, final = torch.ops.cp_dtensor.sequence_layer(*padded, cu_seqlens, key, seq_len, rows)
+    return out, final if final.numel() else None
 
 
-def _run(tensors: Inputs, cu_seqlens: Tensor | None, key: str, seq_len: int) -> tuple[Tensor, Tensor]:
-    call = sequence_call_of(key)
-    edges = document_edges(call.owner, cu_seqlens)
-    length = call.operation.length(call, tensors, None if seq_len < 0 else seq_len, edges)
-    with no_autocast(tensors[0]):
-        out, final = call.operation.forward(call, tensors, length, edges)
+def _result(call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> tuple[Tensor, Tensor]:
+    """Return both results of the operator; the final state is empty if there is none."""
+    out, final = run_layer(call, tensors, seq_len, edges)
     return out, out.new_empty(0) if final is None else final
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, cu_seqlens, key, seq_len = arguments
+    *tensors, cu_seqlens, key, seq_len, _ = arguments
+    call = sequence_call_of(key)
     with torch.no_grad():
-        out, final = _run(tensors, cu_seqlens, key, seq_len)
+        out, final = _result(call, tensors, None if seq_len < 0 else seq_len, document_edges(call.owner, cu_seqlens))
     return out.contiguous(), final.contiguous()
 
 
+def _resized(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Return an empty tensor like x, with other rows unless they are -1."""
+    return x.new_empty([rows if each == dim and rows >= 0 else size for each, size in enumerate(x.shape)])
+
+
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, cu_seqlens, key, _ = arguments
+    *tensors, cu_seqlens, key, _, rows = arguments
     documents = None if cu_seqlens is None or cu_seqlens.numel() == 1 else cu_seqlens.numel() - 1
-    final = sequence_call_of(key).operation.final_state(tensors, documents)
-    x = tensors[0]
-    return x.new_empty(x.shape), x.new_empty(0) if final is None else x.new_empty(final[0], dtype=final[1])
+    operation, x = operation_of(key), tensors[0]
+    final = operation.final_state(tensors, documents)
+    out = _resized(x, operation.dim, rows)
+    return out, x.new_empty(0) if final is None else x.new_empty(final[0], dtype=final[1])
 
 
 def _backward(grad_out: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Gradients of all tensors. The layer is computed again, so that nothing but its arguments is saved."""
-    *tensors, cu_seqlens, key, seq_len, needed = arguments
-    with autograd_recorded():
-        leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
-        results = _run(leaves, cu_seqlens, key, seq_len)
-        pairs = [(y, g) for y, g in zip(results, (grad_out, grad_final), strict=True) if y.requires_grad]
-        wanted = [x for x in leaves if x is not None and x.requires_grad]
-        grads = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True))
-    nothing = grad_out.new_empty(0)
-    return tuple(next(grads).contiguous() if x is not None and x.requires_grad else nothing.clone() for x in leaves)
+    """Return gradients of all tensors, empty ones for those that are not needed. Only arguments were saved."""
+    *tensors, cu_seqlens, key, seq_len, _, needed = arguments
+    call = sequence_call_of(key)
+    edges = document_edges(call.owner, cu_seqlens)
+    if seq_len < 0:  # without saved tensors the output has as many rows as the first one
+        seq_len = call.operation.length(call, tensors if tensors[0] is not None else [grad_out], None, edges)
+    grads = iter(call.operation.gradients(call, tensors, (grad_out, grad_final), needed, seq_len, edges))
+    return tuple(next(grads).contiguous() if need else grad_out.new_empty(0) for need in needed)
 
 
 def _fake_backward(grad_out: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, _cu_seqlens, _key, _seq_len, needed = arguments
+    *tensors, _cu_seqlens, key, _seq_len, rows, needed = arguments
     return tuple(
-        grad_out.new_empty(0) if x is None or not need else x.new_empty(x.shape)
+        grad_out.new_empty(0) if not need
+        else _resized(grad_out, operation_of(key).dim, rows) if x is None else x.new_empty(x.shape)
         for x, need in zip(tensors, needed, strict=True)
-    )
+    )  # fmt: skip
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, cu_seqlens, ctx.key, ctx.seq_len = inputs
-    ctx.save_for_backward(*tensors, cu_seqlens)
+    *tensors, cu_seqlens, ctx.key, ctx.seq_len, _ = inputs
+    operation = operation_of(ctx.key)
+    ctx.rows = tensors[0].size(operation.dim)
+    ctx.save_for_backward(*(tensors if operation.saves_tensors else [None] * MOST_TENSORS), cu_seqlens)
 
 
 def _gradients(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
     needed = list(ctx.needs_input_grad[:MOST_TENSORS])
     grads = torch.ops.cp_dtensor.sequence_layer_backward(
-        grad_out, grad_final, *ctx.saved_tensors, ctx.key, ctx.seq_len, needed
+        grad_out, grad_final, *ctx.saved_tensors, ctx.key, ctx.seq_len, ctx.rows, needed
     )
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None
+    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *[None] * 4
 
 
 def _define() -> None:
-    tensors = "Tensor x, " + "".join(f"Tensor? x{number}, " for number in range(1, MOST_TENSORS))
-    arguments = f"{tensors}Tensor? cu_seqlens, str call, SymInt seq_len"
+    tensors = "".join(f"Tensor? x{number}, " for number in range(MOST_TENSORS))
+    arguments = f"{tensors}Tensor? cu_seqlens, str call, SymInt seq_len, SymInt rows"
     grads = ", ".join(["Tensor"] * MOST_TENSORS)
     define_operator(
         f"sequence_layer({arguments}) -> (Tensor, Tensor)", _forward, _fake_forward, gradients=_gradients,

@@ -7,6 +7,7 @@ ranks exchange rows for heads, as Ulysses attention does, and each rank computes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,25 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor.api.extension import (
-    CollectiveHeads,
-    HeadRows,
-    RankFunction,
-    SequenceRanks,
-    partition_heads,
-    positions_of,
-    rows_in_order,
-)
-from cp_dtensor.layers.call import rows_of
+from cp_dtensor.api.extension import SequenceRanks, positions_of, wide_dtype
 from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.layers.exchange import TableCache, rows_of, swapped
 from cp_dtensor.layers.fla import FlaRecurrence
 from cp_dtensor.layers.rows import Relayout, SequenceLayout
 from cp_dtensor.layers.scan import gathered, scan_plan, scanned
-from cp_dtensor.spec.layouts import Contiguous
+from cp_dtensor.spec.layouts import Contiguous, shard_lengths
 
 
 class Rows(NamedTuple):
-    """Arguments of a recurrence over T tokens; H is a multiple of H'."""
+    """Arguments of a recurrence over T tokens; H is a multiple of H'. For predictions, of any T on the meta device."""
 
     v: Tensor
     """(B, T, H, V)."""
@@ -44,7 +37,33 @@ class Rows(NamedTuple):
     g: Tensor | None
     """(B, T, H) or (B, T, H, K)."""
     beta: Tensor | None
-    """(B, T, H)."""
+    """(B, T, H), of a delta rule."""
+
+    @property
+    def decays_by_channel(self) -> bool:
+        return self.g is not None and self.g.dim() == 4
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of a token's output, all batch rows, in the dtype of q, as of kernels."""
+        return self.v.size(0) * math.prod(self.v.shape[2:]) * self.q.itemsize
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of the map of a run: a matrix with the delta rule, else a diagonal, and a state."""
+        batch, _, heads, columns = self.v.shape
+        width = 1 if self.beta is None else self.q.size(3)
+        return batch * heads * self.q.size(3) * (width + columns) * wide_dtype(self.v).itemsize
+
+    def copies_of_keys(self, ranks: int) -> int:
+        """Return the copies of each head of q and k by which ranks get whole heads of them, with those of v."""
+        of_keys, each = self.q.size(2), self.v.size(2) // self.q.size(2)
+        return next(times for times in range(1, each + 1) if each % times == 0 and of_keys * times % ranks == 0)
+
+
+def token_bytes(*tensors: Tensor | None) -> int:
+    """Return the bytes of a token of some tensors (B, T, ...), all batch rows."""
+    return sum(x.size(0) * math.prod(x.shape[2:]) * x.itemsize for x in tensors if x is not None)
 
 
 Prepare = Callable[[Rows, Sequence[int]], ChunkedRecurrence | FlaRecurrence]
@@ -56,7 +75,7 @@ Result = tuple[Tensor, Tensor | None]
 def by_scan(
     prepare: Prepare, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks, initial: Tensor | None, final: bool
 ) -> Result:
-    """States travel: H K (K + V) numbers of each run.
+    """Compute a recurrence whose states travel: H K (K + V) numbers of each run.
 
     Args:
         rows: those of this rank.
@@ -65,124 +84,102 @@ def by_scan(
     """
     plan = scan_plan(sequence, ranks.rank, final)
     recurrence = prepare(rows, [stop - start for start, stop in sequence.pieces(ranks.rank)])
-    entering, ends = scanned(*recurrence.maps(plan.sent), plan, ranks, initial, _documents(sequence), final)
+    entering, ends = scanned(*recurrence.maps(plan.sent), plan, ranks, initial, sequence.documents, final)
     return recurrence.outputs(entering)[0], ends
 
 
 def by_relayout(
     prepare: Prepare, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks, initial: Tensor | None, final: bool
 ) -> Result:
-    """Rows travel to adjacent chunks, whose states travel then. Arguments as `by_scan`."""
+    """Compute a recurrence whose rows travel to adjacent chunks, whose states travel then. Arguments as `by_scan`."""
     there = replace(sequence, layout=Contiguous(), group=0)
-    moved = Rows(*_moved(rows, Relayout(Contiguous()), sequence, ranks))
+    target, back = Relayout(Contiguous()), Relayout(sequence.layout, sequence.group)
+    moved = Rows(*_together(rows, 1, lambda x: rows_of(x.flatten(2), 1, target, sequence, ranks)))
     out, ends = by_scan(prepare, moved, there, ranks, initial, final)
-    (back,) = _moved([out], Relayout(sequence.layout, sequence.group), there, ranks)
-    return back, ends
-
-
-def _moved(
-    rows: Sequence[Tensor | None], target: Relayout, sequence: SequenceLayout, ranks: SequenceRanks
-) -> list[Any]:
-    """Rows in another layout, in one exchange for each dtype."""
-    moved: list[Any] = [*rows]
-    for dtype in dict.fromkeys(x.dtype for x in rows if x is not None):
-        some = {index: x for index, x in enumerate(rows) if x is not None and x.dtype == dtype}
-        flat = [x.flatten(2) for x in some.values()]
-        arrived = rows_of(torch.cat(flat, 2), 1, target, sequence, ranks).split([x.size(2) for x in flat], 2)
-        for (index, x), mine in zip(some.items(), arrived, strict=True):
-            moved[index] = mine.unflatten(2, x.shape[2:])
-    return moved
+    return rows_of(out, 1, back, there, ranks), ends
 
 
 def by_heads(
     prepare: Prepare, rows: Rows, sequence: SequenceLayout, ranks: SequenceRanks, initial: Tensor | None, final: bool
 ) -> Result:
-    """Heads travel: H is a multiple of the ranks, which are along one axis. Arguments as `by_scan`.
+    """Compute a recurrence whose heads travel: H is a multiple of the ranks, along one axis. Arguments as `by_scan`.
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509), for attention; Megatron-LM for Mamba and gated delta nets.
     """
-    v, q, k, g, beta = rows
-    group, size, layout = axis_of_heads(ranks), ranks.size, sequence.layout
+    group, size = axis_of_heads(ranks), ranks.size
     assert group is not None
-    heads = partition_heads(v.size(2), q.size(2), size)
-    segments = [layout.segments(sequence.seq_len, rank, size, sequence.group) for rank in range(size)]
-    in_order = rows_in_order(segments)
-    groups = [heads.kv_groups(rank) for rank in range(size)]
-    of_values = HeadRows(in_order, tuple(map(heads.query_heads, groups)))
-    of_keys = HeadRows(in_order, tuple(groups))
-    q, k = (x if heads.replication == 1 else x.repeat_interleave(heads.replication, 2) for x in (q, k))
-    some = {index: x for index, x in enumerate((v, q, k, g, beta)) if x is not None}
-    kinds = tuple(of_keys if index in (1, 2) else of_values for index in some)
-    by_head = [(x if x.dim() == 4 else x.unsqueeze(-1)).transpose(1, 2) for x in some.values()]
-    arrived = [x.transpose(1, 2) for x in _Exchanged.apply(True, kinds, group, *by_head)]
-    # Blocks of stripes arrive segment by segment.
-    positions = None
-    if not all(each.is_contiguous for of_rank in segments for each in of_rank):
-        positions = positions_of([segments[rank][part] for rank, part in in_order.places], v.device)
-        arrived = [x.index_select(1, positions.argsort()) for x in arrived]
-    mine: list[Any] = [None] * len(rows)
-    for (index, x), of_heads in zip(some.items(), arrived, strict=True):
-        mine[index] = of_heads if x.dim() == 4 else of_heads.squeeze(-1)
+    places = _places.read(sequence, rows.v.device, lambda: _Places(sequence, rows.v.device))
+    lengths = list(shard_lengths(sequence.layout, sequence.seq_len, size))
+    of_every_rank = [lengths[ranks.rank]] * size
+    times = rows.copies_of_keys(size)
+    if times > 1:
+        rows = rows._replace(q=rows.q.repeat_interleave(times, 2), k=rows.k.repeat_interleave(times, 2))
 
+    def to_heads(x: Tensor) -> Tensor:
+        by_rank = x.permute(2, 1, 0, 3).flatten(0, 1)  # (B, T, ranks, D): the rows for each rank, one after the other
+        arrived = swapped(by_rank, of_every_rank, lengths, group)
+        return arrived.index_select(0, places.by_position).transpose(0, 1)
+
+    mine = Rows(*_together(rows, size, to_heads))
     whole = SequenceLayout(Contiguous(), sequence.seq_len, 1, 0, sequence.edges)
     documents = scan_plan(whole, 0, False).documents
-    start, stop = of_values.heads[ranks.rank]
-    states = None if initial is None else initial[:, :, start:stop]
+    count = rows.v.size(2) // size
+    states = None if initial is None else initial[:, :, ranks.rank * count : (ranks.rank + 1) * count]
     entering = [None if states is None or index is None else states[index] for index in documents]
     if states is not None and all(each is None for each in entering):  # zeros, with a gradient of zero
         entering[0] = states[:0].sum(0)
-    recurrence = prepare(Rows(*mine), [last - first for first, last in whole.pieces(0)])
-    out, ends = recurrence.outputs(entering, final)
-    if positions is not None:
-        out = out.index_select(1, positions)
-    (back,) = _Exchanged.apply(False, (of_values,), group, out.transpose(1, 2))
+    out, ends = prepare(mine, [stop - start for start, stop in whole.pieces(0)]).outputs(entering, final)
+    by_rank = out.transpose(0, 1).index_select(0, places.positions)
+    back = swapped(by_rank, lengths, of_every_rank, group)
+    back = back.unflatten(0, (size, lengths[ranks.rank])).permute(2, 1, 0, 3, 4).flatten(2, 3)
     if not final:
-        return back.transpose(1, 2), None
+        return back, None
     at_ends = dict(zip(documents, ends, strict=True))
     nothing = ends[0].new_zeros(ends[0].shape)
     last = [
         at_ends[each] if each in at_ends else nothing if states is None else states[each]
-        for each in range(_documents(sequence))
+        for each in range(sequence.documents)
     ]
-    return back.transpose(1, 2), gathered(torch.stack(last), ranks).movedim(0, 2).flatten(2, 3)
+    return back, gathered(torch.stack(last), ranks).movedim(0, 2).flatten(2, 3)
 
 
 def axis_of_heads(ranks: SequenceRanks) -> dist.ProcessGroup | None:
-    """The only axis with more than one rank, None if there are two."""
+    """Return the only axis with more than one rank, None if there are two."""
     if ranks.inner is None or ranks.inner.size() == 1:
         return ranks.outer
     return ranks.inner if ranks.outer.size() == 1 else None
 
 
-class _Exchanged(RankFunction):
-    """Exchanges rows for heads, or heads for rows, which is the transpose.
+def _together(rows: Rows, parts: int, move: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Move tensors (B, T, heads, ...) in one exchange for each dtype.
 
-    Tensors are (B, all heads, this rank's rows, D), or (B, this rank's heads, all rows, D). `kinds` has those of each.
+    `move` gets (B, T, parts, D), each part with an equal share of all heads, and returns (B, other rows, D).
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, towards_heads: bool, kinds: tuple[HeadRows, ...], group: dist.ProcessGroup, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.arguments = not towards_heads, kinds, group
-        bundles = [[x] for x in tensors]
-        if towards_heads:
-            return tuple(x for (x,) in CollectiveHeads().to_heads(bundles, [kinds], group).receive())
-        targets = []
-        for x, kind in zip(tensors, kinds, strict=True):
-            rows = sum(kind.rows.lengths[group.rank()])
-            targets.append([x.new_empty(x.size(0), rows, sum(kind.head_counts), x.size(3)).transpose(1, 2)])
-        CollectiveHeads().to_rows(bundles, targets, kinds, group, is_last=True).wait()
-        return tuple(x for (x,) in targets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_Exchanged.apply(*ctx.arguments, *grads)
+    moved: list[Any] = [*rows]
+    for dtype in dict.fromkeys(x.dtype for x in rows if x is not None):
+        some = {index: x for index, x in enumerate(rows) if x is not None and x.dtype == dtype}
+        flat = [x.unflatten(2, (parts, x.size(2) // parts)).flatten(3) for x in some.values()]
+        arrived = move(torch.cat(flat, 3)).split([x.size(3) for x in flat], 2)
+        for (index, x), mine in zip(some.items(), arrived, strict=True):
+            moved[index] = mine.unflatten(2, (x.size(2) // parts, *x.shape[3:]))
+    return moved
 
 
-def _documents(sequence: SequenceLayout) -> int:
-    return max(len(sequence.edges) - 1, 1)
+class _Places:
+    """The order of the rows of all ranks, one rank after the other, on a device."""
+
+    def __init__(self, sequence: SequenceLayout, device: torch.device) -> None:
+        layout, size = sequence.layout, sequence.world_size
+        by_rank = (layout.segments(sequence.seq_len, rank, size, sequence.group) for rank in range(size))
+        self.positions = positions_of([segment for segments in by_rank for segment in segments], device)
+        """Of these rows in the sequence."""
+        self.by_position = self.positions.argsort()
+        """The row of each position."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.positions, self.by_position
 
 
+_places = TableCache(_Places.tensors)
 METHODS = {"scan": by_scan, "relayout": by_relayout, "heads": by_heads}
 """By the value of `method=`."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.extension import Mesh, check_devices, check_tensors, softmax_scale
-from cp_dtensor.layers.arguments import layer
+from cp_dtensor.layers.arguments import check_dims, layer
 from cp_dtensor.layers.layer import LinearRecurrence
 from cp_dtensor.layers.methods import METHODS
 from cp_dtensor.spec.layouts import Layout
@@ -25,7 +25,7 @@ def gated_delta_rule(
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """Gated delta rule of a sharded sequence, the linear attention of Qwen3-Next.
+    """Compute the gated delta rule of a sharded sequence, the linear attention of Qwen3-Next.
 
     For each head, with a state S (K, V) of each document that begins as `initial_state` or zeros:
 
@@ -78,10 +78,8 @@ def gated_delta_rule(
 
     Source: Gated Delta Networks (arXiv 2412.06464). Arguments as `chunk_gated_delta_rule` of flash-linear-attention.
     """
-    _check_dtypes("gated_delta_rule", q=q, k=k, v=v)
-    _check_heads("gated_delta_rule", v, beta=beta)
-    if g is not None:
-        _check_heads("gated_delta_rule", v, g=g)
+    check_tensors("gated_delta_rule", beta=beta)
+    _check("gated_delta_rule", q, k, v, g, beta, initial_state, of_decays=("batch tokens heads",))
     return _recurrence(
         "gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh,
         layout, cu_seqlens, seq_len, method,
@@ -94,7 +92,7 @@ def kda(
     initial_state: torch.Tensor | None = None, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """Kimi delta attention of a sharded sequence: `gated_delta_rule` with a decay of each channel of the keys.
+    """Compute Kimi delta attention of a sharded sequence: `gated_delta_rule` with a decay of each channel of the keys.
 
         S_t = diag(exp(g_t)) S_{t-1} + beta_t k_t^T (v_t - k_t diag(exp(g_t)) S_{t-1}),  o_t = scale q_t S_t
 
@@ -117,11 +115,8 @@ def kda(
 
     Source: Kimi Linear (arXiv 2510.26692). Arguments as `chunk_kda` of flash-linear-attention.
     """
-    _check_dtypes("kda", q=q, k=k, v=v)
-    _check_heads("kda", v, beta=beta)
-    check_tensors("kda", g=g)
-    if g.dim() != 4:
-        raise ValueError(f"kda expects g (batch, tokens, heads, K), a decay of each key channel, got {tuple(g.shape)}")
+    check_tensors("kda", g=g, beta=beta)
+    _check("kda", q, k, v, g, beta, initial_state, of_decays=("batch tokens heads K",))
     return _recurrence(
         "kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh, layout,
         cu_seqlens, seq_len, method,
@@ -134,7 +129,7 @@ def linear_attention(
     initial_state: torch.Tensor | None = None, output_final_state: bool = False, cu_seqlens: Any = None,
     seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """Causal linear attention of a sharded sequence, without a softmax; gated with `g`.
+    """Compute causal linear attention of a sharded sequence, without a softmax; gated with `g`.
 
         S_t = exp(g_t) S_{t-1} + k_t^T v_t,  o_t = scale q_t S_t
 
@@ -160,7 +155,9 @@ def linear_attention(
     Source: Linear Transformers (arXiv 2006.16236); GLA (arXiv 2312.06635). Arguments as `chunk_simple_gla` and
     `chunk_gla` of flash-linear-attention.
     """
-    _check_dtypes("linear_attention", q=q, k=k, v=v)
+    _check(
+        "linear_attention", q, k, v, g, None, initial_state, of_decays=("batch tokens heads", "batch tokens heads K")
+    )
     return _recurrence(
         "linear_attention", q, k, v, g, None, scale, initial_state, output_final_state, False, mesh, layout, cu_seqlens,
         seq_len, method,
@@ -174,7 +171,7 @@ def mamba2(
     initial_states: torch.Tensor | None = None, return_final_states: bool = False, cu_seqlens: Any = None,
     seq_len: int | None = None, method: str = "auto",
 ) -> Result:  # fmt: skip
-    """State-space layer of Mamba-2 (SSD) of a sharded sequence.
+    """Compute the state-space layer of Mamba-2 (SSD) of a sharded sequence.
 
     With dt = softplus(dt + dt_bias), clamped to `dt_limit`, and a state S (P, N) of each head:
 
@@ -206,31 +203,16 @@ def mamba2(
 
     Source: Mamba-2 (arXiv 2405.21060). Arguments as `mamba_chunk_scan_combined` of mamba_ssm.
     """
-    _check_dtypes("mamba2", x=x, B=B, C=C)
-    if not x.dim() == B.dim() == C.dim() == 4 or B.shape != C.shape or B.shape[:2] != x.shape[:2]:
-        raise ValueError(
-            "mamba2 expects x (batch, tokens, heads, P), B and C (batch, tokens, groups, N); got x "
-            f"{tuple(x.shape)}, B {tuple(B.shape)}, C {tuple(C.shape)}"
-        )
-    if not B.size(2) or x.size(2) % B.size(2) or not B.size(3) or not x.is_floating_point():
-        raise ValueError(
-            "mamba2 expects floating tensors, heads of x to be a multiple of groups of B and C, and N at least 1; got "
-            f"x {x.dtype} {tuple(x.shape)}, B and C {tuple(B.shape)}"
-        )
+    check_tensors("mamba2", x=x, dt=dt, A=A, B=B, C=C)
+    given = {"x": x, "B": B, "C": C, "dt": dt, "A": A, "dt_bias": dt_bias, "D": D, "initial_states": initial_states}
+    check_dims("mamba2", _DIMS_OF_MAMBA2, given)
+    _check_kinds("mamba2", {"B": B, "C": C}, {"x": x}, "N")
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"mamba2 expects dt_limit to be a smallest and a largest dt, got {dt_limit!r}")
-    _check_heads("mamba2", x, dt=dt)
-    heads, width, states = x.size(2), x.size(3), B.size(3)
-    check_tensors("mamba2", A=A)
-    _check_parameters("mamba2", x, [(heads,)], A=A, dt_bias=dt_bias)
-    _check_parameters("mamba2", x, [(heads,), (heads, width)], D=D)
-    if initial_states is not None:
-        check_tensors("mamba2", initial_states=initial_states)
-        if initial_states.dim() != 4 or tuple(initial_states.shape[1:]) != (heads, width, states):
-            raise ValueError(
-                f"mamba2 expects initial_states (..., {heads}, {width}, {states}), got {tuple(initial_states.shape)}"
-            )
-    check_devices("mamba2", [x, dt, A, B, C, D, dt_bias, initial_states])
+    for name, parameter in (("A", A), ("dt_bias", dt_bias), ("D", D)) if isinstance(x, DTensor) else ():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            raise TypeError(f"mamba2 of DTensors expects {name} to be a DTensor, got a plain tensor")
+    check_devices("mamba2", list(given.values()))
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -246,39 +228,46 @@ def mamba2(
     return out if final is None else (out, final.transpose(-1, -2))
 
 
-def _check_dtypes(owner: str, **tensors: torch.Tensor) -> None:
-    """Refuses anything else than tensors of one dtype."""
-    check_tensors(owner, **tensors)
-    if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        received = ", ".join([f"{name} {tensor.dtype}" for name, tensor in tensors.items()])
-        raise ValueError(f"{owner} expects {', '.join(tensors)} of one dtype, got {received}")
+_STATES = ("states heads K V",)
+_DIMS_OF_MAMBA2 = {
+    "x": ("batch tokens heads P",), "B": ("batch tokens groups N",), "C": ("batch tokens groups N",),
+    "dt": ("batch tokens heads",), "A": ("heads",), "dt_bias": ("heads",), "D": ("heads", "heads P"),
+    "initial_states": ("states heads P N",),
+}  # fmt: skip
 
 
-def _check_heads(owner: str, v: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """Refuses tensors that are not (B, T, H) of v (B, T, H, V)."""
-    check_tensors(owner, v=v, **tensors)
-    for name, tensor in tensors.items():
-        if tensor.shape != v.shape[:3]:
-            raise ValueError(
-                f"{owner} expects {name} (batch, tokens, heads), {tuple(v.shape[:3])}, got {tuple(tensor.shape)}"
-            )
+def _check(
+    owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
+    initial: torch.Tensor | None, *, of_decays: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Refuse tensors that do not fit; `of_decays` are the possible dims of g."""
+    check_tensors(owner, q=q, k=k, v=v)
+    keys, values = ("batch tokens groups K",), ("batch tokens heads V",)
+    expected = {"q": keys, "k": keys, "v": values, "g": of_decays, "beta": ("batch tokens heads",)}
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial}
+    check_dims(owner, {**expected, "initial_state": _STATES}, given)
+    _check_kinds(owner, {"q": q, "k": k}, {"v": v}, "K")
 
 
-def _check_parameters(owner: str, x: torch.Tensor, shapes: list[tuple[int, ...]], **given: torch.Tensor | None) -> None:
-    """Refuses parameters of other shapes, and plain ones beside a DTensor x."""
-    for name, tensor in given.items():
-        if tensor is None:
-            continue
-        check_tensors(owner, **{name: tensor})
-        if tuple(tensor.shape) not in shapes:
-            expected = " or ".join(map(str, shapes))
-            raise ValueError(f"{owner} expects {name} of shape {expected}, got {tuple(tensor.shape)}")
-        if isinstance(x, DTensor) and not isinstance(tensor, DTensor):
-            raise TypeError(f"{owner} of DTensors expects {name} to be a DTensor, got a plain tensor")
+def _check_kinds(owner: str, keys: dict[str, torch.Tensor], values: dict[str, torch.Tensor], channels: str) -> None:
+    """Refuse tensors of several dtypes or integers, heads of values that keys do not divide, and keys of no channel."""
+    tensors = {**keys, **values}
+    (key, *_), (value,) = keys.values(), values.values()
+    if len({each.dtype for each in tensors.values()}) > 1 or not key.is_floating_point():
+        raise ValueError(f"{owner} expects {', '.join(tensors)} of one floating dtype, got {_shown(tensors)}")
+    if not key.size(2) or value.size(2) % key.size(2) or not key.size(3):
+        raise ValueError(
+            f"{owner} expects heads of {', '.join(values)} to be a multiple of groups of {' and '.join(keys)}, and at "
+            f"least one channel ({channels}); got {_shown(tensors)}"
+        )
+
+
+def _shown(tensors: dict[str, torch.Tensor]) -> str:
+    return ", ".join([f"{name} {each.dtype} {tuple(each.shape)}" for name, each in tensors.items()])
 
 
 def _divided_as(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """q or k, its heads repeated to those of v where v's heads are sharded over ranks that do not divide those of q."""
+    """Return q or k, its heads repeated to those of v if v's are sharded over ranks that do not divide them."""
     if not isinstance(x, DTensor) or not isinstance(v, DTensor):
         return x
     over = [axis for axis, each in enumerate(v.placements) if isinstance(each, Shard) and each.dim == 2]
@@ -295,32 +284,10 @@ def _recurrence(
 ) -> Result:  # fmt: skip
     if method not in ("auto", *METHODS):
         raise ValueError(f"{owner} expects method to be one of {('auto', *METHODS)}, got {method!r}")
-    received = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
-        raise ValueError(
-            f"{owner} expects q and k (batch, tokens, heads, K) and v (batch, tokens, heads, V); {received}"
-        )
-    if not q.size(2) or v.size(2) % q.size(2) or not q.is_floating_point():
-        raise ValueError(f"{owner} expects floating tensors, and heads of v to be a multiple of those of q; {received}")
-    if not q.size(3):
-        raise ValueError(f"{owner} expects q and k of at least one channel (K); {received}")
-    if g is not None:
-        check_tensors(owner, g=g)
-        if g.shape not in (v.shape[:3], (*v.shape[:3], k.size(3))):
-            raise ValueError(f"{owner} expects g (batch, tokens, heads) or (..., K), got {tuple(g.shape)}; {received}")
     if isinstance(v, DTensor) and (initial is not None or returns_state):
         raise NotImplementedError(f"{owner} of DTensors takes and returns no states: pass local tensors (to_local())")
-    if initial is not None:
-        check_tensors(owner, initial_state=initial)
-        if initial.dim() != 4 or tuple(initial.shape[1:]) != (v.size(2), k.size(3), v.size(3)):
-            raise ValueError(
-                f"{owner} expects an initial state (..., {v.size(2)}, {k.size(3)}, {v.size(3)}), got "
-                f"{tuple(initial.shape)}"
-            )
-    operation = LinearRecurrence, (
-        owner, None if scale is None else softmax_scale(q.size(-1), scale), bool(normalizes), bool(returns_state),
-        method,
-    )  # fmt: skip
+    factor = None if scale is None else softmax_scale(q.size(-1), scale)
+    operation = LinearRecurrence, (factor, bool(normalizes), bool(returns_state), method)
     q, k = _divided_as(v, q), _divided_as(v, k)
     out, final = layer(
         owner, [v, q, k, g, beta, initial], ["BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"], operation, mesh, layout,

@@ -27,14 +27,19 @@ class SequenceLayout(CachedHash):
     group: int = 0
     edges: Edges = ()
 
+    @property
+    def documents(self) -> int:
+        """Number of documents; 1 without edges."""
+        return max(len(self.edges) - 1, 1)
+
     def document(self, position: int) -> Span:
-        """The ends of the document of a position. Tokens outside of all documents are one more on each side."""
+        """Return the ends of the document of a position. Tokens outside of all documents are one more on each side."""
         index = bisect_right(self.edges, position)
         start = self.edges[index - 1] if index else 0
         return start, self.edges[index] if index < len(self.edges) else max(self.seq_len, start)
 
     def runs(self, rank: int) -> list[Span]:
-        """The longest ranges of consecutive positions of a rank, in local order.
+        """Return the longest ranges of consecutive positions of a rank, in local order.
 
         A rank without tokens has one empty run, (0, 0), so that every rank has at least one.
 
@@ -52,7 +57,7 @@ class SequenceLayout(CachedHash):
         return found or [(0, 0)]
 
     def pieces(self, rank: int) -> list[Span]:
-        """The runs of a rank, cut where documents begin and end.
+        """Return the runs of a rank, cut where documents begin and end.
 
         >>> from cp_dtensor.spec.layouts import HeadTail
         >>> SequenceLayout(HeadTail(), 8, 2, edges=(0, 3, 3, 8)).pieces(1)
@@ -71,15 +76,15 @@ class RowMap(ABC):
 
     @abstractmethod
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
-        """Yields ranges of positions, in the order of the rank's result. Rows of (-n, 0) are n rows of zeros."""
+        """Yield ranges of positions, in the order of the rank's result. Rows of (-n, 0) are n rows of zeros."""
 
     def rows_out(self, sequence: SequenceLayout, rank: int) -> int:
-        """The number of rows of the rank's result."""
+        """Return the number of rows of the rank's result."""
         return sum(stop - start for start, stop in self.rows(sequence, rank))
 
 
 def _rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator[Span]:
-    """The `left` positions before a position, zeros before its document."""
+    """Yield the `left` positions before a position, zeros before its document."""
     inside = min(left, position - sequence.document(position)[0])
     yield inside - left, 0
     yield position - inside, position
@@ -87,7 +92,7 @@ def _rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator
 
 @dataclass(frozen=True)
 class Halo(RowMap):
-    """The `left` rows before each run."""
+    """Return the `left` rows before each run."""
 
     left: int
 
@@ -108,7 +113,7 @@ class Extended(RowMap):
             yield start, stop
 
     def tokens(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
-        """Yields the ranges of the result that have the rank's own tokens."""
+        """Yield the ranges of the result that have the rank's own tokens."""
         first = 0
         for start, stop in sequence.pieces(rank):
             first += self.left
@@ -189,7 +194,7 @@ class RowRoute(CachedHash):
 
 @lru_cached
 def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: int = 1) -> RowRoute:
-    """A rank's part of the exchange that gives every rank its result.
+    """Return a rank's part of the exchange that gives every rank its result.
 
     Args:
         inner_size: ranks of the inner axis, if there are two; rank = outer rank * inner size + inner rank.
@@ -235,7 +240,7 @@ def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: 
 
 
 def rows_over_axes(row_map: RowMap, sequence: SequenceLayout, inner_size: int = 1) -> list[tuple[int, int]]:
-    """By rank: the rows that it receives over the outer and the inner axis, in an exchange and its transpose together.
+    """Return by rank the rows received over the outer and the inner axis, in an exchange and its transpose together.
 
     Rows go to the right place of the inner axis first, then along the outer one.
 
@@ -256,7 +261,7 @@ def rows_over_axes(row_map: RowMap, sequence: SequenceLayout, inner_size: int = 
 
 
 def _owners(sequence: SequenceLayout) -> list[tuple[int, int, int, int]]:
-    """`(first position, stop, rank, first local row)` of all runs, by position."""
+    """Return `(first position, stop, rank, first local row)` of all runs, by position."""
     found = []
     for rank in range(sequence.world_size):
         row = 0
@@ -268,7 +273,7 @@ def _owners(sequence: SequenceLayout) -> list[tuple[int, int, int, int]]:
 
 
 def _copies(wanted: Iterable[Span], owners: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
-    """The copies that bring wanted rows to their places, in the order of the result."""
+    """Yield the copies that bring wanted rows to their places, in the order of the result."""
     target = 0
     for start, stop in wanted:
         if start < 0:  # zeros

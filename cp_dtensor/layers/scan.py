@@ -42,7 +42,7 @@ class ScanPlan(CachedHash):
 
 @lru_cached
 def scan_plan(sequence: SequenceLayout, rank: int, all_documents: bool) -> ScanPlan:
-    """A rank's part of the exchange of maps.
+    """Return a rank's part of the exchange of maps.
 
     Args:
         all_documents: True if the state at the end of each document is asked for; else documents that are one piece of
@@ -79,7 +79,7 @@ def scan_plan(sequence: SequenceLayout, rank: int, all_documents: bool) -> ScanP
 
 
 def _index(sequence: SequenceLayout, position: int) -> int | None:
-    """The index in `cu_seqlens` of the document of a position; 0 if there are no documents, None outside of them."""
+    """Return the index in `cu_seqlens` of a position's document; 0 if there are no documents, None outside of them."""
     edges = sequence.edges
     if not edges:
         return 0
@@ -94,7 +94,7 @@ def scanned(
     transition: Tensor, state: Tensor, plan: ScanPlan, ranks: SequenceRanks, initial: Tensor | None, documents: int,
     final: bool,
 ) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
-    """The states that enter this rank's pieces, None for zeros, and the states at the ends of documents if `final`.
+    """Return the states that enter this rank's pieces, None for zeros, and those at the ends of documents if `final`.
 
     Args:
         transition: (sent pieces, ...): `plan.sent`, each a matrix (..., K, K), a diagonal (..., K) or a number (...).
@@ -138,13 +138,13 @@ def scanned(
 
 
 def gathered(x: Tensor, ranks: SequenceRanks) -> Tensor:
-    """A tensor of every rank (ranks, ...), all-gathered; the gradient is the sum over ranks of those of the results."""
+    """All-gather a tensor of every rank, (ranks, ...); the gradient is the sum over ranks of those of the results."""
     result: Tensor = _Gathered.apply(x, ranks, False)
     return result
 
 
 def _applied(transition: Tensor, state: Tensor) -> Tensor:
-    """M S, where M is a matrix, a diagonal or a number."""
+    """Return M S, where M is a matrix, a diagonal or a number."""
     if transition.dim() == state.dim():
         return transition @ state
     return transition[(..., *[None] * (state.dim() - transition.dim()))] * state

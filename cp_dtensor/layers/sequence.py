@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.extension import Mesh, cast_by_autocast, check_tensors, checked_length, parts_of
-from cp_dtensor.layers.arguments import checked_number, layer, moved_rows, runs_of_rank
+from cp_dtensor.layers.arguments import check_dims, checked_number, layer, moved_rows, runs_of_rank
 from cp_dtensor.layers.convolution import ACTIVATIONS
 from cp_dtensor.layers.layer import AffineScan, CausalConv1d
 from cp_dtensor.layers.rows import Halo, Relayout, Shift
@@ -19,7 +19,7 @@ def halo(
     x: torch.Tensor, left: int, *, mesh: Mesh | None = None, dim: int, layout: Layout | None = None,
     cu_seqlens: Any = None, seq_len: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The `left` rows before each run of this rank's tokens, one run after the other.
+    """Return the `left` rows before each run of this rank's tokens, one run after the other.
 
     A run is a longest range of consecutive positions in the local order: one in `Contiguous()`, two in `HeadTail()`
     (one on the last rank, whose chunks are adjacent), each block in `Striped`. A rank without tokens has one empty run.
@@ -60,7 +60,7 @@ def shift(
     x: torch.Tensor, n: int, *, mesh: Mesh | None = None, dim: int, layout: Layout | None = None,
     cu_seqlens: Any = None, seq_len: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The tokens, shifted by n positions: token i gets token i - n of its document, or zeros where there is none.
+    """Shift the tokens by n positions: token i gets token i - n of its document, or zeros where there is none.
 
     `shift(labels, -1)` gives every token the next one, for shifted labels and multi-token prediction. Zeros may be a
     token: `shift(labels + 100, -1) - 100` has -100 where there is no next one. Differentiable.
@@ -86,7 +86,7 @@ def shift(
 def relayout(
     x: torch.Tensor, source: Layout | None, target: Layout, *, mesh: Mesh, dim: int, seq_len: int | None = None
 ) -> torch.Tensor:
-    """This rank's tokens in another layout, from the ranks' tokens in `source`, in one exchange.
+    """Return this rank's tokens in another layout, from the ranks' tokens in `source`, in one exchange.
 
     Differentiable: gradients take the way back.
 
@@ -120,7 +120,7 @@ def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, mesh: Mesh | None = None,
     layout: Layout | None = None, activation: str | None = None, cu_seqlens: Any = None, seq_len: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Depthwise causal convolution along a sharded sequence, as the short convolutions of hybrid models.
+    """Compute a depthwise causal convolution along a sharded sequence, as the short convolutions of hybrid models.
 
     y[t] = act(bias + sum_k weight[:, k] * x[t - K + 1 + k]), with zeros before each document. The ranks exchange the
     K - 1 rows before their runs. Differentiable; the gradients of weight and bias are the shares of this rank's tokens,
@@ -147,16 +147,10 @@ def causal_conv1d(
 
     Source: Mamba (arXiv 2312.00752), section 3.4; Qwen3-Next and LFM2 have it too.
     """
-    check_tensors("causal_conv1d", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
-    of_bias = None if bias is None else tuple(bias.shape)  # Dynamo does not join texts of dynamic shapes
-    received = f"got x {tuple(x.shape)}, weight {tuple(weight.shape)}, bias {of_bias}"
-    if x.dim() != 3 or weight.dim() != 2 or weight.size(0) != x.size(2) or 0 in weight.shape:
-        raise ValueError(
-            "causal_conv1d expects x (batch, tokens, channels) and weight (channels, width), at least one of each; "
-            f"{received}"
-        )
-    if bias is not None and tuple(bias.shape) != (x.size(2),):
-        raise ValueError(f"causal_conv1d expects bias (channels,); {received}")
+    check_tensors("causal_conv1d", x=x, weight=weight)
+    check_dims("causal_conv1d", _DIMS_OF_CONVOLUTION, {"x": x, "weight": weight, "bias": bias})
+    if 0 in weight.shape:
+        raise ValueError(f"causal_conv1d expects a weight of at least one channel and width, got {tuple(weight.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"causal_conv1d expects activation to be one of {ACTIVATIONS}, got {activation!r}")
     x, weight = cast_by_autocast(x, weight)
@@ -170,10 +164,13 @@ def causal_conv1d(
     )[0]  # fmt: skip
 
 
+_DIMS_OF_CONVOLUTION = {"x": ("batch tokens channels",), "weight": ("channels width",), "bias": ("channels",)}
+
+
 def local_runs(
     mesh: Mesh, seq_len: int, layout: Layout | None = None, *, cu_seqlens: Any = None
 ) -> list[tuple[int, int]]:
-    """Ranges of positions of this rank's runs within documents, in local order: the spans of `affine_scan`.
+    """Return the positions of this rank's runs within documents, in local order: the spans of `affine_scan`.
 
     A run is a longest range of consecutive positions in the local order, cut where documents begin and end. A rank
     without tokens has one empty run, (0, 0).
@@ -196,7 +193,7 @@ def affine_scan(
     transition: torch.Tensor, state: torch.Tensor, *, mesh: Mesh, seq_len: int, layout: Layout | None = None,
     cu_seqlens: Any = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The state that enters each run of this rank, if run r maps a state S to M_r S + B_r.
+    """Return the state that enters each run of this rank, if run r maps a state S to M_r S + B_r.
 
     The ranks exchange the maps of runs whose documents lie in several runs, in one all-gather, and compose them in the
     order of positions; backward is one reduce-scatter. A layer with a state of its own kind computes M and B of each
@@ -230,12 +227,11 @@ def affine_scan(
     if initial_state is not None:
         tensors["initial_state"] = initial_state
     check_tensors("affine_scan", **tensors)
-    received = f"got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
     numbers = state.shape[:-2]
     if state.dim() < 3 or transition.shape not in (numbers, state.shape[:-1], (*state.shape[:-1], state.size(-2))):
         raise ValueError(
             "affine_scan expects state (runs, ..., K, V), and transition (runs, ..., K, K), (runs, ..., K) or "
-            f"(runs, ...); {received}"
+            f"(runs, ...); got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
         )
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -247,6 +243,6 @@ def affine_scan(
     checked_length(seq_len)
     out, final = layer(
         "affine_scan", [state, transition, initial_state], ["", "", ""],
-        (AffineScan, ("affine_scan", bool(output_final_state))), mesh, layout, cu_seqlens, seq_len,
+        (AffineScan, (bool(output_final_state),)), mesh, layout, cu_seqlens, seq_len,
     )  # fmt: skip
     return out if final is None else (out, final)

@@ -125,12 +125,12 @@ class Hardware:
     calls look at the GPUs themselves."""
 
     def of_itemsize(self, itemsize: int) -> Hardware:
-        """The hardware for tensors with elements of that many bytes, if `flops` is for 16-bit ones."""
+        """Return the hardware for tensors with elements of that many bytes, if `flops` is for 16-bit ones."""
         return self if itemsize <= 2 else replace(self, flops=self.flops * SINGLE_PRECISION)
 
     @classmethod
     def of(cls, name: str) -> Hardware:
-        """The hardware of a GPU by name, such as "H100", with its NVLink, or "H100, InfiniBand NDR" with another link.
+        """Return the hardware of a GPU by name, such as "H100" with its NVLink, or "H100, InfiniBand NDR".
 
         The speeds are the parts of the peaks in `GPUS` and `LINKS` that H200s with NVLink reach.
 
@@ -151,7 +151,7 @@ class Hardware:
 
 
 def named(name: str) -> tuple[str, str | None]:
-    """The GPU and the link of a name such as "H100" or "h100, infiniband ndr"; None for a link that is not named.
+    """Return the GPU and the link of a name such as "H100" or "h100, infiniband ndr"; None for no link.
 
     Raises:
         ValueError: an unknown name.

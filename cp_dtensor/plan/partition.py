@@ -26,12 +26,12 @@ class Partition(ABC):
     """Positions of all ranks' queries and keys. A frozen value that is quick to hash."""
 
     def groups(self) -> tuple[GroupSegments, ...]:
-        """The segments of every rank, by batch groups."""
+        """Return the segments of every rank, by batch groups."""
         return _groups_of(self)
 
     @abstractmethod
     def find_groups(self) -> tuple[GroupSegments, ...]:
-        """Computes `groups`, which are cached: each step of a nested ring asks for those of the whole partition."""
+        """Compute `groups`, which are cached: each step of a nested ring asks for those of the whole partition."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class SequencePartition(Partition):
         return self.q_len, self.kv_len
 
     def resized(self, q_len: int, kv_len: int, batch_size: int) -> SequencePartition:
-        """The partition of other lengths and another batch size by the same rule."""
+        """Return the partition of other lengths and another batch size by the same rule."""
         resized: SequencePartition = replace(self, q_len=q_len, kv_len=kv_len, batch_size=batch_size)  # type: ignore[type-var]
         return resized
 
@@ -126,7 +126,7 @@ class CallSpec(CachedHash):
         return tiling_of(self.partition.groups(), self.mask, self.masking, self.partition.lengths)
 
     def flops(self, groups: Sequence[GroupSegments]) -> float:
-        """Operations of forward, all ranks together; masked pairs do not count."""
+        """Return the FLOPs of forward, all ranks together; masked pairs do not count."""
         q_len, kv_len = (
             sum(segment.length for segments in by_rank for segment in segments)
             for by_rank in (groups[0].q_by_rank, groups[0].kv_by_rank)
@@ -181,7 +181,7 @@ class AxisPartition(Partition):
         return self.whole.lengths
 
     def _block(self, by_rank: tuple[Segments, ...], outer_rank: int) -> tuple[Segments, ...]:
-        """The segments of the inner axis of an outer rank."""
+        """Return the segments of the inner axis of an outer rank."""
         return by_rank[outer_rank * self.inner_size : (outer_rank + 1) * self.inner_size]
 
 
@@ -198,13 +198,13 @@ class MergedPartition(AxisPartition):
         return tuple(map(GroupSegments, (group.batch for group in whole), queries, keys))
 
     def rows(self, outer_rank: int) -> tuple[GatheredRows, GatheredRows]:
-        """The places of the inner ranks' queries, and of their K/V, among their merged rows."""
+        """Return the places of the inner ranks' queries, and of their K/V, among their merged rows."""
         whole = self.whole.groups()[0]
         queries, keys = (self._block(by_rank, outer_rank) for by_rank in (whole.q_by_rank, whole.kv_by_rank))
         return rows_in_order(queries), rows_in_order(keys)
 
     def _merged(self, of_groups: list[tuple[Segments, ...]], unbroken: bool) -> list[tuple[Segments, ...]]:
-        """Every outer rank's segments for each batch group, in the order of the first group's positions.
+        """Return every outer rank's segments for each batch group, in the order of the first group's positions.
 
         Segments are joined only if all are unbroken, since causal tiles need stripes of equal periods.
         """
@@ -256,13 +256,13 @@ class InnerPartition(AxisPartition):
 
 
 def inner_partitions(whole: Partition, plan: TilePlan, inner_size: int) -> list[InnerPartition]:
-    """The partition of the inner ring in each step of the outer one, whose plan is `plan`."""
+    """Return the partition of the inner ring in each step of the outer one, whose plan is `plan`."""
     sources = [(plan.rank - step.hop) % plan.world_size for step in plan.forward]
     return [InnerPartition(whole, inner_size, plan.rank, source) for source in sources]
 
 
 def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:
-    """Joins adjacent segments that together are an unbroken range in every batch group."""
+    """Join adjacent segments that together are an unbroken range in every batch group."""
     joined: list[list[Segment]] = []
     for here in segments:
         pairs = list(zip(joined[-1], here, strict=True)) if joined else []
@@ -281,7 +281,7 @@ def masking_of(
     partition: SequencePartition, mask: Mask, has_bias: bool = False, changes_weights: bool = False,
     deterministic: bool = False,
 ) -> Masking:  # fmt: skip
-    """The masking of tiles: by shape, which is fastest, where possible; alike on every rank.
+    """Return the masking of tiles: by shape, which is fastest, where possible; alike on every rank.
 
     `changes_weights`: True for dropout and capped logits, which only our own kernels compute.
     """
@@ -329,19 +329,19 @@ class HeadPartition:
         return self.kv_heads * self.replication
 
     def kv_groups(self, rank: int, stage: int | None = None) -> Span:
-        """The groups of a rank, or of one of its stages; ranks and stages differ by at most one group."""
+        """Return the groups of a rank, or of one of its stages; ranks and stages differ by at most one group."""
         span = chunk((0, self.kv_group_count), self.world_size, rank)
         return span if stage is None else chunk(span, self.stages, stage)
 
     def query_heads(self, kv_groups: Span) -> Span:
-        """The query heads of some groups."""
+        """Return the query heads of some groups."""
         count = max(self.kv_group_count, 1)
         return -(-self.q_heads * kv_groups[0] // count), -(-self.q_heads * kv_groups[1] // count)
 
 
 @lru_cache(maxsize=4096)
 def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 1) -> HeadPartition:
-    """The partition with the fewest query heads on the busiest rank, and then the least replication.
+    """Return the partition with the fewest query heads on the busiest rank, and then the least replication.
 
     If heads do not divide by the ranks, some ranks have fewer heads or none. Every rank that has a group has one in
     each stage; if there are too many `stages` for that, there are fewer.
@@ -359,7 +359,7 @@ def partition_heads(q_heads: int, kv_heads: int, world_size: int, stages: int = 
 
 
 def partition_call(spec: CallSpec, world_size: int, stages: int) -> HeadPartition:
-    """`partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
+    """Return `partition_heads` of a call. Of latents, each rank gets one copy, in one stage, for all of its heads."""
     if spec.latent_dims is None:
         return partition_heads(spec.q_heads, spec.kv_heads, world_size, stages)
     return HeadPartition(spec.q_heads, 1, world_size, replication=min(world_size, spec.q_heads), stages=1)
@@ -373,7 +373,7 @@ much for one length (docs/decisions.md#twice-as-much-work-where-nothing-is-hidde
 def head_stages(
     spec: CallSpec, world_size: int, publishes: bool, *, flops_per_stage: float = 0.4e12, most: int = 4
 ) -> int:
-    """The number of stages of Ulysses that are worthwhile and divide a rank's KV-head groups.
+    """Return the number of stages of Ulysses that are worthwhile and divide a rank's KV-head groups.
 
     Exchanges of heads overlap the computation of other stages. Launches cost time, so a stage has at least
     `flops_per_stage` FLOPs of a rank in forward, 0.7 ms on an H200 (docs/decisions.md#a-stage-has-a-least-of-work). It
@@ -387,7 +387,7 @@ def head_stages(
 
 
 def hides_exchanges(spec: CallSpec, publishes: bool) -> bool:
-    """True if exchanges of heads overlap attention.
+    """Return whether exchanges of heads overlap attention.
 
     Ranks write to symmetric buffers (`publishes`) by a kernel that copies within a GPU. Interval-masked kernels leave
     it no multiprocessors; cuDNN's causal kernels do towards their end (measured on H200s).
@@ -396,6 +396,6 @@ def hides_exchanges(spec: CallSpec, publishes: bool) -> bool:
 
 
 def with_heads(spec: CallSpec, heads: HeadPartition, kv_groups: Span) -> CallSpec:
-    """The shape of attention with some KV-head groups only."""
+    """Return the shape of attention with some KV-head groups only."""
     first, last = heads.query_heads(kv_groups)
     return replace(spec, q_heads=last - first, kv_heads=kv_groups[1] - kv_groups[0])

@@ -30,11 +30,11 @@ class Transfer:
     hop: int | None
 
     def sources(self, rank: int, world_size: int) -> Sequence[int]:
-        """The ranks that `rank` may receive rows from (no rows come from itself)."""
+        """Return the ranks that `rank` may receive rows from (no rows come from itself)."""
         return range(world_size) if self.hop is None else ((rank - self.hop) % world_size,)
 
     def readers(self, rank: int, world_size: int) -> Sequence[int]:
-        """The ranks that may receive rows of `rank`."""
+        """Return the ranks that may receive rows of `rank`."""
         return range(world_size) if self.hop is None else ((rank + self.hop) % world_size,)
 
 
@@ -139,7 +139,7 @@ class TilePlan:
         return f"rank {self.rank} of {self.world_size}: {', '.join(passes)}, receives {received:,} rows of K/V"
 
     def buffer_rows(self, transfer: Transfer) -> int:
-        """The rows of the buffer that a transfer fills."""
+        """Return the rows of the buffer that a transfer fills."""
         if transfer.hop is None:
             return self.rows.total
         return sum(sum(self.rows.lengths[source]) for source in transfer.sources(self.rank, self.world_size))
@@ -206,14 +206,14 @@ class TilePlan:
 
 
 def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePiece]:
-    """The pieces of parts; those of a hop joined where they are neighbours."""
+    """Return the pieces of parts; those of a hop joined where they are neighbours."""
     if is_hop:
         spans = dict(enumerate(joined_spans(spans.values())))
     return (RoutePiece(slot, peer, (start, stop)) for slot, (start, stop) in spans.items() if start < stop)
 
 
 def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> TilePlan:
-    """A plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
+    """Return a plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
     world_size = tiling.world_size
     tiles = [tiling.tiles_against(rank, (rank - hop) % world_size) for hop in range(world_size)]
 
@@ -236,7 +236,7 @@ class Stages:
 
 
 def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> TilePlan:
-    """A plan of the own shard first, then all other shards together, by groups of heads."""
+    """Return a plan of the own shard first, then all other shards together, by groups of heads."""
     if tiling.world_size == 1:
         return ring_plan(tiling, rank, kv_heads)  # one step
     own, remote = tiling.tiles_against(rank, rank), tiling.gathered_tiles(rank)
@@ -253,7 +253,7 @@ def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad
 
 
 def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
-    """The heads in `count` groups whose sizes differ by at most one (fewer groups if there are fewer heads).
+    """Return the heads in `count` groups whose sizes differ by at most one (fewer groups if there are fewer heads).
 
     >>> head_spans(8, 3)
     ((0, 3), (3, 6), (6, 8))

@@ -20,7 +20,7 @@ class Reading:
     """
 
     def __init__(self, groups: Sequence[Parts], seen: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Finds the parts.
+        """Find the parts.
 
         Args:
             groups: the parts in each batch group; as many rows in each.
@@ -70,7 +70,7 @@ class Reading:
         )
 
     def places(self, reader: int) -> Iterator[tuple[int, int]]:
-        """Yields (owner, part) of all parts that the reader needs, in the order of positions."""
+        """Yield (owner, part) of all parts that the reader needs, in the order of positions."""
         for start, stop in self._spans[reader]:
             yield from self._order[start:stop]
 
@@ -130,7 +130,7 @@ class _Pieces:
                 step = 0
 
     def meeting(self, edges: Sequence[int]) -> Iterator[Span]:
-        """Yields ranges of the numbers of pieces that overlap a range of positions; `edges` are those of the ranges."""
+        """Yield ranges of the numbers of pieces that overlap a range of positions; `edges` are those of the ranges."""
         reached = 0  # pieces up to here have been found, if they overlap this range or a later one
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             first = max(bisect_right(self._last_stop, start), reached)
@@ -146,7 +146,7 @@ class _Pieces:
                         yield from self._numbers_of(index, index + 1)
 
     def _numbers_of(self, first: int, last: int) -> Iterator[Span]:
-        """Yields the numbers of consecutive pieces as ranges."""
+        """Yield the numbers of consecutive pieces as ranges."""
         run = bisect_right(self._runs, first) - 1
         while first < last:
             end = self._runs[run + 1] if run + 1 < len(self._runs) else len(self._numbers)

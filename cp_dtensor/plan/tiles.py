@@ -40,12 +40,12 @@ class KeyRun:
         return self.segments[0].start, self.segments[-1].last + 1
 
     def rows_before(self, position: int) -> int:
-        """The number of rows whose position is smaller."""
+        """Return the number of rows whose position is smaller."""
         index = bisect_right(self.segments, (position + 1,)) - 1
         return 0 if index < 0 else self.starts[index] + self.segments[index].rows_before(position)
 
     def meeting(self, positions: Span) -> Iterator[Segment]:
-        """Yields the segments that overlap a range of positions."""
+        """Yield the segments that overlap a range of positions."""
         index = max(bisect_right(self.segments, (positions[0] + 1,)) - 1, 0)
         while index < len(self.segments) and self.segments[index].start < positions[1]:
             if self.segments[index].last >= positions[0]:
@@ -53,13 +53,13 @@ class KeyRun:
             index += 1
 
     def position(self, row: int) -> int:
-        """The position of a row."""
+        """Return the position of a row."""
         index = bisect_right(self.starts, row) - 1
         return self.segments[index].position(row - self.starts[index])
 
 
 def runs_of(pieces: Iterable[tuple[int, Segment]], *, unbroken: bool) -> list[tuple[int, KeyRun]]:
-    """Consecutive rows as few runs, each with its first row.
+    """Return consecutive rows as few runs, each with its first row.
 
     `pieces` are first rows and segments, in the order of rows; there may be gaps between rows. If `unbroken`, the
     positions of a run have equal distances.
@@ -98,7 +98,7 @@ class ShapedMask:
         return (self,)
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        """The columns that each row of a tile of that size sees, for pictures and tests."""
+        """Return the columns that each row of a tile of that size sees, for pictures and tests."""
         return [(0, row + 1 if self.is_causal else columns) for row in range(rows)]
 
 
@@ -135,7 +135,7 @@ class IntervalMask:
         return (self,)
 
     def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
-        """The columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
+        """Return the columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
         bands = self.interval_sets[batch_row if len(self.interval_sets) > 1 else 0]
         positions = [position for segment in self.queries for position in segment.positions()]
         seen = []
@@ -157,7 +157,7 @@ class IntervalMask:
         return int(total) // len(self.interval_sets)
 
     def _pairs_of(self, band: IntervalBand) -> float:
-        """Pairs of all queries of a clipped band with this tile's keys."""
+        """Return pairs of all queries of a clipped band with this tile's keys."""
         if len(self.keys.segments) > _FEW_SEGMENTS:
             lo, hi = band.key_range
             return band.pairs * (self.keys.rows_before(hi) - self.keys.rows_before(lo)) / (hi - lo)
@@ -183,7 +183,7 @@ class UnionMask:
 
     @staticmethod
     def of(masks: Sequence[IntervalMask]) -> UnionMask:
-        """The union of masks of the same queries and keys, in the smallest tile that holds all of them."""
+        """Return the union of masks of the same queries and keys, in the smallest tile that holds all of them."""
         rows = [row for mask in masks for row in mask.q]
         columns = [column for mask in masks for column in mask.kv]
         q, kv = (min(rows), max(rows)), (min(columns), max(columns))
@@ -226,7 +226,7 @@ class Tile:
 
 
 def joined(tiles: Iterable[Tile]) -> list[Tile]:
-    """Fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
+    """Return fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
     for dim, other in (("kv", "q"), ("q", "kv")):
         found: list[Tile] = []
         for tile in sorted(tiles, key=attrgetter(other, dim)):
@@ -243,7 +243,7 @@ def joined(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def without_long_triangles(tiles: Iterable[Tile], longest: int) -> tuple[Tile, ...]:
-    """Cuts every triangle of more than `longest` rows into two of half its size and a square.
+    """Cut every triangle of more than `longest` rows into two of half its size and a square.
 
     >>> [(t.q, t.kv) for t in without_long_triangles([Tile(0, (0, 1), (0, 4), (0, 4), CAUSAL_TILE)], 2)]
     [((0, 2), (0, 2)), ((2, 4), (0, 2)), ((2, 4), (2, 4))]

@@ -59,11 +59,11 @@ class GatheredRows:
     """`starts[rank][part]`: first row of the part in the buffer; -1 if it is not there."""
 
     @staticmethod
-    def of(lengths: tuple[tuple[int, ...], ...], positions: dict[tuple[int, int], int]) -> GatheredRows:
-        """A buffer of the parts in `positions`, which has the first position of each (rank, part)."""
+    def of(lengths: tuple[tuple[int, ...], ...], order: Iterable[tuple[int, int]]) -> GatheredRows:
+        """Return a buffer of some parts, each (rank, part), in this order."""
         starts = [[-1] * len(parts) for parts in lengths]
         row = 0
-        for rank, part in sorted(positions, key=positions.__getitem__):
+        for rank, part in order:
             starts[rank][part] = row
             row += lengths[rank][part]
         return GatheredRows(lengths, tuple(map(tuple, starts)))
@@ -97,25 +97,25 @@ class GatheredRows:
         return max(map(sum, self.lengths))
 
     def span(self, rank: int, part: int) -> Span:
-        """The rows of a part in the buffer."""
+        """Return the rows of a part in the buffer."""
         start = self.starts[rank][part]
         return start, start + self.lengths[rank][part]
 
     def local_span(self, rank: int, part: int) -> Span:
-        """The rows of a part in its rank's own shard."""
+        """Return the rows of a part in its rank's own shard."""
         start = sum(self.lengths[rank][:part])
         return start, start + self.lengths[rank][part]
 
 
 def rows_in_order(by_rank: Sequence[Sequence[Segment]]) -> GatheredRows:
-    """A buffer of the rows of all ranks, with segments in the order of their positions."""
+    """Return a buffer of the rows of all ranks, with segments in the order of their positions."""
     lengths = tuple(tuple(segment.length for segment in segments) for segments in by_rank)
-    starts = {(rank, part): each.start for rank, row in enumerate(by_rank) for part, each in enumerate(row)}
-    return GatheredRows.of(lengths, starts)
+    parts = [(each.start, rank, part) for rank, row in enumerate(by_rank) for part, each in enumerate(row)]
+    return GatheredRows.of(lengths, [(rank, part) for _, rank, part in sorted(parts)])
 
 
 def _with_first_rows(segments: Iterable[Segment]) -> Iterator[tuple[int, Segment]]:
-    """Yields segments that follow each other, each with its first row."""
+    """Yield segments that follow each other, each with its first row."""
     row = 0
     for segment in segments:
         yield row, segment
@@ -136,8 +136,8 @@ class Masking(Enum):
     INTERVALS_TOGETHER = "by row, of several intervals"
     """Every row sees the intervals of all interval sets of the mask, for backends that take `UnionMask`."""
     INTERVALS_IN_RUNS = "by row, in runs of positions"
-    """Intervals, for dropout and softcap; tiles begin at multiples of `RUN` positions if shards do, which makes dropout
-    faster."""
+    """Intervals, for calls that change softmax weights; tiles begin at multiples of `RUN` positions if shards do, which
+    makes dropout faster."""
     INTERVALS_UNBROKEN = "by row, of unbroken columns"
     """Intervals; the columns of a tile have adjacent positions, so that a slice of a bias belongs to them."""
 
@@ -155,11 +155,11 @@ class Tiling(ABC):
 
     @abstractmethod
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """Tiles of `rank`'s queries against the shard of `source` (maybe its own), in rows of that shard."""
+        """Return tiles of `rank`'s queries against the shard of `source` (maybe its own), in rows of that shard."""
 
     @abstractmethod
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
-        """Tiles of `rank`'s queries against all other ranks' keys, in rows of `gathered_rows`."""
+        """Return tiles of `rank`'s queries against all other ranks' keys, in rows of `gathered_rows`."""
 
     @abstractmethod
     def gathered_rows(self, rank: int) -> GatheredRows:
@@ -171,16 +171,16 @@ class Tiling(ABC):
         """The parts of other shards that each rank's queries attend to."""
 
     def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
-        """The parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
+        """Return the parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
         return self.reading.parts(rank, source)
 
     @abstractmethod
     def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
-        """The first row of each of `recv_parts` in the gathered buffer of `rank`."""
+        """Return the first row of each of `recv_parts` in the gathered buffer of `rank`."""
 
     @abstractmethod
     def most_rows(self) -> int:
-        """The rows of the longest of all ranks' gathered buffers."""
+        """Return the rows of the longest of all ranks' gathered buffers."""
 
 
 # Tiles by shape
@@ -201,7 +201,7 @@ class ShapeTiling(Tiling):
         )
 
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
-        """See `Tiling`. Causal attention in a head-tail layout takes two tiles with any number of ranks."""
+        """Return tiles (see `Tiling`). Causal attention in a head-tail layout takes two, for any number of ranks."""
         found: list[Tile] = []
         for group in self.groups:
             found += joined(
@@ -241,7 +241,7 @@ class ShapeTiling(Tiling):
 
 
 def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
-    """Tiles between the local rows of two shards; the caller sets `source` and `batch`."""
+    """Return tiles between the local rows of two shards; the caller sets `source` and `batch`."""
     filled = [segment for segment in q if segment.length]
     if mask == Causal() and q == kv and all(one.last < other.start for one, other in pairwise(filled)):
         length = sum(segment.length for segment in q)  # positions ascend: the whole shard is one triangle
@@ -256,7 +256,7 @@ def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) 
 
 
 def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:
-    """Yields rectangles and triangles between two segments, in rows of these; some may be empty."""
+    """Yield rectangles and triangles between two segments, in rows of these; some may be empty."""
     if mask == Full():
         yield (0, q.length), (0, kv.length), FULL_TILE
         return
@@ -324,12 +324,7 @@ class IntervalTiling(Tiling):
     def gathered_rows(self, rank: int) -> GatheredRows:
         rows = self._rows.get(rank)
         if rows is None:
-            starts = [[-1] * len(parts) for parts in self._lengths]
-            row = 0
-            for owner, part in self.reading.places(rank):
-                starts[owner][part] = row
-                row += self._lengths[owner][part]
-            rows = self._rows.setdefault(rank, GatheredRows(self._lengths, tuple(map(tuple, starts))))
+            rows = self._rows.setdefault(rank, GatheredRows.of(self._lengths, self.reading.places(rank)))
         return rows
 
     def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
@@ -339,7 +334,7 @@ class IntervalTiling(Tiling):
         return max(self.reading.received_rows())
 
     def _tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
-        """Yields tiles against parts of shards; `starts` has their first rows, in the order of rows."""
+        """Yield tiles against parts of shards; `starts` has their first rows, in the order of rows."""
         for group, pieces in zip(self.groups, self._pieces, strict=True):
             placed = [
                 (start + row, piece)
@@ -358,7 +353,7 @@ class IntervalTiling(Tiling):
     def _mask_of_tile(
         self, sets: tuple[IntervalSet, ...], queries: tuple[Segment, ...], run: KeyRun
     ) -> IntervalMask | None:
-        """The mask of the smallest tile of all that queries see of a run of keys, None if they see nothing."""
+        """Return the mask of the smallest tile of all that queries see of a run of keys, None if they see nothing."""
         rows, columns = [], []
         for bands in sets:
             for row, segment, band in _bands_by_segment(queries, bands, run.positions):
@@ -422,12 +417,12 @@ class IntervalTiling(Tiling):
 
 
 def _of_batch(sets: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, ...]:
-    """The interval sets of some batch rows; `sets` has one for each row or one for all."""
+    """Return the interval sets of some batch rows; `sets` has one for each row or one for all."""
     return sets[slice(*batch)] if len(sets) > 1 else sets
 
 
 def _with_readers(seen: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """All edges, ascending, each with the rank whose edge it is, -1 if there are several."""
+    """Return all edges, ascending, each with the rank whose edge it is, -1 if there are several."""
     readers: dict[int, int] = {}
     for rank, edges in enumerate(seen):
         for edge in edges:
@@ -436,7 +431,7 @@ def _with_readers(seen: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def _divided(segments: Sequence[Segment], cuts: Sequence[int]) -> list[list[Segment]]:
-    """The segments of each part between two cuts."""
+    """Return the segments of each part between two cuts."""
     parts: list[list[Segment]] = []
     for start, stop in pairwise(cuts):
         parts.append([])
@@ -451,7 +446,7 @@ def _divided(segments: Sequence[Segment], cuts: Sequence[int]) -> list[list[Segm
 def _bands_by_segment(
     segments: Sequence[Segment], bands: IntervalSet, keys: Span = (-FAR, FAR)
 ) -> Iterator[tuple[int, Segment, IntervalBand]]:
-    """Yields segments of queries with the bands of keys that they see, and the first row of the segment."""
+    """Yield segments of queries with the bands of keys that they see, and the first row of the segment."""
     for row, segment in _with_first_rows(segments):
         for band in clipped_bands(bands, (segment.start, segment.last + 1), keys):
             yield row, segment, band
@@ -459,7 +454,7 @@ def _bands_by_segment(
 
 @lru_cached
 def tiling_of(groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]) -> Tiling:
-    """The tiling of one call over one axis; `lengths` are the global lengths of queries and keys."""
+    """Return the tiling of one call over one axis; `lengths` are the global lengths of queries and keys."""
     if masking is Masking.BY_SHAPE:
         return ShapeTiling(groups, mask)
     return IntervalTiling(groups, mask, masking, lengths)

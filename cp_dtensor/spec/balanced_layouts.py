@@ -32,7 +32,7 @@ class OneLength(CachedHash, Layout):
 
     @abstractmethod
     def blocks(self, world_size: int) -> list[list[Span]]:
-        """The ranges of positions that each rank owns: ascending, not empty, no two of them adjacent."""
+        """Return the ranges of positions that each rank owns: ascending, not empty, no two of them adjacent."""
 
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         if seq_len != self.seq_len:
@@ -108,7 +108,7 @@ class PerDocument(OneLength):
 
 
 def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, int]]:
-    """(rank, length) of a document's chunks in order; `more`: each rank's tokens beyond two of `shortest`.
+    """Return (rank, length) of a document's chunks in order; `more`: each rank's tokens beyond two of `shortest`.
 
     >>> _chunks(shortest=1, more=[1, 2], to_tails=False)
     [(0, 2), (1, 2), (1, 2), (0, 1)]
@@ -119,7 +119,7 @@ def _chunks(shortest: int, more: list[int], to_tails: bool) -> list[tuple[int, i
 
 
 def _causal_work(chunks: list[tuple[int, int]]) -> list[int]:
-    """The pairs of each rank under a causal mask within a document.
+    """Return the pairs of each rank under a causal mask within a document.
 
     >>> _causal_work([(0, 1), (1, 1), (1, 1), (0, 1)])
     [5, 5]
@@ -137,10 +137,10 @@ class _EvenWork(OneLength):
 
     @abstractmethod
     def _partition(self, world_size: int) -> BalancedPartition:
-        """The partition of tokens, or of blocks of tokens."""
+        """Return the partition of tokens, or of blocks of tokens."""
 
     def imbalance(self, world_size: int) -> float:
-        """Excess of the busiest rank's work over the mean, as a fraction of the mean.
+        """Return the excess of the busiest rank's work over the mean, as a fraction of the mean.
 
         >>> from cp_dtensor import Causal
         >>> Balanced(Causal(), 8).imbalance(world_size=2), BalancedBlocks((1, 3), block=128, seq_len=256).imbalance(2)
@@ -196,7 +196,7 @@ class Balanced(_EvenWork):
 
 
 def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
-    """`seq_len`; refuses values that are no length or no tolerance."""
+    """Return `seq_len`; refuse values that are no length or no tolerance."""
     if not is_integer(seq_len) or seq_len < 0:
         raise ValueError(f"{layout} expects seq_len to be an integer >= 0, got {seq_len!r}")
     if not (isfinite(tolerance) and tolerance >= 0):
@@ -266,12 +266,12 @@ class BalancedBlocks(_EvenWork):
         ]
 
     def _partition(self, world_size: int) -> BalancedPartition:
-        """The partition of blocks, not tokens. Cuts cost nothing, since FlexAttention gathers all keys."""
+        """Return the partition of blocks, not tokens. Cuts cost nothing, since FlexAttention gathers all keys."""
         return BalancedPartition(Workload((), self.work), len(self.work), world_size, self.tolerance)
 
 
 def _work_of_block_mask(block_mask: Any) -> tuple[tuple[int, ...], int, int]:
-    """The work of each block of queries, tokens of a block, and the length of the sequence."""
+    """Return the work of each block of queries, tokens of a block, and the length of the sequence."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
             "BalancedBlocks expects a BlockMask, or the work of blocks with block and seq_len; got "
@@ -328,7 +328,7 @@ class BalancedPartition:
         return self.workload.before(self.length)
 
     def blocks(self) -> list[Blocks]:
-        """The blocks of each rank in order: one block each if that is even enough."""
+        """Return the blocks of each rank in order: one block each if that is even enough."""
         contiguous = [joined_spans([chunk((0, self.length), self.ranks, rank)]) for rank in range(self.ranks)]
         if self.busiest(contiguous) <= self._most(1):
             return contiguous
@@ -336,11 +336,11 @@ class BalancedPartition:
         return min(divided, contiguous, key=self.busiest)
 
     def busiest(self, by_rank: Sequence[Blocks]) -> int:
-        """The work of the rank that has most."""
+        """Return the work of the rank that has most."""
         return max(sum(map(self.workload.of, blocks)) for blocks in by_rank)
 
     def _most(self, ranks: int) -> float:
-        """The most work that `ranks` ranks may have before they are divided further.
+        """Return the most work that `ranks` ranks may have before they are divided further.
 
         Each division may use up an equal part of the tolerance, so larger groups of ranks must be more even.
         """
@@ -349,7 +349,7 @@ class BalancedPartition:
         return self.total * ranks / self.ranks * (1 + self.tolerance * (done / times if times else 1))
 
     def _divide(self, blocks: Blocks, ranks: range) -> list[Blocks]:
-        """Divides `blocks` over some ranks: a window to the second half of the ranks, the rest to the first half."""
+        """Divide `blocks` over some ranks: a window to the second half of the ranks, the rest to the first half."""
         if len(ranks) == 1:
             return [blocks]
         first, second = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
@@ -360,7 +360,7 @@ class BalancedPartition:
         return self._divide(around, first) + self._divide(inside, second)
 
     def _best_window(self, circle: Circle, length: int, first: int, second: int) -> int:
-        """The start of the window of `second` ranks: even enough, with the fewest and cheapest cuts."""
+        """Return the start of the window of `second` ranks: even enough, with the fewest and cheapest cuts."""
         if length in (0, circle.length):
             return 0
         even = circle.workload * length / circle.length
@@ -395,32 +395,29 @@ class Circle:
     """
 
     def __init__(self, blocks: Blocks, workload: Workload) -> None:
-        self._blocks = [block for block in blocks if block[0] < block[1]]
+        # Twice, so that a window that runs over the end to the beginning is one range of places, too.
+        self._blocks = [block for block in blocks if block[0] < block[1]] * 2
         self._workload = workload
         self._edges = list(accumulate((stop - start for start, stop in self._blocks), initial=0))
         before = list(accumulate(map(workload.of, self._blocks), initial=0))
-        self.length, self.workload = self._edges.pop(), before.pop()
-        self._shifts = [block[0] - edge for block, edge in zip(self._blocks, self._edges, strict=True)]
-        self._offsets = [work - workload.before(block[0]) for block, work in zip(self._blocks, before, strict=True)]
+        self.length, self.workload = self._edges[-1] // 2, before[-1] // 2
+        self._shifts = [block[0] - edge for block, edge in zip(self._blocks, self._edges, strict=False)]
+        self._offsets = [work - workload.before(block[0]) for block, work in zip(self._blocks, before, strict=False)]
 
     def cuts(self, start: int, length: int) -> list[int]:
-        """The ends of a window that are no ends of blocks."""
-        ends = start, (start + length) % self.length
-        return [end for end in ends if self._edges[bisect_right(self._edges, end) - 1] != end]
+        """Return the ends of a window that are no ends of blocks."""
+        return [end for end in (start, start + length) if self._edges[bisect_right(self._edges, end) - 1] != end]
 
     def position(self, place: int) -> int:
-        """The position in the sequence of a place."""
+        """Return the position in the sequence of a place."""
         return place + self._shifts[bisect_right(self._edges, place) - 1]
 
     def window_workload(self, start: int, length: int) -> int:
-        """The work of a window, which may run over the end to the beginning."""
-        stop = start + length
-        if stop <= self.length:
-            return self._before(stop) - self._before(start)
-        return self.workload - self._before(start) + self._before(stop - self.length)
+        """Return the work of a window, which may run over the end to the beginning."""
+        return self._before(start + length) - self._before(start)
 
     def windows(self, length: int, workload: float, probes: int) -> dict[int, int]:
-        """Candidates and their work: windows at edges of blocks, evenly spread ones, those nearest to `workload`."""
+        """Return candidates and their work: windows at edges of blocks, evenly spread, and nearest to `workload`."""
         starts = {(edge - back) % self.length for edge in self._edges for back in (0, length)}
         starts |= {self.length * probe // probes for probe in range(probes)}
         few = range(self.length) if self.length <= _FEW else sorted(starts)
@@ -441,20 +438,17 @@ class Circle:
         return found
 
     def cut(self, start: int, length: int) -> tuple[Blocks, Blocks]:
-        """The blocks around a window and the blocks in it."""
+        """Return the blocks around a window and the blocks in it."""
         stop = start + length
-        if stop <= self.length:
-            return self._between((0, start), (stop, self.length)), self._between((start, stop))
-        return self._between((stop - self.length, start)), self._between((0, stop - self.length), (start, self.length))
+        return self._between(stop, start + self.length), self._between(start, stop)
 
     def _before(self, place: int) -> int:
-        index = bisect_right(self._edges, place) - 1
+        index = min(bisect_right(self._edges, place), len(self._shifts)) - 1
         return self._offsets[index] + self._workload.before(place + self._shifts[index])
 
-    def _between(self, *places: Span) -> Blocks:
-        """The blocks of some ranges of places, with neighbours joined."""
+    def _between(self, first: int, last: int) -> Blocks:
+        """Return the blocks of some places, with neighbours joined."""
         return joined_spans(
             (max(start, start + first - edge), min(stop, start + last - edge))
-            for first, last in places
-            for (start, stop), edge in zip(self._blocks, self._edges, strict=True)
+            for (start, stop), edge in zip(self._blocks, self._edges, strict=False)
         )

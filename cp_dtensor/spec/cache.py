@@ -57,7 +57,7 @@ class LRUCache(Generic[V]):
             return self._total + self._newest_bytes()
 
     def get(self, key: Hashable) -> V | None:
-        """The value of a key, None if there is none (any more)."""
+        """Return the value of a key, None if there is none (any more)."""
         with self._lock:
             value = self._entries.get(key)
             if value is not None:
@@ -67,7 +67,7 @@ class LRUCache(Generic[V]):
         return value
 
     def add(self, key: Hashable, value: V) -> V:
-        """Adds a value unless another thread has added one for the key; returns the value in the cache."""
+        """Add a value unless another thread has added one for the key; return the value in the cache."""
         with self._lock:
             if key not in self._entries:
                 newest, size = self._newest, self._newest_bytes()
@@ -85,7 +85,7 @@ class LRUCache(Generic[V]):
         return value
 
     def clear(self) -> None:
-        """Drops all entries but the pinned ones."""
+        """Drop all entries but the pinned ones."""
         with self._lock:
             self._entries.clear()
             self._bytes.clear()
@@ -96,7 +96,7 @@ class LRUCache(Generic[V]):
 
 
 def lru_cached(function: Callable[P, V]) -> Callable[P, V]:
-    """Decorator: results come from an `LRUCache` by the arguments, which are hashable. Equal calls get one object."""
+    """Decorate a function: results come from an `LRUCache` by the hashable arguments. Equal calls get one object."""
     cache = LRUCache[tuple[V]]()
 
     entries, lock = cache._entries, cache._lock
@@ -123,7 +123,7 @@ _INTEGER_BYTES = sys.getsizeof(1 << 20)
 
 
 def estimated_bytes(*values: object) -> int:
-    """Estimates the bytes of some values and all that they refer to, each object once, but for integers.
+    """Estimate the bytes of some values and all that they refer to, each object once, but for integers.
 
     Tensors count with their elements, objects of this package with their attributes, objects of other packages with
     none. The time does not grow with the lengths of sequences.
@@ -152,7 +152,7 @@ def estimated_bytes(*values: object) -> int:
 
 
 def _weighted(times: float, entries: tuple[Any, ...]) -> list[tuple[float, tuple[Any, ...]]]:
-    """Entries that count `times` times; of many the first, and the last for all others."""
+    """Return entries that count `times` times; of many the first, and the last for all others."""
     if len(entries) <= 2 * _ENDS:
         return [(times, entries)]
     return [(times, entries[:_ENDS]), (times * (len(entries) / _ENDS - 1), entries[-_ENDS:])]

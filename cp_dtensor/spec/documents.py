@@ -61,7 +61,7 @@ class Documents(CachedHash, Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Iterable[int], *, within: Mask | None = None) -> Documents:
-        """The mask of documents of these lengths, one after the other.
+        """Return the mask of documents of these lengths, one after the other.
 
         Raises:
             ValueError: lengths that are no integers >= 0.
@@ -76,7 +76,7 @@ class Documents(CachedHash, Mask):
 
     @classmethod
     def for_length(cls, cu_seqlens: Iterable[int], seq_len: int, *, within: Mask | None = None) -> Documents:
-        """The mask of documents of a sequence of `seq_len` tokens; attention over another number of queries refuses it.
+        """Return the mask of documents of a sequence of `seq_len` tokens; attention over other lengths refuses it.
 
         Any ascending positions are taken as such; without a length, some are refused since they look like lengths.
 
@@ -89,7 +89,7 @@ class Documents(CachedHash, Mask):
 
     @classmethod
     def from_ids(cls, ids: Any, *, within: Mask | None = None) -> Mask:
-        """The mask whose documents are runs of equal ids.
+        """Return the mask whose documents are runs of equal ids.
 
         Args:
             ids: (S,), or (B, S) where each batch row has documents of its own: the ids of all tokens of the whole
@@ -117,7 +117,7 @@ class Documents(CachedHash, Mask):
         return tuple(stop - start for start, stop in pairwise(self.cu_seqlens))
 
     def check_lengths(self, q_len: int, kv_len: int) -> None:
-        """Refuses sequences that are shorter than the documents, or of another length than the mask was made for.
+        """Refuse sequences that are shorter than the documents, or of another length than the mask was made for.
 
         Raises:
             ValueError: these, and positions that look like ids or lengths.
@@ -149,7 +149,7 @@ class Documents(CachedHash, Mask):
 
 
 def _moved(band: IntervalBand, first: int, lo: int) -> IntervalBand:
-    """A band of a document whose queries begin at `first` and whose keys begin at `lo`."""
+    """Return a band of a document whose queries begin at `first` and whose keys begin at `lo`."""
     left = band.left if band.left >= FAR else band.left + first - lo
     right = band.right if band.right >= FAR else band.right + lo - first
     return IntervalBand(band.first + first, band.last + first, band.lo + lo, band.hi + lo, left, right)
@@ -157,7 +157,7 @@ def _moved(band: IntervalBand, first: int, lo: int) -> IntervalBand:
 
 @lru_cached
 def edges_of_documents(mask: Mask, seq_len: int | None = None) -> tuple[int, ...]:
-    """The positions where the documents of a mask begin and end, for layers that keep to them; () without documents.
+    """Return the positions where the documents of a mask begin and end, for layers that keep to them; () without any.
 
     Tokens are of one document if they are in every `Documents` of an intersection, and in all that are nested.
 
@@ -191,7 +191,7 @@ def edges_of_documents(mask: Mask, seq_len: int | None = None) -> tuple[int, ...
 
 
 def _edges_with_nested(mask: Documents) -> tuple[int, ...]:
-    """The edges of the documents within each document."""
+    """Return the edges of the documents within each document."""
     found: list[Span] = []
     for start, stop in pairwise(mask.cu_seqlens):
         found += [(start + lo, start + hi) for lo, hi in pairwise(edges_of_documents(mask.within, stop - start))]
@@ -201,7 +201,7 @@ def _edges_with_nested(mask: Documents) -> tuple[int, ...]:
 
 
 def _edges_of_both(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """All edges, but for those in the padding of either; an edge comes as often as where it is more often.
+    """Return all edges, but for those in the padding of either; an edge comes as often as where it is more often.
 
     >>> _edges_of_both((0, 3, 3, 8), (2, 5, 9))
     (2, 3, 3, 5, 8)
@@ -212,7 +212,7 @@ def _edges_of_both(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, .
 
 
 def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
-    """Ascending positions from integers or a tensor.
+    """Return ascending positions from integers or a tensor.
 
     Raises:
         ValueError: anything else; the message names the argument `name` of `owner`.
@@ -226,7 +226,7 @@ def ascending(values: Any, owner: str, name: str) -> tuple[int, ...]:
 
 
 def refuse_ids_and_lengths(numbers: tuple[int, ...], seq_len: int, owner: str, name: str) -> None:
-    """Refuses ids and lengths that were passed as positions: nearly all tokens would be padding.
+    """Refuse ids and lengths that were passed as positions: nearly all tokens would be padding.
 
     Raises:
         ValueError: ascending numbers that are no sensible `cu_seqlens` of a sequence of `seq_len` tokens; the message
@@ -247,7 +247,7 @@ def refuse_ids_and_lengths(numbers: tuple[int, ...], seq_len: int, owner: str, n
 
 
 def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
-    """True if there are as many numbers as tokens, and as positions they would make empty documents.
+    """Return whether there are as many numbers as tokens, and as positions they would make empty documents.
 
     Empty documents at the end do not count, since a list of fixed size may be filled up, and zeros alone are a list
     without any document.
@@ -264,7 +264,7 @@ def _are_ids(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
-    """True if these ascending numbers add up to `seq_len`, or are all equal and add up to less.
+    """Return whether these ascending numbers add up to `seq_len`, or are all equal and add up to less.
 
     >>> [_are_lengths(numbers, 12) for numbers in ((3, 4, 5), (4, 4), (0, 3, 9), (0, 0), (12, 12), (5, 5, 5))]
     [True, True, False, False, False, False]
@@ -274,7 +274,7 @@ def _are_lengths(numbers: tuple[int, ...], seq_len: int) -> bool:
 
 
 def _as_lists(values: Any) -> Any:
-    """A list (of lists if there are more dims), or the value itself if it is no sequence.
+    """Return a list (of lists if there are more dims), or the value itself if it is no sequence.
 
     Raises:
         ValueError: a tensor without values.
@@ -298,7 +298,7 @@ class PackedEdges:
 
     @classmethod
     def of(cls, cu_seq_q: Any, cu_seq_k: Any) -> PackedEdges:
-        """Reads the positions from tensors, waiting for those on a GPU; refuses other than ascending integers.
+        """Read the positions from tensors, waiting for those on a GPU; refuse other than ascending integers.
 
         The numbers are not cached by tensor: collectives and compiled code may change them without a trace.
         """
@@ -306,7 +306,7 @@ class PackedEdges:
         return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
 
     def rows_and_lengths(self, lengths: tuple[int, ...] | None) -> tuple[int, tuple[int, int]]:
-        """The number of batch rows and the (queries, keys) of a row, from the `lengths` that a row may have.
+        """Return the number of batch rows and the (queries, keys) of a row, from the `lengths` that a row may have.
 
         Refuses documents that fit no number of rows or several, and unknown lengths (None).
         """
@@ -342,7 +342,7 @@ class PackedEdges:
 
 
 def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The lengths that batch rows may have; refuses calls without any."""
+    """Return the lengths that batch rows may have; refuse calls without any."""
     if not lengths:
         raise ValueError(
             "varlen_attn of sequence shards needs to know how long the whole sequence of a batch row is, since packed "
@@ -354,7 +354,7 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
 
 @lru_cached
 def packed_mask(edges: PackedEdges, rows: int, lengths: tuple[int, int], within: Mask) -> Mask:
-    """The mask of each row's documents, with `within` inside; refuses a document that is in two rows."""
+    """Return the mask of each row's documents, with `within` inside; refuse a document that is in two rows."""
     q_len, kv_len = lengths
     if rows == 1:
         return Documents(edges.queries, edges.keys, within=within)

@@ -32,11 +32,11 @@ class IntervalBand(NamedTuple):
     right: int = FAR
 
     def keys(self, query: int) -> Span:
-        """The interval of a query of the band; empty if its end is not beyond its start."""
+        """Return the interval of a query of the band; empty if its end is not beyond its start."""
         return max(self.lo, query - self.left), min(self.hi, query + self.right + 1)
 
     def clipped(self, queries: Span, keys: Span = (-FAR, FAR)) -> IntervalBand | None:
-        """The band within some queries and some keys, None if it is empty.
+        """Return the band within some queries and some keys, None if it is empty.
 
         Every query of the result sees at least one key, and the intervals of neighbours touch or overlap.
         """
@@ -94,7 +94,7 @@ class Line(NamedTuple):
 def clipped_bands(
     bands: Sequence[IntervalBand], queries: Span = (-FAR, FAR), keys: Span = (-FAR, FAR)
 ) -> Iterator[IntervalBand]:
-    """Yields the bands of an interval set within some queries and keys, without empty ones."""
+    """Yield the bands of an interval set within some queries and keys, without empty ones."""
     index = max(bisect_right(bands, (queries[0] + 1,)) - 1, 0)
     while index < len(bands) and bands[index].first < queries[1]:
         band = bands[index].clipped(queries, keys)
@@ -104,12 +104,12 @@ def clipped_bands(
 
 
 def count_pairs(sets: IntervalSets, queries: Span, keys: Span = (-FAR, FAR)) -> int:
-    """The number of (query, key) pairs within some queries and keys."""
+    """Return the number of (query, key) pairs within some queries and keys."""
     return sum(band.pairs for bands in sets for band in clipped_bands(bands, queries, keys))
 
 
 def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
-    """The pairs that are in both."""
+    """Return the pairs that are in both."""
     found = (
         [
             piece._replace(left=min(band.left, piece.left), right=min(band.right, piece.right))
@@ -123,7 +123,7 @@ def intersection(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
 
 
 def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
-    """The pairs that are in either."""
+    """Return the pairs that are in either."""
     added: list[IntervalSet] = list(theirs)
     for bands in ours:
         added = [part for other in added for part in _difference(other, bands) if part]
@@ -131,7 +131,7 @@ def union(ours: IntervalSets, theirs: IntervalSets) -> IntervalSets:
 
 
 def _difference(bands: IntervalSet, other: IntervalSet) -> tuple[IntervalSet, IntervalSet]:
-    """The pairs of `bands` that are not in `other`: keys below and keys above the intervals of `other`."""
+    """Return the pairs of `bands` that are not in `other`: keys below and keys above the intervals of `other`."""
     below: list[IntervalBand] = []
     above: list[IntervalBand] = []
     for band in bands:
@@ -164,7 +164,7 @@ class Workload:
     """
 
     def __init__(self, rows: Iterable[IntervalSets], counts: Sequence[int] = ()) -> None:
-        """From the interval sets of each batch row, or (with no rows) from the work of each query."""
+        """Make the sums from the interval sets of each batch row, or (with no rows) from the work of each query."""
         self._rows = tuple(rows)
         lines = [line for sets in self._rows for bands in sets for band in bands for line in band.lines]
         lines += [Line(query, query + 1, count, 0) for query, count in enumerate(counts)]
@@ -185,16 +185,16 @@ class Workload:
             self._sums.append((offset, constant, slope))
 
     def before(self, position: int) -> int:
-        """The number of pairs of the queries before `position`."""
+        """Return the number of pairs of the queries before `position`."""
         offset, constant, slope = self._sums[bisect_right(self._edges, position) - 1]
         return offset + constant * position + slope * (position * (position - 1) // 2)
 
     def of(self, queries: Span) -> int:
-        """The number of pairs of some queries."""
+        """Return the number of pairs of some queries."""
         return self.before(queries[1]) - self.before(queries[0])
 
     def reach_across(self, position: int) -> int:
-        """About how many K/V rows must be sent because of a cut at `position`.
+        """Return about how many K/V rows must be sent because of a cut at `position`.
 
         It is the distance from the first key that the query behind the cut sees, to the last key that the query before
         the cut sees, where these are on the other side.

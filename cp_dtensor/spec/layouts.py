@@ -49,7 +49,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def contiguous(cls, start: int, stop: int) -> Segment:
-        """The segment of positions `start, ..., stop - 1`."""
+        """Return the segment of positions `start, ..., stop - 1`."""
         return cls(start, stop - start, max(stop - start, 1), max(stop - start, 1))
 
     @property
@@ -63,13 +63,13 @@ class Segment(NamedTuple):
         return self.position(self.length - 1)
 
     def position(self, index: int) -> int:
-        """The position of a local token (of a tensor of local tokens: their positions)."""
+        """Return the position of a local token (of a tensor of local tokens: their positions)."""
         if self.is_contiguous:
             return self.start + index
         return self.start + index // self.block * self.period + index % self.block
 
     def rows_before(self, position: int) -> int:
-        """The number of tokens whose position is smaller.
+        """Return the number of tokens whose position is smaller.
 
         >>> [Segment(start=2, length=5, block=2, period=8).rows_before(position) for position in (2, 4, 10, 11, 99)]
         [0, 2, 2, 3, 5]
@@ -78,20 +78,20 @@ class Segment(NamedTuple):
         return min(blocks * self.block + min(rest, self.block), self.length)
 
     def positions(self) -> range | list[int]:
-        """The global positions in local order."""
+        """Return the global positions in local order."""
         if self.is_contiguous:
             return range(self.start, self.start + self.length)
         return [self.position(index) for index in range(self.length)]
 
     def spans(self) -> list[Span]:
-        """The unbroken ranges of positions."""
+        """Return the unbroken ranges of positions."""
         step = self.length if self.is_contiguous else self.block
         starts = range(0, self.length, max(step, 1))
         return [(self.position(start), self.position(start) + min(step, self.length - start)) for start in starts]
 
 
 def chunk(span: Span, chunks: int, index: int) -> Span:
-    """The index-th of consecutive chunks of a span, whose lengths differ by at most one, longer ones first.
+    """Return the index-th of consecutive chunks of a span, whose lengths differ by at most one, longer ones first.
 
     >>> [chunk((0, 10), 4, index) for index in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -110,7 +110,7 @@ class Layout(ABC):
 
     @abstractmethod
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        """The tokens of `rank`, in local order.
+        """Return the tokens of `rank`, in local order.
 
         The number of segments is the same on every rank (some may be empty), so that the i-th segments of all ranks
         can be gathered together.
@@ -126,11 +126,11 @@ class Layout(ABC):
         """
 
     def batch_groups(self, batch_size: int) -> tuple[Span, ...]:
-        """Ranges of batch rows that are divided alike; together they are the whole batch."""
+        """Return ranges of batch rows that are divided alike; together they are the whole batch."""
         return ((0, batch_size),)
 
     def local_length(self, seq_len: int, rank: int, world_size: int) -> int:
-        """The number of tokens of `rank`, which is the same in every batch group."""
+        """Return the number of tokens of `rank`, which is the same in every batch group."""
         return sum(segment.length for segment in self.segments(seq_len, rank, world_size))
 
     @property
@@ -149,7 +149,7 @@ class Layout(ABC):
 
 @lru_cached
 def shard_lengths(layout: Layout, seq_len: int, world_size: int) -> tuple[int, ...]:
-    """The number of tokens of each rank.
+    """Return the number of tokens of each rank.
 
     >>> shard_lengths(HeadTail(), 5, world_size=2)
     (3, 2)
@@ -253,7 +253,7 @@ class TorchChunk(Layout):
 
 
 def joined_spans(spans: Iterable[Span]) -> list[Span]:
-    """The union of some ranges as ascending ranges, none of them empty or adjacent to another.
+    """Return the union of some ranges as ascending ranges, none of them empty or adjacent to another.
 
     >>> joined_spans([(4, 6), (0, 2), (2, 3), (5, 8), (9, 9)])
     [(0, 3), (4, 8)]

@@ -13,14 +13,14 @@ ROOMS = ("plan", "comm", "engine", "attention", "api")
 
 
 def log_once(room: str, level: int, text: str) -> None:
-    """Logs a text to `cp_dtensor.<room>`, the first time that it comes. For choices, where plans are made."""
+    """Log a text to `cp_dtensor.<room>`, the first time that it comes. For choices, where plans are made."""
     if is_logged(room, level):
         with _lock:  # threads would both find that the text is new
             _log(room, level, text)
 
 
 def is_logged(room: str, level: int = logging.INFO) -> bool:
-    """True if a room's messages of a level are shown anywhere."""
+    """Return whether a room's messages of a level are shown anywhere."""
     return logging.getLogger(f"cp_dtensor.{room}").isEnabledFor(level)
 
 
@@ -30,7 +30,7 @@ def _log(room: str, level: int, text: str) -> None:
 
 
 def show_logs(names: str) -> None:
-    """Shows messages of level INFO and above on stderr, of rooms joined by commas, or of "all".
+    """Show messages of level INFO and above on stderr, of rooms joined by commas, or of "all".
 
     Called at import with `CP_DTENSOR_LOGS`. Python's logging does the same: each room is a logger, `cp_dtensor.engine`.
     """

@@ -32,10 +32,10 @@ class Mask(ABC):
 
     @abstractmethod
     def interval_sets(self, q_len: int, kv_len: int) -> IntervalSets:
-        """The intervals of keys that each query sees, for `q_len` queries and `kv_len` keys."""
+        """Return the intervals of keys that each query sees, for `q_len` queries and `kv_len` keys."""
 
     def of_batch_row(self, row: int) -> Mask:
-        """The mask of one batch row; most masks are the same in all rows."""
+        """Return the mask of one batch row; most masks are the same in all rows."""
         return self
 
     @property
@@ -50,7 +50,7 @@ class Mask(ABC):
         return _combined(self, other, Union)
 
     def pairs(self, q_len: int, kv_len: int) -> int:
-        """The number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
+        """Return the number of (query, key) pairs in one batch row, on average if rows have masks of their own."""
         return workload_of(self, q_len, kv_len).before(q_len) // (self.batch_size or 1)
 
 
@@ -197,7 +197,7 @@ def _interval_sets_by_row(mask: Mask, q_len: int, kv_len: int) -> tuple[Interval
 
 
 def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tuple[IntervalSets, ...]:
-    """The interval sets of each batch row, or one entry if they are the same in all rows; checks the sizes."""
+    """Return the interval sets of each batch row, or one entry if they are the same in all rows; check the sizes."""
     if max(q_len, kv_len) >= _TOO_LONG:
         raise ValueError(
             f"masks count positions with 32 bits: expected fewer than 2^31 tokens, got {q_len} and {kv_len}"
@@ -209,13 +209,13 @@ def interval_sets_of(mask: Mask, q_len: int, kv_len: int, batch_size: int) -> tu
 
 @lru_cached
 def workload_of(mask: Mask, q_len: int, kv_len: int, rows: Span | None = None) -> Workload:
-    """The workload of the queries of a mask, of all batch rows together, or of some of a mask that is made by row."""
+    """Return the workload of the queries of a mask, of all batch rows together, or of some of a mask by row."""
     by_row = _interval_sets_by_row(mask, q_len, kv_len)
     return Workload(by_row if rows is None else by_row[slice(*rows)])
 
 
 def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]], mask: Mask, seq_len: int) -> list[int]:
-    """The number of (query, key) pairs of each rank's queries; `groups`: batch rows, and segments by rank.
+    """Return the number of (query, key) pairs of each rank's queries; `groups`: batch rows, and segments by rank.
 
     >>> groups = [((0, 1), [[Segment.contiguous(0, 2)], [Segment.contiguous(2, 4)]])]
     >>> workload_by_rank(groups, Causal(), 4)
@@ -231,7 +231,7 @@ def workload_by_rank(groups: Iterable[tuple[Span, Sequence[Sequence[Segment]]]],
 
 
 def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> float:
-    """Excess of the busiest rank's workload over the mean, as a fraction of the mean.
+    """Return the excess of the busiest rank's workload over the mean, as a fraction of the mean.
 
     0.0 is perfect; 0.5 means that attention takes half as long again as with perfect balance. Batch rows with masks of
     their own count together.
@@ -266,33 +266,33 @@ def imbalance(layout: Layout, mask: Mask, seq_len: int, world_size: int) -> floa
 
 
 def check_rank_count(world_size: int) -> None:
-    """Refuses anything but a number of ranks, of which there is an imbalance."""
+    """Refuse anything but a number of ranks, of which there is an imbalance."""
     if not is_integer(world_size) or world_size < 1:
         raise ValueError(f"imbalance expects world_size to be a number of ranks >= 1, got {world_size!r}")
 
 
 def excess(busiest: int, total: int, world_size: int) -> float:
-    """Excess of the busiest rank over the mean of all ranks, as a fraction of the mean; 0.0 without any work."""
+    """Return the excess of the busiest rank over the mean, as a fraction of the mean; 0.0 without any work."""
     return (busiest * world_size - total) / total if total else 0.0
 
 
 def clipped_interval_sets(mask: Mask, q_len: int, kv_len: int) -> IntervalSets:
-    """The interval sets of a mask without empty bands."""
+    """Return the interval sets of a mask without empty bands."""
     return tuple(bands for each in mask.interval_sets(q_len, kv_len) if (bands := tuple(clipped_bands(each))))
 
 
 def is_plain(mask: Mask, q_len: int, kv_len: int) -> bool:
-    """True if a mask is full or the causal triangle from the top left, for which every backend has kernels."""
+    """Return whether a mask is full or the causal triangle from the top left, for which every backend has kernels."""
     return mask in (Full(), Causal()) or (isinstance(mask, Causal) and q_len == kv_len)
 
 
 def as_plain(mask: Mask) -> Mask:
-    """A plain mask as `Full()` or `Causal()`, whatever its alignment."""
+    """Return a plain mask as `Full()` or `Causal()`, whatever its alignment."""
     return mask if mask == Full() else Causal()
 
 
 def mask_intersection(one: Mask, other: Mask) -> Mask:
-    """`one & other`, or one of them alone if the other has all its pairs.
+    """Return `one & other`, or one of them alone if the other has all its pairs.
 
     >>> mask_intersection(Causal(), Full()), mask_intersection(Causal(), Causal())
     (Causal(alignment='top_left'), Causal(alignment='top_left'))
@@ -303,7 +303,7 @@ def mask_intersection(one: Mask, other: Mask) -> Mask:
 
 
 def _offset(alignment: Alignment, q_len: int, kv_len: int) -> int:
-    """Position of query 0 among the keys."""
+    """Return the position of query 0 among the keys."""
     return kv_len - q_len if alignment == "bottom_right" else 0
 
 
@@ -324,5 +324,5 @@ def _combined(one: Mask, other: Mask, kind: Callable[[tuple[Mask, ...]], Mask]) 
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """True if a value is an integer and no boolean."""
+    """Return whether a value is an integer and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -64,7 +64,7 @@ class Bands(CachedHash, Mask):
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[Span]], kv_len: int) -> Bands:
-        """The mask in which query i sees the keys of the ascending, disjoint ranges `rows[i]`.
+        """Return the mask in which query i sees the keys of the ascending, disjoint ranges `rows[i]`.
 
         >>> [tuple(band[:2]) for band in Bands.of_rows([[(0, 1)], [(0, 2)], [(1, 3)]], 3).sets[0]]
         [(0, 2), (2, 3)]
@@ -75,7 +75,7 @@ class Bands(CachedHash, Mask):
 
 
 def _bands(spans: list[Span | None]) -> list[IntervalBand]:
-    """Bands of queries whose ends are fixed or move along with the query."""
+    """Return bands of queries whose ends are fixed or move along with the query."""
     bands: list[IntervalBand] = []
     query = 0
     while query < len(spans):

@@ -15,13 +15,16 @@ from support.attention_kernels import (
     SCALE,
     SMALL,
     BlockConfig,
+    attention,
     biases_of,
     check,
+    computed,
     configs,
     draw,
     each_way_to_load,
     interpreted,
     masks_of,
+    seen_by,
     through_kernels,
     through_reference,
     to,
@@ -33,6 +36,24 @@ from cp_dtensor.attention import masked
 from cp_dtensor.attention.masked import RowMask
 
 ROWS, COLUMNS, HEADS = 37, 53, 2
+OFFSETS = {
+    # (rows, columns, offset): blocks have 16 rows and 16 columns
+    "full": (37, 51, None),
+    "full, whole blocks": (32, 48, None),
+    "causal": (37, 37, 0),
+    "causal, whole blocks": (32, 32, 0),
+    "after a prefix": (21, 51, 30),
+    "after a prefix that ends with a block": (21, 53, 32),
+    "wide": (21, 70, 9),
+    "tall": (50, 20, 3),
+    "some rows see nothing": (37, 21, -7),
+    "blocks of rows see nothing": (50, 40, -33),
+    "no row sees anything": (20, 30, -20),
+    "every row sees everything": (20, 30, 29),
+    "far beyond the last key": (20, 30, 2**40),
+    "far before the first key": (20, 30, -(2**40)),
+    "one row": (1, 50, None),
+}
 
 
 @interpreted
@@ -40,6 +61,18 @@ ROWS, COLUMNS, HEADS = 37, 53, 2
 @pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
 def test_masks(device: str, mask: RowMask, tma: bool) -> None:
     check(draw(device, ROWS, COLUMNS, heads=(1, 1), batch=2), mask, config=replace(SMALL, tma=tma))
+
+
+@interpreted
+@each_way_to_load
+@pytest.mark.parametrize(("rows", "columns", "offset"), OFFSETS.values(), ids=OFFSETS)
+def test_offsets_and_lengths(device: str, rows: int, columns: int, offset: int | None, tma: bool) -> None:
+    check(draw(device, rows, columns), RowMask(causal_offset=offset), config=replace(SMALL, tma=tma))
+
+
+@interpreted
+def test_float16(device: str) -> None:
+    check(draw(device, 18, 21, dtype=torch.float16), RowMask(causal_offset=3))
 
 
 @interpreted
@@ -132,6 +165,32 @@ def test_results_do_not_vary(device: str) -> None:
     grad_out = torch.ones_like(tensors[0])
     first, second = (through_kernels(tensors, grad_out, RowMask(causal_offset=0), None, SMALL) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+def test_descriptors_want_aligned_rows_and_some_keys() -> None:
+    aligned = torch.zeros(2, 2, 8, 32, dtype=torch.float16)
+    assert configs.can_use_tma(aligned, aligned)
+    for other in (aligned[:, :, :0], aligned[..., 1:17], aligned[:, :1].expand(2, 2, 8, 32), torch.zeros(2, 2, 8, 33)):
+        assert not configs.can_use_tma(aligned, other)
+        assert not configs.default_config(other, aligned).tma
+    assert configs.default_config(aligned, aligned).tma
+
+
+@interpreted
+def test_extreme_logits_do_not_overflow(device: str) -> None:
+    """A row whose logits are 30000 times those of the others decides alone, whichever block of columns comes first."""
+    q, k, v = draw(device, 20, 37, dtype=torch.float16)
+    high, low = k.clone(), k.clone()
+    high[:, :, 5] = 1e4 * q[:, :1, 3] / q[:, :1, 3].double().square().sum(-1, keepdim=True).to(q)
+    low[:, :, :] = -high[:, :, 5:6]
+    for first, second in ((high, low), (low, high)):
+        keys, values = torch.cat([first, second], 2), torch.cat([v, v], 2)
+        got = computed(q, keys, values, None, scale=3.0)
+        assert got[0].isfinite().all()
+        expected = attention(q, keys, values, seen_by(20, 74, None), scale=3.0)
+        torch.testing.assert_close(got[1].cpu().double(), expected[1], rtol=1e-5, atol=1e-4)
+        # float32 resolves logits of 30000 to 0.002
+        torch.testing.assert_close(got[0].cpu().double(), expected[0], rtol=0, atol=2e-2)
 
 
 @given(data=st.data())

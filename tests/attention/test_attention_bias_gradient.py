@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.attention_kernels import SCALE, Tensors, biases_of, masks_of
@@ -12,7 +10,6 @@ from support.dropouts import dropout_of
 from cp_dtensor.attention import masked
 from cp_dtensor.attention.masked import (
     RowMask,
-    attention_backward,
     attention_bias_gradient,
     attention_delta,
     attention_forward,
@@ -68,53 +65,6 @@ def test_gradient_of_a_bias(
     got = attention_bias_gradient(grad_out, *tensors, lse, mask, SCALE, bias=bias, delta=delta, dropout=dropout)
     assert got.shape == bias.shape
     torch.testing.assert_close(got, expected_gradient(tensors, grad_out, bias, mask, dropout), rtol=1e-10, atol=1e-10)
-
-
-def test_tiles_add_up() -> None:
-    """Tiles of columns, for biases with and without a column dim; lse and delta are of all tiles."""
-    tensors, grad_out, bias = draw()
-    q, k, v = tensors
-    mask = masks_of(ROWS, COLUMNS)["causal documents"]
-    assert mask.intervals is not None
-    for whole in (bias, bias[..., :1].contiguous()):
-        out, lse = attention_forward(*tensors, mask, SCALE, bias=whole)
-        delta = attention_delta(grad_out, out)
-        wanted = attention_bias_gradient(grad_out, *tensors, lse, mask, SCALE, bias=whole, delta=delta)
-        got = torch.zeros_like(whole)
-        for columns in (slice(0, 11), slice(11, 12), slice(12, COLUMNS)):
-            at = columns if whole.size(-1) > 1 else slice(None)
-            tile = RowMask(lo=mask.intervals[0] - columns.start, hi=mask.intervals[1] - columns.start)
-            got[..., at] += attention_bias_gradient(
-                grad_out, q, k[:, :, columns], v[:, :, columns], lse, tile, SCALE, bias=whole[..., at], delta=delta
-            )
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-
-
-class _Attention(torch.autograd.Function):
-    """With a loss that depends on lse too."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-        mask, dropout = RowMask(causal_offset=2), dropout_of(5, 8, 0.4)
-        out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, dropout=dropout)
-        ctx.save_for_backward(bias, *tensors, out, lse)
-        ctx.options = mask, dropout
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        bias, *tensors, out, lse = ctx.saved_tensors
-        mask, dropout = ctx.options
-        options = {"bias": bias, "delta": attention_delta(grads[0], out) - grads[1], "dropout": dropout}
-        gradients = attention_backward(grads[0], *tensors, out, lse, mask, SCALE, **options)
-        return attention_bias_gradient(grads[0], *tensors, lse, mask, SCALE, **options), *gradients
-
-
-@pytest.mark.parametrize("shape", [(HEADS, 1, 8), (5, 8)], ids=str)
-def test_gradients_are_those_of_the_forward(shape: tuple[int, ...]) -> None:
-    q, k, v = (x[:, :, :n] for x, n in zip(draw()[0], (5, 8, 8), strict=True))
-    bias = torch.linspace(-1, 1, 8, dtype=torch.float64).expand(shape).clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: _Attention.apply(x, q, k, v), bias)
 
 
 def test_dtypes() -> None:

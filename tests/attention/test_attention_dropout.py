@@ -23,20 +23,8 @@ from support.attention_kernels import (
 )
 from support.dropouts import dropout_in_runs, dropout_of, moved
 
-from cp_dtensor.attention.accumulate import Accumulator, Part
 from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
 from cp_dtensor.attention.triton.dropout import kept_reference
-
-
-@interpreted
-@pytest.mark.parametrize(("blocks", "tma"), [((16, 16), False), ((32, 16), True), ((16, 32), True)], ids=str)
-def test_kernels_keep_what_the_reference_keeps(device: str, blocks: tuple[int, int], tma: bool) -> None:
-    rows, columns = 20, 40
-    dropout = dropout_of(rows, columns)
-    expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
-    config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
-    for got in patterns(dropout, rows, columns, config, device):
-        assert torch.equal(got, expected)
 
 
 def moved_by(dropout: Dropout, rows: int, columns: int, step: int = 1) -> Dropout:
@@ -69,14 +57,6 @@ def test_kernels_keep_what_the_reference_keeps_wherever_runs_begin(device: str, 
 
 
 @interpreted
-def test_kernels_of_runs_compute_what_the_reference_computes(device: str) -> None:
-    """Under each mask: blocks begin where runs do. The dtype is one whose sums show single elements."""
-    for kind in ("causal", "causal window", "any intervals"):
-        tensors, mask = draw(device, 38, 60, heads=(2, 1), batch=2), masks_of(38, 60)[kind]
-        check(tensors, mask, config=replace(SMALL, block_columns=32), dropout=dropout_in_runs(38, 60))
-
-
-@interpreted
 @pytest.mark.parametrize(
     ("kind", "bias"), [("full", "none"), ("causal", "boolean"), ("any intervals", "additive"), ("documents", "none")]
 )
@@ -103,64 +83,10 @@ def test_everything_may_be_dropped(device: str) -> None:
     assert (attention_forward(*tensors, RowMask(), SCALE, dropout=dropout)[0] == 0).all()
 
 
-def test_nothing_may_be_dropped() -> None:
-    q, k, v = draw_wide()
-    got = attention_forward(q, k, v, RowMask(), SCALE, dropout=dropout_of(23, 29, 0.0))
-    assert all(map(torch.equal, got, attention_forward(q, k, v, RowMask(), SCALE)))
-
-
 def draw_wide(rows: int = 23, columns: int = 29, heads: int = 4, kv_heads: int = 2) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     shapes = ((heads, rows, 6), (kv_heads, columns, 6), (kv_heads, columns, 5))
     return tuple(torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
-
-
-def test_tiles_heads_and_batch_rows_are_those_of_the_whole() -> None:
-    """Cut by rows, columns, heads and batch rows, forward and backward."""
-    q, k, v = draw_wide()
-    mask, dropout = masks_of(23, 29)["any intervals"], dropout_of(23, 29)
-    out, lse = attention_forward(q, k, v, mask, SCALE, dropout=dropout)
-    plain_out, plain_lse = attention_forward(q, k, v, mask, SCALE)
-    assert torch.equal(lse, plain_lse)
-    assert not torch.allclose(out, plain_out)
-    grad_out = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    gradients = [torch.zeros_like(x) for x in (q, k, v)]
-    assert mask.lo is not None
-    assert mask.hi is not None
-    for batch in range(2):
-        for head in range(2):
-            for rows in (slice(0, 9), slice(9, 23)):
-                parts = []
-                rows_of = (slice(batch, batch + 1), slice(2 * head, 2 * head + 2), rows)
-                for columns in (slice(0, 11), slice(11, 12), slice(12, 29)):
-                    one = replace(
-                        dropout,
-                        first_batch=dropout.first_batch + batch,
-                        first_head=dropout.first_head + 2 * head,
-                        q_positions=dropout.q_positions[batch, rows],
-                        kv_positions=dropout.kv_positions[batch : batch + 1, columns],
-                    )
-                    of = slice(batch, batch + 1), slice(head, head + 1), columns
-                    lo, hi = (x[batch, rows] - columns.start for x in (mask.lo, mask.hi))
-                    tile = RowMask(lo=lo, hi=hi)
-                    partial = attention_forward(q[rows_of], k[of], v[of], tile, SCALE, dropout=one)
-                    parts.append((of, tile, one, partial))
-                accumulator = Accumulator(q[rows_of], torch.float64, v.size(3), floats_of_lse=1)
-                everything = (0, 1), (0, rows.stop - rows.start)
-                for *_, partial in parts:
-                    accumulator.add((0, 2), [Part(*everything, partial)], is_last=partial is parts[-1][-1])
-                merged, merged_lse = accumulator.result()
-                torch.testing.assert_close(merged, out[rows_of], rtol=1e-12, atol=1e-12)
-                torch.testing.assert_close(merged_lse, lse[rows_of], rtol=1e-12, atol=1e-12)
-                for of, tile, one, _ in parts:
-                    got = attention_backward(
-                        grad_out[rows_of], q[rows_of], k[of], v[of], merged, merged_lse, tile, SCALE, dropout=one
-                    )
-                    for total, index, gradient in zip(gradients, (rows_of, of, of), got, strict=True):
-                        total[index] += gradient
-    expected = attention_backward(grad_out, q, k, v, out, lse, mask, SCALE, dropout=dropout)
-    for total, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
 
 
 class _Attention(torch.autograd.Function):

@@ -108,9 +108,3 @@ def test_columns_of_rows_are_all_of_them_and_tight(data: st.DataObject) -> None:
     for part, (first, last) in zip(parts, ranges, strict=True):
         some = part.any(0).nonzero().flatten().tolist()
         assert (first, last) == ((some[0], some[-1] + 1) if some else (0, 0))
-
-
-def test_masks_compare_by_identity_and_show_what_they_are() -> None:
-    mask = RowMask(causal_offset=3)
-    assert mask != RowMask(causal_offset=3)
-    assert repr(mask) == "RowMask(causal_offset=3, lo=None, hi=None)"

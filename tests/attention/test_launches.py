@@ -60,7 +60,7 @@ def test_calls_are_repeated_with_other_tensors() -> None:
         launches.launch(others)
         assert torch.equal(out, 6 * x + table)
         assert torch.equal(also, 2 * x)
-    kept = [each for arguments in launches.arguments for each in arguments if isinstance(each, Tensor)]
+    kept = [each for _, arguments, _ in launches.calls for each in arguments if isinstance(each, Tensor)]
     assert not kept, "tensors of a call do not stay in the record"
     assert torch.equal(values[2], 2 * values[0]), "and later calls do not write to those of the first one"
 

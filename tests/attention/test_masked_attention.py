@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from support.attention_kernels import SCALE, biases_of, masks_of
 from support.cases import examples
-from support.row_masks import documents, prefix, window
+from support.row_masks import window
 
 from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
 
@@ -94,49 +94,6 @@ def test_any_intervals(data: st.DataObject) -> None:
     group = data.draw(st.integers(1, 3), "group")
     dims = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)), "dims")
     check(draw(rows, columns, 2 * group, 2, dims), RowMask(lo=lo, hi=hi))
-
-
-@given(data=st.data())
-@settings(max_examples=examples(60))
-def test_masks_by_their_words(data: st.DataObject) -> None:
-    length = data.draw(st.integers(1, 30), "length")
-    edges = [0, *sorted(data.draw(st.lists(st.integers(0, length), max_size=4), "edges")), length]
-    left, right = data.draw(st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)), "window")
-    shared = data.draw(st.integers(0, length), "prefix")
-    position = torch.arange(length)
-    row, column = position.unsqueeze(1), position
-    ids = torch.searchsorted(torch.tensor(edges), position, right=True)
-    same_document = ids.unsqueeze(1) == ids
-    in_window = torch.ones(length, length, dtype=torch.bool)
-    if left is not None:
-        in_window &= column >= row - left
-    if right is not None:
-        in_window &= column <= row + right
-    for mask, seen in (
-        (window(position, left, right), in_window),
-        (documents(position, torch.tensor(edges)), same_document),
-        (documents(position, torch.tensor(edges), is_causal=True), same_document & (column <= row)),
-        (prefix(position, shared), (column < shared) | (column <= row)),
-        (RowMask(causal_offset=2), column <= row + 2),
-    ):
-        assert torch.equal(dense(mask, length, length), seen)
-
-
-def test_gradients_of_tiles_are_shares_of_the_whole() -> None:
-    """Backward of each tile reads the out and lse of all of them."""
-    q, k, v = draw(ROWS, COLUMNS)
-    mask = masks_of(ROWS, COLUMNS)["causal documents"]
-    assert mask.intervals is not None
-    whole = attention_forward(q, k, v, mask, SCALE)
-    grad_out = torch.randn_like(whole[0])
-    expected = attention_backward(grad_out, q, k, v, *whole, mask, SCALE)
-    parts = []
-    for start, stop in ((0, 13), (13, 14), (14, COLUMNS)):
-        tile = RowMask(lo=mask.intervals[0] - start, hi=mask.intervals[1] - start)
-        parts.append(attention_backward(grad_out, q, k[:, :, start:stop], v[:, :, start:stop], *whole, tile, SCALE))
-    torch.testing.assert_close(sum(part[0] for part in parts), expected[0])
-    torch.testing.assert_close(torch.cat([part[1] for part in parts], 2), expected[1])
-    torch.testing.assert_close(torch.cat([part[2] for part in parts], 2), expected[2])
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -66,16 +66,6 @@ def cut_up(
     return base, [(rows, *of_keys(1 + index, rows)) for index, rows in enumerate(spans)]
 
 
-def expected_of(logits: torch.Tensor, v: torch.Tensor, spans: Sequence[Span]) -> Partial:
-    """The attention that `cut_up` cuts up: rows see the keys of a part only where it has them."""
-    share = KEYS // (len(spans) + 1)
-    hidden = torch.ones(logits.shape[2:], dtype=torch.bool)
-    hidden[:, :share] = False
-    for index, rows in enumerate(spans, start=1):
-        hidden[slice(*rows), index * share : (index + 1) * share] = False
-    return attention(logits.masked_fill(hidden, -INFINITY), v)
-
-
 def merged(
     merge: Merge, base: Partial, parts: Sequence[MergePart], in_place: bool = False, dtype: torch.dtype | None = None
 ) -> Partial:
@@ -124,29 +114,6 @@ def test_parts_merge_into_the_attention_over_all_keys(
     assert (result[1][:, :, unseen] == -INFINITY).all()
 
 
-SPANS = {
-    "a half each": [(0, 20), (20, 41)],
-    "all and a half": [(0, 41), (20, 41)],
-    "two that overlap": [(3, 30), (7, 41)],
-    "one inside of the other": [(3, 30), (11, 12)],
-    "the middle": [(17, 23)],
-    "one of no rows": [(5, 5), (0, 3)],
-}
-
-
-@each_merge
-@each_place
-@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_a_part_concerns_its_rows_and_no_other(merge: Merge, device: str, spans: list[Span], in_place: bool) -> None:
-    logits, v = problem(rows=41, head_dim=80)
-    base, parts = cut_up(logits, v, spans, device)
-    result = merged(merge, base, parts, in_place)
-    assert_close(result, expected_of(logits, v, spans))
-    untouched = [row for row in range(41) if not any(start <= row < stop for start, stop in spans)]
-    for got, before in zip(result, base, strict=True):
-        assert torch.equal(got[:, :, untouched], before[:, :, untouched])
-
-
 @each_merge
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -164,30 +131,6 @@ def test_results_of_any_dtype_are_merged_in_float32_and_rounded_once(
     torch.testing.assert_close(
         out.cpu().double(), exact[0], rtol=rounding_error(merge, device, out_dtype) + 2e-6, atol=1e-5
     )
-
-
-@each_merge
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_place_is_as_good_as_out_of_place(merge: Merge, device: str, dtype: torch.dtype) -> None:
-    logits, v = problem(rows=19, head_dim=32)
-    base, parts = cut_up(logits, v, [(0, 19), (4, 11)], device, dtype)
-    assert all(map(torch.equal, merged(merge, base, parts, in_place=True), merged(merge, base, parts)))
-
-
-@each_merge
-def test_a_slice_of_a_result_is_merged_in_place_and_the_rest_stays(merge: Merge, device: str) -> None:
-    logits, v = problem(rows=23, head_dim=80)
-    base, parts = cut_up(logits, v, [(0, 23)] * 2, device)
-    cut = (slice(1, None), slice(1, 3), slice(4, 17))
-    inner = [((2, 13), out[cut][:, :, 2:], lse[cut][:, :, 2:]) for _, out, lse in parts]
-    expected = merged(merge, (base[0][cut], base[1][cut]), inner)
-    out, lse = base[0].clone(), base[1].clone()
-    views = out[cut], lse[cut]
-    merge(*views, *views, inner)
-    assert_close(views, expected)
-    for whole, before, view in zip((out, lse), base, views, strict=True):
-        view.copy_(before[cut])
-        assert torch.equal(whole, before)
 
 
 @each_merge
@@ -212,31 +155,11 @@ def test_strides_are_free_but_for_the_last_dim(merge: Merge, device: str, in_pla
 
 
 @each_merge
-def test_the_order_of_parts_does_not_matter(merge: Merge, device: str) -> None:
-    """Nor whether they come one after the other or at once: merging is commutative and associative."""
-    logits, v = problem(rows=18, head_dim=32)
-    base, parts = cut_up(logits, v, [(0, 18)] * 2, device)
-    a, b = ((out, lse) for _, out, lse in parts)
-    at_once = merged(merge, base, parts)
-    assert_close(merged(merge, a, everywhere(b, base)), at_once)
-    assert_close(merged(merge, merged(merge, base, everywhere(a)), everywhere(b)), at_once)
-    assert_close(merged(merge, base, everywhere(merged(merge, b, everywhere(a)))), at_once)
-
-
-@each_merge
 def test_nothing_is_the_identity(merge: Merge, device: str) -> None:
     partial = cut_up(*problem(rows=18, head_dim=32), [], device)[0]
     nothing = (torch.zeros_like(partial[0]), torch.full_like(partial[1], -INFINITY))
     for base, parts in ((partial, [nothing]), (nothing, [partial]), (nothing, [nothing, partial])):
         assert all(map(torch.equal, merged(merge, base, everywhere(*parts)), partial))
-
-
-@each_merge
-def test_no_parts_leave_the_base_in_the_dtype_of_the_result(merge: Merge, device: str) -> None:
-    base = cut_up(*problem(rows=18, head_dim=32), [], device, torch.bfloat16)[0]
-    out, lse = merged(merge, base, [], dtype=torch.float32)
-    assert torch.equal(out, base[0].float())
-    assert torch.equal(lse, base[1])
 
 
 def row(out: float, lse: float, device: str) -> Partial:
@@ -256,20 +179,6 @@ def test_extreme_logits_do_not_overflow(merge: Merge, device: str, in_place: boo
     for base, part in ((low, high_row), (high_row, low)):
         out, lse = merged(merge, base, everywhere(part), in_place)
         assert (out.item(), lse.item()) == (5.0, 3e4)
-
-
-@each_merge
-def test_the_numbers_of_the_docstring(merge: Merge, device: str) -> None:
-    """out 1 with lse log 1 and out 5 with lse log 3 merge to out (1 + 3 * 5) / 4 = 4 with lse log 4."""
-    base, part = ((out, lse.log()) for out, lse in (row(1.0, 1.0, device), row(5.0, 3.0, device)))
-    out, lse = merged(merge, base, everywhere(part))
-    torch.testing.assert_close((out.item(), lse.exp().item()), (4.0, 4.0))
-
-
-@each_merge
-def test_no_rows_are_no_work(merge: Merge, device: str) -> None:
-    out, lse = torch.zeros(2, 3, 0, 8, device=device), torch.zeros(2, 3, 0, device=device)
-    assert merge(out, lse, out, lse, [((0, 0), out, lse)]) is None
 
 
 def test_float64_state_keeps_float64() -> None:

@@ -151,7 +151,7 @@ def test_a_tile_of_several_intervals(flex: Patch, batch: int, kernels: str) -> N
     else:
         flex.setattr(cudnn_flex, "_INTERVALS", Unwanted())
     assert CudnnFlexAttention().joins_intervals
-    assert not CudnnFlexAttention(deterministic=True).joins_intervals
+    assert not CudnnFlexAttention(has_gradients=False).joins_intervals
     check(CudnnFlexAttention(), mask, values, Dense())
     assert len(module.plans) == (2 if kernels == "flex" else 0), "of a small tile with three intervals, and of this one"
 
@@ -268,7 +268,7 @@ def test_flex_leaves_small_tiles_and_deterministic_gradients_to_our_kernels(flex
     flex.setattr(module.FlexAttentionBwd, "execute", None)
     cudnn_flex._functions.cache_clear()
     flex.setattr(cudnn_flex, "check_parameters", lambda *names: None)
-    check(CudnnFlexAttention(deterministic=True), interval_mask(), tensors(), IntervalAttention())
+    check(CudnnFlexAttention(has_gradients=False), interval_mask(), tensors(), IntervalAttention())
     assert len(module.plans) == 2
 
 

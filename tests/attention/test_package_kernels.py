@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.package_kernels import Unwanted, relative
+from support.package_kernels import Unwanted
 from support.pretended_packages import (
     AMPERE,
     BLACKWELL,
@@ -27,7 +27,6 @@ from support.pretended_packages import (
     check,
     install,
     interval_mask,
-    no_memory_for_a_plan,
     tensors,
 )
 
@@ -57,15 +56,6 @@ def test_flash4_records_the_launches_of_the_first_call_and_repeats_them(fresh: P
         assert len(module.calls) == 6, "other shapes have other launches"
     for rows in (257, 300):
         check(backend, FULL_TILE, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(rows, 280)])
-
-
-def test_flash4_records_no_launch_in_which_tensors_cannot_be_told_apart(fresh: Patch) -> None:
-    install(fresh, FlashModule())
-    backend = Flash4Attention(Unwanted())
-    q, k, v, _ = tensors(heads=(2, 2))
-    backend.forward(q, q, q, FULL_TILE, 0.25)
-    out, _ = backend.forward(q, k, v, FULL_TILE, 0.25)
-    assert relative(out, MATH.forward(q.double(), k.double(), v.double(), FULL_TILE, 0.25)[0]) < 1e-2
 
 
 def test_flash4_records_no_launch_with_objects_of_one_call(fresh: Patch) -> None:
@@ -186,20 +176,6 @@ def test_lack_of_memory_at_the_first_use_is_no_verdict(fresh: Patch) -> None:
         with pytest.raises(torch.OutOfMemoryError):
             both(Flash4Attention(MATH), CAUSAL_TILE, tensors())
     check(Flash4Attention(Unwanted()), CAUSAL_TILE, tensors())
-
-
-def test_a_plan_for_which_memory_is_lacking_at_the_first_use_is_no_verdict(fresh: Patch) -> None:
-    module = FlexModule()
-    install(fresh, flex=module)
-    create = module.create_mask_plan
-
-    fresh.setattr(module, "create_mask_plan", no_memory_for_a_plan)
-    with pytest.raises(torch.OutOfMemoryError):
-        both(CudnnFlexAttention(), interval_mask(), tensors())
-    fresh.setattr(module, "create_mask_plan", create)
-    cudnn_flex._functions.cache_clear()
-    fresh.setattr(cudnn_flex, "_INTERVALS", Unwanted())
-    check(CudnnFlexAttention(), interval_mask(), tensors(), IntervalAttention())
 
 
 def test_threads_that_compile_at_a_time_leave_stdout_and_logging_as_they_were() -> None:

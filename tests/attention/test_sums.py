@@ -87,28 +87,6 @@ def test_stacks_are_added(
     assert_rounded_once(add, summed(add, base, parts, in_place), base, parts)
 
 
-SPANS = {
-    "a half each": [(2, (0, 20)), (1, (20, 41))],
-    "all and a half": [(1, (0, 41)), (3, (20, 41))],
-    "two that overlap": [(1, (3, 30)), (1, (7, 41))],
-    "the middle": [(2, (17, 23))],
-    "one of no rows, one of no tensors": [(2, (5, 5)), (0, (0, 3))],
-}
-
-
-@each_sum
-@each_place
-@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_a_stack_concerns_its_rows_and_no_other(
-    add: Sum, device: str, spans: list[tuple[int, Span]], in_place: bool
-) -> None:
-    base, parts = problem(41, 80, spans, device)
-    result = summed(add, base, parts, in_place)
-    assert_rounded_once(add, result, base, parts)
-    untouched = [row for row in range(41) if not any(start <= row < stop for _, (start, stop) in spans)]
-    assert torch.equal(result[:, :, untouched], base[:, :, untouched])
-
-
 @each_sum
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", DTYPES)
@@ -119,26 +97,6 @@ def test_sums_of_any_dtype_are_in_float32_and_rounded_once(
     result = summed(add, base, parts, dtype=out_dtype)
     assert result.dtype == out_dtype
     assert_rounded_once(add, result, base, parts)
-
-
-@each_sum
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_in_place_is_as_good_as_out_of_place(add: Sum, device: str, dtype: torch.dtype) -> None:
-    base, parts = problem(19, 32, [(5, (0, 19)), (4, (4, 11))], device, dtype)
-    assert torch.equal(summed(add, base, parts, in_place=True), summed(add, base, parts))
-
-
-@each_sum
-def test_a_slice_of_a_result_is_added_to_in_place_and_the_rest_stays(add: Sum, device: str) -> None:
-    base, parts = problem(23, 80, [(2, (0, 23))], device)
-    cut = (slice(1, None), slice(1, 3), slice(4, 17))
-    inner = [((2, 13), stack[(slice(None), *cut)][..., 2:, :]) for _, stack in parts]
-    out = base.clone()
-    view = out[cut]
-    add(view, view, inner)
-    assert_rounded_once(add, view, base[cut], inner)
-    view.copy_(base[cut])
-    assert torch.equal(out, base)
 
 
 @each_sum
@@ -163,18 +121,6 @@ def test_small_numbers_are_not_lost_beside_large_ones(add: Sum, device: str) -> 
     base = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16, device=device)
     terms = torch.full((1024, 1, 1, 1, 1), 2.0**-10, dtype=torch.bfloat16, device=device)
     assert summed(add, base, [((0, 1), terms)], in_place=True).item() == 2.0
-
-
-@each_sum
-def test_the_numbers_of_the_docstring(add: Sum, device: str) -> None:
-    base = torch.ones(1, 1, 1, 1, device=device)
-    assert summed(add, base, [((0, 1), torch.tensor([2.0, 3.0], device=device).view(2, 1, 1, 1, 1))]).item() == 6.0
-
-
-@each_sum
-def test_no_rows_are_no_work(add: Sum, device: str) -> None:
-    nothing = torch.zeros(2, 3, 0, 8, device=device)
-    assert add(nothing, nothing, [((0, 0), nothing[None])]) is None
 
 
 @each_place

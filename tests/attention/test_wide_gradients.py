@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
 from support.ring_checks import attend, check_against_reference
@@ -83,28 +82,3 @@ def test_less_is_rounded() -> None:
     gathered, ring, few = errors(4, "allgather"), errors(4, "alltoall"), errors(2, "allgather")
     assert all(wide < 0.93 * rounded for wide, rounded in zip(gathered[1:], ring[1:], strict=True)), (gathered, ring)
     assert few[1:] == pytest.approx(errors(2, "alltoall")[1:], rel=0.01)
-
-
-@pytest.mark.usefixtures("_everywhere")
-def test_the_own_tiles_alone_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounded, wide = [], []
-    monkeypatch.setattr(type(MATH), "backward", _counted(rounded, type(MATH).backward))
-    monkeypatch.setattr(WideGradients, "backward", _counted(wide, WideGradients.backward))
-    problem = Problem(64, 64, is_causal=True)
-
-    def body(rank: int) -> None:
-        attend(rank, 4, problem.draw(0), problem, HeadTail(), {"rotate_method": "allgather"})
-        dist.barrier()
-
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        run_ranks(4, body)
-    assert len(wide) == 4
-    assert rounded
-
-
-def _counted(calls: list[int], backward):  # type: ignore[no-untyped-def]
-    def counted(*args):  # type: ignore[no-untyped-def]
-        calls.append(1)
-        return backward(*args)
-
-    return counted

@@ -22,7 +22,6 @@ from cp_dtensor.comm import collective
 from cp_dtensor.comm import head_exchange as heads
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.transport import HeadBlocks
-from cp_dtensor.plan.partition import partition_heads
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, Span
 
@@ -106,7 +105,7 @@ def there_and_back(
             assert torch.equal(actual, kind.in_order(tensor)[:, start:stop])
     targets = [[after(torch.full_like(tensor, -1)) for tensor in tensors] for tensors in mine]
     returned = [[after(tensor) for tensor in tensors] for tensors in by_heads]
-    exchange.to_rows(returned, targets, head_rows, group, is_last=True).wait()
+    exchange.to_rows(returned, targets, head_rows, group, is_last=True)()
     for got, tensors in zip(targets, mine, strict=True):
         assert all(map(torch.equal, got, tensors))
 
@@ -147,61 +146,6 @@ def test_rows_for_heads_and_back_is_the_identity(in_place: bool, data: st.DataOb
     batch, dtype = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(DTYPES))
     with travelling(in_place):
         run_ranks(ranks, there_and_back, bundles, batch, dtype, before, after)
-
-
-@each_way
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_memory_of_any_order(in_place: bool, dtype: torch.dtype, memory: Change) -> None:
-    """Queries of 8 heads, and in one bundle keys and values of 4 heads and other head dims."""
-    queries = Kind(11, HeadTail(), spans([2, 2, 2, 2]), (3,))
-    keys = Kind(7, HeadTail(), spans([1, 1, 1, 1]), (3, 5))
-    for before, after in ((memory, as_it_is), (as_it_is, memory)):
-        with travelling(in_place):
-            run_ranks(4, there_and_back, [queries, keys], 2, dtype, before, after)
-
-
-@each_way
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "stages"), [(8, 8, 1), (8, 2, 2), (5, 5, 1), (1, 1, 1), (9, 9, 3), (24, 12, 4)]
-)
-def test_stages_of_heads(in_place: bool, q_heads: int, kv_heads: int, stages: int) -> None:
-    """Each stage has regular parts of all heads; K/V heads are replicated for the ranks, and so are their rows."""
-    partition, ranks = partition_heads(q_heads, kv_heads, 3, stages), 3
-    queries, keys = (
-        Kind(10, HeadTail(), spans([q_heads, 0, 0]), (4,)),
-        Kind(7, HeadTail(), spans([kv_heads, 0, 0]), (4, 2)),
-    )
-    whole = [kind.whole(2, torch.float64) for kind in (queries, keys)]
-    units = [[partition.kv_groups(rank, stage) for rank in range(ranks)] for stage in range(partition.stages)]
-    by_stage = [
-        (
-            HeadRows(queries.head_rows.rows, tuple(map(partition.query_heads, of_stage))),
-            HeadRows(keys.head_rows.rows, tuple(of_stage), partition.replication),
-        )
-        for of_stage in units
-    ]
-
-    def body(rank: int) -> None:
-        way = CollectiveHeads()
-        mine = [[shard(tensor, HeadTail(), rank, ranks) for tensor in tensors] for tensors in whole]
-        copies = [tensor.repeat_interleave(partition.replication, dim=1) for tensor in mine[1]]
-        targets = [[torch.full_like(tensor, -1) for tensor in tensors] for tensors in (mine[0], copies)]
-        arriving = way.to_heads(mine, by_stage, dist.group.WORLD)
-        for stage, of_stage in enumerate(units):
-            (stage_q,), stage_kv = arriving.receive()
-            start, stop = partition.query_heads(of_stage[rank])
-            assert torch.equal(stage_q, queries.in_order(whole[0][0])[:, start:stop])
-            read = [unit // partition.replication for unit in range(*of_stage[rank])]
-            assert all(
-                torch.equal(got, keys.in_order(all_)[:, read]) for got, all_ in zip(stage_kv, whole[1], strict=True)
-            )
-            is_last = stage == len(units) - 1
-            way.to_rows([[stage_q], stage_kv], targets, by_stage[stage], dist.group.WORLD, is_last).wait()
-        assert all(map(torch.equal, targets[0] + targets[1], mine[0] + copies))
-
-    with travelling(in_place):
-        run_ranks(ranks, body)
 
 
 @given(st.data())
@@ -250,7 +194,7 @@ def test_row_major_memory_is_sent_without_a_copy(memory: Change, monkeypatch: py
         kind = Kind(6, Contiguous(), spans([2]), (4,))
         (whole,) = kind.whole(2, torch.float64)
         by_heads, target = memory(whole), torch.full_like(whole, -1)
-        CollectiveHeads().to_rows([[by_heads]], [[target]], [kind.head_rows], dist.group.WORLD, is_last=True).wait()
+        CollectiveHeads().to_rows([[by_heads]], [[target]], [kind.head_rows], dist.group.WORLD, is_last=True)()
         assert torch.equal(target, whole)
         in_place = by_heads.permute(2, 0, 1, 3).is_contiguous()
         assert in_place == (memory is MEMORY["row after row"])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives import Collective, errors_by_rank, kinds, recorded_collectives
+from support.collectives import Collective, kinds, recorded_collectives
 from support.problems import Problem, shard
-from support.ranks import RanksFailed, run_ranks
+from support.ranks import run_ranks
 from support.staging import fine
 
 from cp_dtensor import Contiguous, HeadTail, Layout, ring_attention, set_rotate_method
@@ -69,39 +69,10 @@ def test_lengths_are_not_exchanged(backward: bool, rotate_method: str) -> None:
     assert all(map(torch.equal, known, found))
 
 
-@pytest.mark.parametrize("seq_len", [(13, 30), [13, 30]])
-def test_queries_and_keys_may_have_different_lengths(seq_len: Any) -> None:
-    problem = Problem(13, 30, is_causal=True)
-    with recorded_collectives() as collectives:
-        run_ranks(RANKS, attend, problem, HeadTail(), False, {"seq_len": seq_len})
-    assert kinds(collectives) == FORWARD["auto"]
-
-
 def test_debug_exchanges_in_spite_of_a_known_length() -> None:
     with recorded_collectives() as collectives:
         run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24, "debug": True})
     assert kinds(collectives) == ["AllGather", *FORWARD["auto"]]
-
-
-@pytest.mark.parametrize(
-    ("seq_len", "what", "expected"),
-    [(32, "query", "8 of 32"), ((32, 24), "query", "8 of 32"), ((24, 40), "key", "10 of 40")],
-)
-def test_a_wrong_length_is_refused_before_anything_travels(seq_len: Any, what: str, expected: str) -> None:
-    with recorded_collectives() as collectives, pytest.raises(RanksFailed) as caught:
-        run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": seq_len})
-    for rank, error in enumerate(caught.value.errors):
-        assert isinstance(error, ValueError)
-        assert f"{what} length does not fit: got 6 local tokens on rank {rank} of 4, expected {expected}" in str(error)
-        assert "HeadTail()" in str(error)
-    assert not collectives
-
-
-def test_debug_refuses_a_wrong_length_on_all_ranks_where_it_fits_some() -> None:
-    """23 tokens are 6 on three ranks and 5 on the first, so three ranks alone cannot tell 23 from 24."""
-    options = {"seq_len": 23, "debug": True}
-    errors = errors_by_rank(RANKS, lambda rank: attend(rank, SMALL, HeadTail(), False, options))
-    assert [type(error) for error in errors] == [ValueError] * RANKS
 
 
 def sent_by(collectives: list[Collective], rank: int) -> list[torch.Tensor]:
@@ -184,18 +155,6 @@ def test_stages_travel_one_after_the_other_each_under_the_one_before_it() -> Non
     assert rows_sent(collectives)[0] == [kv, kv, kv] + [kv, kv, gradients, kv, gradients, gradients]
 
 
-@each_method
-def test_a_ring_of_one_rank_sends_nothing(rotate_method: str) -> None:
-    def body(rank: int) -> None:
-        q, k, v, grad_out = SMALL.draw(seed=0)
-        q.requires_grad_()
-        ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=24, rotate_method=rotate_method).backward(grad_out)
-
-    with recorded_collectives() as collectives:
-        run_ranks(1, body)
-    assert not collectives
-
-
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_uneven_lengths_need_no_padding(is_causal: bool) -> None:
     """13 tokens on 4 ranks are 4, 3, 3, 3; under a causal mask only later ranks attend to them."""
@@ -211,33 +170,6 @@ def test_uneven_lengths_need_no_padding(is_causal: bool) -> None:
     else:
         assert rows["allgather"] == [[12], [9], [9], [9]]
         assert rows["alltoall"] == [[4, 4, 4], [3, 3, 3], [3, 3, 3], [3, 3, 3]]
-
-
-@pytest.mark.usefixtures("process_default")
-def test_the_process_default_applies_to_calls_without_a_rotate_method() -> None:
-    def used(options: dict[str, Any]) -> list[str]:
-        with recorded_collectives() as collectives:
-            run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24, **options})
-        return kinds(collectives)
-
-    assert used({}) == FORWARD["auto"]
-    set_rotate_method("alltoall")
-    assert used({}) == FORWARD["alltoall"]
-    assert used({"rotate_method": "allgather"}) == FORWARD["allgather"]
-    set_rotate_method("allgather")
-    assert used({}) == FORWARD["allgather"]
-
-
-@pytest.mark.usefixtures("process_default")
-@pytest.mark.parametrize("name", ["broadcast", "ALLGATHER", "", None, 1])
-def test_an_unknown_default_is_refused_and_changes_nothing(name: Any) -> None:
-    set_rotate_method("alltoall")
-    choices = "'allgather', 'alltoall', 'symm_mem', 'auto'"
-    with pytest.raises(ValueError, match=f"got {name!r}, expected one of {choices}"):
-        set_rotate_method(name)
-    with recorded_collectives() as collectives:
-        run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24})
-    assert kinds(collectives) == FORWARD["alltoall"]
 
 
 @pytest.mark.usefixtures("process_default")

@@ -45,26 +45,11 @@ from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.masks import Causal, Full, SlidingWindow
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
-STAGINGS = {
-    "by head": BY_HEAD,
-    "forward in one": fine(grad_stage_bytes=1, grad_local_bytes=1),
-    "backward in one": fine(stage_bytes=1),
-    "own shard in one": fine(stage_bytes=1, grad_stage_bytes=1),
-}
 
 
 def check_staged(staging: Staging, problem: Problem, world_size: int, layout: Layout, seed: int = 0) -> None:
     with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)):
         check_against_reference(problem, world_size, layout, seed, rotate_method="allgather")
-
-
-@pytest.mark.parametrize("staging", STAGINGS.values(), ids=STAGINGS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_stages_of_heads_equal_one_device(is_causal: bool, layout: Layout, staging: Staging) -> None:
-    """With GQA, and five K/V heads, which no number of stages divides."""
-    problem = Problem(37, 37, batch=3, q_heads=10, kv_heads=5, is_causal=is_causal)
-    check_staged(staging, problem, 4, layout)
 
 
 @settings(max_examples=100)
@@ -265,20 +250,6 @@ def test_every_group_logs_its_fallback_once(caplog: pytest.LogCaptureFixture) ->
     (line,) = set(lines)
     assert "it needs CUDA devices, the tensors are on cpu" in line
     assert "using all-gather instead" in line
-
-
-@pytest.mark.parametrize("rotate_method", [method for method in ROTATE_METHODS if method != "symm_mem"])
-def test_other_methods_log_nothing(rotate_method: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        run_ranks(2, forward, Problem(8, 8), rotate_method)
-        run_ranks(1, forward_alone, "symm_mem")
-    assert not fallen_back(caplog)
-
-
-def forward_alone(rank: int, rotate_method: str) -> torch.Tensor:
-    """A ring of one rank needs no shared memory."""
-    q, k, v, _ = Problem(8, 8).draw(seed=0)
-    return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=8, rotate_method=rotate_method)
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sequences import Sequence, recurrence
+from support.recurrences import HEADS, K, V, check, layer, problem
+from support.sequences import Sequence, normal, recurrence
 from torch.utils.checkpoint import checkpoint
 
-from cp_dtensor import Contiguous, HeadTail, Striped, _torch, gated_delta_rule, kda, linear_attention, mamba2
+from cp_dtensor import Contiguous, HeadTail, Striped, _torch, linear_attention, mamba2
 from cp_dtensor.attention.backends import first_use
 from cp_dtensor.layers import chunked, fla
 from cp_dtensor.layers.chunked import ChunkedRecurrence
 from cp_dtensor.spec.cache import LRUCache
 
-KINDS = [(delta, channel) for delta in (True, False) for channel in (True, False)]
-each_kind = pytest.mark.parametrize(("is_delta", "by_channel"), KINDS)
+KINDS = {"gated_delta_rule": (True, False), "kda": (True, True), "simple_gla": (False, False), "gla": (False, True)}
+"""For each kind, whether it is a delta rule, and whether decays differ by channel."""
 
 
 def pretended(factor: float = 1.0) -> Callable[..., Any]:
@@ -44,74 +45,46 @@ def pretended(factor: float = 1.0) -> Callable[..., Any]:
     return chunk
 
 
-def problem(is_delta: bool, by_channel: bool, batch: int, length: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(batch, length, *shape, generator=generator, dtype=torch.float64)
-
-    tensors = {"q": normal(2, 3), "k": F.normalize(normal(2, 3), dim=-1), "v": normal(2, 4)}
-    tensors["g"] = F.logsigmoid(normal(2, 3) if by_channel else normal(2))
-    return {**tensors, "beta": normal(2).sigmoid()} if is_delta else tensors
-
-
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "CHECKED", (70, 33))
 
 
-def layer(tensors: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-    if "beta" not in tensors:
-        return linear_attention(**tensors, **options)  # type: ignore[arg-type, return-value]
-    rule: Any = kda if tensors["g"].dim() == 4 else gated_delta_rule
-    return rule(**tensors, **options)  # type: ignore[no-any-return]
+@contextmanager
+def kernels_used(kernel: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Pretends that the package serves layers, with these kernels by kind."""
+    with (
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch.object(fla, "_kernel", kernel or (lambda *_kind: pretended())),
+    ):
+        yield
 
 
-@each_kind
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("method", "sequence"),
+    ("method", "sequence", "with_states"),
     [
-        ("scan", Sequence(11, 3, HeadTail(), 2)),
-        ("scan", Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12))),
-        ("scan", Sequence(8, 2, Striped(2), 2, (0, 3, 8))),
-        ("heads", Sequence(9, 2, Striped(2), 1, (0, 3, 9))),
+        ("scan", Sequence(11, 3, HeadTail(), 2), False),
+        ("scan", Sequence(12, 3, Contiguous(), 1, (0, 2, 7, 12)), False),
+        ("scan", Sequence(8, 2, Striped(2), 2, (0, 3, 8)), False),
+        ("scan", Sequence(11, 3, HeadTail(), 1, (0, 2, 11)), True),  # maps have gradients through these states alone
+        ("heads", Sequence(9, 2, Striped(2), 1, (0, 3, 9)), False),
+        ("heads", Sequence(9, 2, Striped(2), 1, (0, 3, 9)), True),
     ],
     ids=str,
 )
 def test_ranks_have_the_results_and_gradients_of_one(
-    is_delta: bool, by_channel: bool, method: str, sequence: Sequence
+    kind: str, method: str, sequence: Sequence, with_states: bool
 ) -> None:
-    whole = {
-        name: x.requires_grad_() for name, x in problem(is_delta, by_channel, sequence.batch, sequence.length).items()
-    }
-    wanted, ends = recurrence(sequence, whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5)
-    grad_out = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected = torch.autograd.grad(wanted, list(whole.values()), grad_out)
-
-    def body(rank: int) -> None:
-        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
-        options: dict[str, Any] = {"mesh": dist.group.WORLD, "scale": 0.5, "method": method, **sequence.options()}
-        if method == "heads":
-            final: Any = layer(mine, output_final_state=True, **options)[1]
-            torch.testing.assert_close(final.detach(), ends.detach().squeeze(1), rtol=1e-5, atol=1e-5)
-        out = layer(mine, **options)
-        grads = torch.autograd.grad(out, list(mine.values()), sequence.shard(grad_out, rank))
-        torch.testing.assert_close(out.detach(), sequence.shard(wanted.detach(), rank), rtol=1e-5, atol=1e-5)
-        for got, of_whole in zip(grads, expected, strict=True):
-            torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
-
     used: list[tuple[bool, bool]] = []
 
     def kernel(*kind: bool) -> Callable[..., Any]:
         used.append(kind)  # type: ignore[arg-type]
         return pretended()
 
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla, "_kernel", kernel),
-    ):
-        run_ranks(sequence.ranks, body)
-    assert {*used} == {(is_delta, by_channel)}
+    with kernels_used(kernel):
+        check(kind, sequence, with_states, method=method, tolerance=1e-5)
+    assert {*used} == {KINDS[kind]}
 
 
 def test_one_run_gives_outputs_and_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,18 +100,20 @@ def test_one_run_gives_outputs_and_maps(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fla, "_kernel", lambda *kind: kernel)
     lengths, results = (5, 9), []
     for by_channel in (True, False):
-        leaves = [x.requires_grad_() for x in problem(True, by_channel, 2, 14).values()]
-        entering = torch.randn(2, 2, 2, 3, 4, dtype=torch.float64).requires_grad_()
+        whole = problem("kda" if by_channel else "gated_delta_rule", 2, 14)
+        whole |= {name: whole[name].repeat(1, 1, HEADS // whole[name].size(2), 1) for name in "qk"}
+        leaves = [x.requires_grad_() for x in whole.values()]
+        entering = normal(2, 2, HEADS, K, V, seed=5).requires_grad_()
         q, k, v, g, beta = leaves
         for kind in (fla.FlaRecurrence, ChunkedRecurrence):
-            layer = kind.of(q, k, v, g, beta, 0.5, lengths)
-            transition, state = layer.maps([0, 1])
-            found = [transition @ entering + state, layer.outputs([entering[0], entering[1]])[0]]
+            recurrence = kind.of(q, k, v, g, beta, 0.5, lengths)
+            transition, state = recurrence.maps([0, 1])
+            found = [transition @ entering + state, recurrence.outputs([entering[0], entering[1]])[0]]
             grads = torch.autograd.grad([x.square().sum() for x in found], [*leaves, entering])
             results.append([transition, state, *found, *grads])
     for got, expected in (results[:2], results[2:]):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert columns == [7, 4, 7, 4]
+    assert columns == [V + K, V] * 2
 
 
 @pytest.mark.parametrize("decays", ["", "by head", "by channel"])
@@ -219,51 +194,16 @@ def test_the_first_use_may_be_an_operator_of_compiled_code() -> None:
         assert fla._small_error(q, v, "by head", True) == ""
 
 
-@each_kind
-def test_initial_and_final_states_have_gradients(is_delta: bool, by_channel: bool) -> None:
-    """Maps have none but through the states that they give. Rank 1 alone uses the final states."""
-    sequence = Sequence(11, 3, HeadTail(), 1, (0, 2, 11))
-    whole = {name: x.requires_grad_() for name, x in problem(is_delta, by_channel, 1, 11).items()}
-    initial = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
-    parts = whole["q"], whole["k"], whole["v"], whole["g"], whole.get("beta"), 0.5, initial.unsqueeze(1)
-    wanted, ends = recurrence(sequence, *parts)
-    generator = torch.Generator().manual_seed(1)
-    of_out, of_ends = (
-        torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (wanted, ends.squeeze(1))
-    )
-    expected = torch.autograd.grad([wanted, ends.squeeze(1)], [*whole.values(), initial], [of_out, of_ends])
-    of_initial: dict[int, torch.Tensor] = {}
-
-    def body(rank: int) -> None:
-        mine = [sequence.shard(x.detach(), rank).requires_grad_() for x in whole.values()]
-        states = initial.detach().requires_grad_()
-        options = {"initial_state": states, "output_final_state": True, "method": "scan", "scale": 0.5}
-        named = dict(zip(whole, mine, strict=True))
-        out, final = layer(named, mesh=dist.group.WORLD, **options, **sequence.options())
-        sizes = [sequence.shard(of_out, rank), (of_ends * (rank == 1)).to(final.dtype)]
-        *grads, of_initial[rank] = torch.autograd.grad([out, final], [*mine, states], sizes)
-        torch.testing.assert_close(final.double(), ends.squeeze(1), rtol=1e-5, atol=1e-5)
-        for got, of_whole in zip(grads, expected, strict=False):
-            torch.testing.assert_close(got, sequence.shard(of_whole, rank), rtol=1e-5, atol=1e-5)
-
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla, "_kernel", return_value=pretended()),
-    ):
-        run_ranks(3, body)
-    torch.testing.assert_close(torch.stack(list(of_initial.values())).sum(0), expected[-1], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("length", [2, 11])
 def test_checkpoints_and_second_backward_passes(length: int) -> None:
     """Also on a rank without tokens; a retained graph gives the same gradients again."""
-    sequence, whole = Sequence(length, 3, Contiguous(), 1), problem(True, False, 1, length)
+    sequence, whole = Sequence(length, 3, Contiguous(), 1), problem("gated_delta_rule", 1, length)
 
     def body(rank: int) -> None:
         mine = {each: sequence.shard(x, rank).requires_grad_() for each, x in whole.items()}
 
         def out() -> torch.Tensor:
-            return layer(mine, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=length)
+            return layer("gated_delta_rule", mine, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=length)
 
         results = [out(), checkpoint(out, use_reentrant=False)]
         first, again = (
@@ -272,10 +212,7 @@ def test_checkpoints_and_second_backward_passes(length: int) -> None:
         other = torch.autograd.grad(results[1].square().sum(), list(mine.values()))  # type: ignore[union-attr]
         torch.testing.assert_close([again, other], [first, first], rtol=0, atol=0)
 
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
-        mock.patch.object(fla, "_kernel", return_value=pretended()),
-    ):
+    with kernels_used():
         run_ranks(3, body)
 
 
@@ -287,24 +224,21 @@ def test_one_tensor_alone_has_a_gradient(kernels: bool, name: str, length: int, 
 
     Without documents, the last rank has no tokens. With documents, no rank needs the map of the first rank's piece.
     """
-    sequence, whole = Sequence(length, 3, Contiguous(), 1, edges), problem(True, False, 1, length)
+    sequence, whole = Sequence(length, 3, Contiguous(), 1, edges), problem("gated_delta_rule", 1, length)
 
     def body(rank: int) -> None:
         mine = {each: sequence.shard(x, rank) for each, x in whole.items()}
         mine[name].requires_grad_()
 
         def out() -> torch.Tensor:
-            return layer(mine, mesh=dist.group.WORLD, **sequence.options())
+            return layer("gated_delta_rule", mine, mesh=dist.group.WORLD, **sequence.options())
 
         grads = []
         for result in (out(), checkpoint(out, use_reentrant=False)):
             grads.append(torch.autograd.grad(result.square().sum(), mine[name]))  # type: ignore[union-attr]
         torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
-    with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: kernels and all(lengths)),
-        mock.patch.object(fla, "_kernel", return_value=pretended()),
-    ):
+    with kernels_used() if kernels else nullcontext():
         run_ranks(3, body)
 
 

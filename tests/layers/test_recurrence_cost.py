@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, explain_recurrence, linear_attention
 from cp_dtensor.engine.choose import fastest
 from cp_dtensor.layers import layer
-from cp_dtensor.layers.cost import RecurrenceSpec, kernels, recurrence_estimates
+from cp_dtensor.layers.cost import kernels, recurrence_estimates
 from cp_dtensor.layers.layer import LinearRecurrence
+from cp_dtensor.layers.methods import Rows
 from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.plan.cost import Cluster, Hardware, Tier, seconds
 
@@ -26,19 +27,28 @@ MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "measured.csv"
 NVLINK, NETWORK = Hardware.of("H200"), Hardware.of("H200, InfiniBand NDR")
 
 
-def spec(tokens: int, layout: Layout, ranks: int = 4, heads: int = 64, *, by_channel: bool = False) -> RecurrenceSpec:
+class Layer(NamedTuple):
+    rows: Rows
+    sequence: SequenceLayout
+
+
+def spec(tokens: int, layout: Layout, ranks: int = 4, heads: int = 64, *, by_channel: bool = False) -> Layer:
     """A gated delta net or KDA in bfloat16 with heads of 128."""
-    numbers = heads * (3 * 256 + (514 if by_channel else 6))
-    sequence = SequenceLayout(layout, tokens, ranks)
-    return RecurrenceSpec(sequence, 1, heads, 128, 128, numbers, heads * 256, is_delta=True, by_channel=by_channel)
+
+    def of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(1, 1, heads, *shape, dtype=dtype, device="meta")
+
+    x = of(128)
+    rows = Rows(x, x, x, of(*[128] * by_channel, dtype=torch.float32), of())
+    return Layer(rows, SequenceLayout(layout, tokens, ranks))
 
 
-def cluster(given: RecurrenceSpec, hardware: Hardware) -> Cluster:
+def cluster(given: Layer, hardware: Hardware) -> Cluster:
     return Cluster(hardware, (Tier.of(hardware, given.sequence.world_size),))
 
 
-def chosen(given: RecurrenceSpec, hardware: Hardware, **options: Any) -> str:
-    return fastest(recurrence_estimates(given, cluster(given, hardware), **options))
+def chosen(given: Layer, hardware: Hardware, **options: Any) -> str:
+    return fastest(recurrence_estimates(*given, cluster(given, hardware), **options))
 
 
 def test_choices() -> None:
@@ -73,10 +83,10 @@ def test_times_of_kernels_are_those_measured() -> None:
         given = spec(tokens, Contiguous(), count, by_channel=by_channel)
         if part == "scan":
             link = replace(NVLINK, link_speed=1e15, link_latency=0.0)
-            found = recurrence_estimates(given, cluster(given, link))["scan"]
+            found = recurrence_estimates(*given, cluster(given, link))["scan"]
             forward, backward = found.forward, found.backward
         else:
-            work = kernels(given, tokens, tokens, 64 // count, 128, NVLINK)
+            work = kernels(given.rows, tokens, tokens, 64 // count, 128, NVLINK)
             forward, backward = (seconds((step,), cluster(given, NVLINK)) for step in work)
         predicted = [1e3 * forward, 1e3 * (forward + backward)]
         assert predicted[: len(measured)] == pytest.approx(measured, rel=0.13), method

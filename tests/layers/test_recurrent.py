@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.collectives import kinds, recorded_collectives
 from support.ranks import run_ranks
-from support.sequences import Sequence, normal, recurrence, sequences
+from support.recurrences import HEADS, KINDS, K, V, check, layer, problem
+from support.sequences import Sequence, check_layer, equal, normal, recurrence, sequences
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -32,97 +33,6 @@ from cp_dtensor import (
     local_runs,
     mamba2,
 )
-
-KINDS = ("gated_delta_rule", "delta_rule", "kda", "linear_attention", "simple_gla", "gla")
-K, V, HEADS = 3, 2, 2
-
-
-def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-
-
-def problem(kind: str, batch: int, length: int, heads: int = HEADS) -> dict[str, torch.Tensor]:
-    """The tensors of a layer, whole."""
-    of_keys = 1 if kind in ("gated_delta_rule", "gla") else heads
-    tensors = {"q": normal(batch, length, of_keys, K), "k": normal(batch, length, of_keys, K, seed=1)}
-    tensors["v"] = normal(batch, length, heads, V, seed=2)
-    if kind in ("gated_delta_rule", "simple_gla"):
-        tensors["g"] = F.logsigmoid(normal(batch, length, heads, seed=3))
-    if kind in ("kda", "gla"):
-        tensors["g"] = 3 * F.logsigmoid(normal(batch, length, heads, K, seed=3))
-    if kind in ("gated_delta_rule", "delta_rule", "kda"):
-        tensors["beta"] = normal(batch, length, heads, seed=4).sigmoid()
-        tensors["k"] = F.normalize(tensors["k"], dim=-1)
-    return tensors
-
-
-def layer(kind: str, tensors: dict[str, torch.Tensor], **options: Any) -> Any:
-    if kind == "kda":
-        return kda(**tensors, **options)  # type: ignore[arg-type]
-    if "beta" in tensors:
-        return gated_delta_rule(**{"g": None, **tensors}, **options)  # type: ignore[arg-type]
-    return linear_attention(**tensors, **options)  # type: ignore[arg-type]
-
-
-def check(
-    kind: str, sequence: Sequence, with_states: bool, mesh_shape: tuple[int, ...] = (),
-    change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None, method: str = "scan",
-) -> None:  # fmt: skip
-    """Compares out, final states and all gradients on every rank with one process, token by token."""
-    batch = 1 if with_states and sequence.edges else sequence.batch
-    heads = HEADS if method != "heads" else sequence.ranks * (1 + sequence.length % 2)
-    whole = problem(kind, batch, sequence.length, heads)
-    change(whole)
-    for leaf in whole.values():
-        leaf.requires_grad_()
-    documents = len(sequence.edges) - 1 if sequence.edges and len(sequence.edges) > 1 else 1
-    initial = normal(documents, batch, heads, K, V, seed=5).requires_grad_() if with_states else None
-    reference = Sequence(**{**vars(sequence), "edges": None if sequence.edges == (0,) else sequence.edges})
-    wanted, finals = recurrence(
-        reference, whole["q"], whole["k"], whole["v"], whole.get("g"), whole.get("beta"), 0.5, initial
-    )
-    grad_out, used = normal(*wanted.shape, seed=6), list(whole.values())
-    outputs, grads, grad_finals = [wanted], [grad_out], None
-    if initial is not None:
-        non_empty = finals.numel() > 0
-        used.append(initial)
-        if non_empty:
-            grad_finals = normal(*finals.shape, seed=7)
-            outputs.append(finals)
-            grads.append(grad_finals)
-    expected = torch.autograd.grad(outputs, used, grads, materialize_grads=True, allow_unused=True)
-
-    def body(rank: int) -> Any:
-        mesh: Any = dist.group.WORLD
-        if mesh_shape:
-            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("cp_node", "cp_gpu"))
-        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
-        leaves, options = list(mine.values()), {}
-        if initial is not None:
-            state = initial.detach().squeeze(1 if sequence.edges and len(sequence.edges) > 1 else 0)
-            leaves.append(state.clone().requires_grad_())
-            options = {"initial_state": leaves[-1], "output_final_state": True}
-        result = layer(kind, mine, mesh=mesh, scale=0.5, method=method, **options, **sequence.options())
-        if initial is None:
-            return result.detach(), None, torch.autograd.grad(result, leaves, sequence.shard(grad_out, rank))
-        out, ends = result
-        outs, grads = [out], [sequence.shard(grad_out, rank)]
-        if grad_finals is not None:  # a share of each rank
-            outs.append(ends)
-            grads.append(grad_finals.view(ends.shape) * (rank + 1) / sum(range(sequence.ranks + 1)))
-        used = torch.autograd.grad(outs, leaves, grads, allow_unused=True, materialize_grads=True)
-        return out.detach(), ends.detach(), used
-
-    results = run_ranks(sequence.ranks, body)
-    for rank, (out, ends, grads_here) in enumerate(results):
-        equal(out, sequence.shard(wanted.detach(), rank))
-        if ends is not None and grad_finals is not None:
-            equal(ends, finals.detach().view(ends.shape))
-        for got, of_whole in zip(grads_here, expected[: len(whole)], strict=False):
-            equal(got, sequence.shard(of_whole, rank))
-    if initial is not None:
-        total = sum((each[2][-1] for each in results), torch.zeros(()))
-        equal(total, expected[-1].view(total.shape))  # type: ignore[union-attr]
 
 
 @settings(max_examples=40)
@@ -202,33 +112,20 @@ def test_two_axes(kind: str, method: str) -> None:
 @given(sequences(longest=16))
 def test_mamba2(sequence: Sequence) -> None:
     batch, length = sequence.batch, sequence.length
-    x, dt = normal(batch, length, 2, 3), normal(batch, length, 2, seed=1)
-    b, c = normal(batch, length, 1, 4, seed=2), normal(batch, length, 1, 4, seed=3)
-    a, d, bias = -normal(2, seed=4).exp(), normal(2, seed=5), normal(2, seed=6)
-    whole = [leaf.requires_grad_() for leaf in (x, dt, b, c, a, d, bias)]
-    step = F.softplus(dt + bias)
-    reference = Sequence(**{**vars(sequence), "edges": None if sequence.edges == (0,) else sequence.edges})
-    wanted, _ = recurrence(reference, c, b, x * step.unsqueeze(-1), step * a, None, 1.0)
-    wanted = wanted + d.unsqueeze(-1) * x
-    grad_out = normal(*wanted.shape, seed=7)
-    expected = torch.autograd.grad(wanted, whole, grad_out, materialize_grads=True, allow_unused=True)
+    tokens = [normal(batch, length, 2, 3), normal(batch, length, 2, seed=1)]
+    tokens += [normal(batch, length, 1, 4, seed=2), normal(batch, length, 1, 4, seed=3)]
+    parameters = [-normal(2, seed=4).exp(), normal(2, seed=5), normal(2, seed=6)]
 
-    def body(rank: int) -> Any:
-        mine = [sequence.shard(each.detach(), rank).requires_grad_() for each in whole[:4]]
-        mine += [each.detach().clone().requires_grad_() for each in whole[4:]]
-        x, dt, b, c, a, d, bias = mine
-        out = mamba2(
-            x, dt, a, b, c, D=d, dt_bias=bias, dt_softplus=True, mesh=dist.group.WORLD, **sequence.options()  # type: ignore[arg-type]
-        )  # fmt: skip
-        return out.detach(), torch.autograd.grad(out, mine, sequence.shard(grad_out, rank))  # type: ignore[union-attr]
+    def ours(mesh: Any, *tensors: torch.Tensor) -> Any:
+        x, dt, b, c, a, d, bias = tensors
+        return mamba2(x, dt, a, b, c, D=d, dt_bias=bias, dt_softplus=True, mesh=mesh, **sequence.options())  # type: ignore[arg-type]
 
-    results = run_ranks(sequence.ranks, body)
-    for rank, (out, grads) in enumerate(results):
-        equal(out, sequence.shard(wanted.detach(), rank))
-        for got, of_whole in zip(grads[:4], expected[:4], strict=True):
-            equal(got, sequence.shard(of_whole, rank))
-    for index in range(4, 7):
-        equal(sum((each[1][index] for each in results), torch.zeros(())), expected[index])
+    def reference(*tensors: torch.Tensor) -> torch.Tensor:
+        x, dt, b, c, a, d, bias = tensors
+        step = F.softplus(dt + bias)
+        return recurrence(sequence, c, b, x * step.unsqueeze(-1), step * a, None, 1.0)[0] + d.unsqueeze(-1) * x
+
+    check_layer(sequence, ours, reference, tokens, parameters)
 
 
 def test_bfloat16_of_mamba2_is_rounded_once() -> None:
@@ -245,46 +142,11 @@ def test_bfloat16_of_mamba2_is_rounded_once() -> None:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
-def test_one_tensor_alone_has_a_gradient(name: str) -> None:
-    """Ranks without tokens take part in the collectives of the others, and in no others."""
-    whole = problem("gated_delta_rule", 1, 2)
-    sequence = Sequence(2, 4, Contiguous())
-    whole[name].requires_grad_()
-    wanted, _ = recurrence(sequence, **whole, scale=0.5)
-    (expected,) = torch.autograd.grad(wanted.sum(), whole[name])
-
-    def body(rank: int) -> None:
-        mine = {each: sequence.shard(x.detach(), rank) for each, x in whole.items()}
-        mine[name].requires_grad_()
-        out = layer("gated_delta_rule", mine, scale=0.5, mesh=dist.group.WORLD, layout=Contiguous(), seq_len=2)
-        equal(torch.autograd.grad(out.sum(), mine[name])[0], sequence.shard(expected, rank))
-
-    run_ranks(4, body)
-
-
 @pytest.mark.parametrize("method", ["scan", "relayout"])
 def test_a_checkpoint_that_ends_with_the_layer_repeats_its_exchanges_on_ranks_without_tokens(method: str) -> None:
     """A checkpoint stops its recompute when it has every saved tensor again, perhaps before an exchange."""
-    whole, sequence = problem("gated_delta_rule", 1, 2), Sequence(2, 3, Contiguous())
-    for x in whole.values():
-        x.requires_grad_()
-    wanted, _ = recurrence(sequence, **whole, scale=0.5)
-    expected = torch.autograd.grad(wanted.sum(), list(whole.values()))
-
-    def body(rank: int) -> None:
-        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
-
-        def call(*tensors: torch.Tensor) -> torch.Tensor:
-            options: dict[str, Any] = {"mesh": dist.group.WORLD, "layout": Contiguous(), "method": method, "seq_len": 2}
-            return layer("gated_delta_rule", dict(zip(mine, tensors, strict=True)), scale=0.5, **options)
-
-        out: Any = checkpoint(call, *mine.values(), use_reentrant=False)
-        grads = torch.autograd.grad(out.sum(), list(mine.values()))
-        for got, of_whole in zip(grads, expected, strict=True):
-            equal(got, sequence.shard(of_whole, rank))
-
-    run_ranks(3, body)
+    saving = partial(checkpoint, use_reentrant=False)
+    check("gated_delta_rule", Sequence(2, 3, Contiguous()), False, method=method, around=saving)
 
 
 @pytest.mark.parametrize("kind", ["matrices", "diagonals", "numbers", "one number"])
@@ -390,19 +252,6 @@ def test_documents_within_one_rank_send_nothing() -> None:
     with recorded_collectives() as collectives:
         run_ranks(2, body)
     assert not collectives
-
-
-def test_strong_decays_stay_finite() -> None:
-    """exp of decays over a chunk is zero, and its inverse infinite."""
-
-    def body(rank: int) -> None:
-        tensors = {name: x.float() for name, x in problem("kda", 1, 40).items()}
-        tensors["g"] = tensors["g"] * 0 - 60
-        leaves = [x.requires_grad_() for x in tensors.values()]
-        out = layer("kda", tensors, mesh=dist.group.WORLD, seq_len=80)
-        assert all(torch.isfinite(x).all() for x in (out, *torch.autograd.grad(out.sum(), leaves)))
-
-    run_ranks(2, body)
 
 
 def test_dtensors() -> None:

@@ -24,18 +24,26 @@ GIVEN: dict[str, torch.Tensor] = {
     "beta": normal(1, 3, HEADS).sigmoid(),
 }  # fmt: skip
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ValueError, "expects q and k", {"q": normal(1, 3, 2)}),
-    (ValueError, "expects q and k", {"k": normal(1, 4, 1, K)}),
-    (ValueError, "multiple of those of q", {"q": normal(1, 3, 4, K), "k": normal(1, 3, 4, K)}),
+    (ValueError, r"expects q \(batch, tokens, groups, K\); got \(1, 3, 2\)", {"q": normal(1, 3, 2)}),
+    (
+        ValueError,
+        r"k \(batch, tokens, groups, K\), where batch 1, tokens 3, groups 1, K 3; got \(1, 4, 1, 3\)",
+        {"k": normal(1, 4, 1, K)},
+    ),
+    (
+        ValueError,
+        "heads of v to be a multiple of groups of q and k",
+        {"q": normal(1, 3, 4, K), "k": normal(1, 3, 4, K)},
+    ),
     (ValueError, r"beta \(batch, tokens, heads\)", {"beta": normal(1, 3, 1)}),
     (TypeError, "beta to be a torch.Tensor, got NoneType", {"beta": None}),
     (ValueError, r"g \(batch, tokens, heads\)", {"g": normal(1, 3, 1)}),
     (TypeError, "v to be a torch.Tensor", {"v": [1]}),
-    (ValueError, "expects q, k, v of one dtype", {"v": normal(1, 3, HEADS, V).float()}),
-    (ValueError, "initial state", {"initial_state": normal(1, HEADS, V, K)}),
+    (ValueError, "expects q, k, v of one floating dtype, got q torch.float64", {"v": normal(1, 3, HEADS, V).float()}),
+    (ValueError, r"initial_state \(states, heads, K, V\), where .*; got", {"initial_state": normal(1, HEADS, V, K)}),
     (
         ValueError,
-        r"at least one channel \(K\); got q \(1, 3, 1, 0\)",
+        r"at least one channel \(K\); got q torch.float64 \(1, 3, 1, 0\)",
         {"q": normal(1, 3, 1, 0), "k": normal(1, 3, 1, 0)},
     ),
     (ValueError, "expected a finite scale, got nan", {"scale": float("nan")}),
@@ -60,19 +68,23 @@ def test_refused_before_any_exchange() -> None:
 BAD_MAMBA2: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (
         ValueError,
-        r"x \(batch, tokens, heads, P\), B and C .*; got x \(1, 3, 2, 2\), B \(1, 3, 1\)",
+        r"B \(batch, tokens, groups, N\), where batch 1, tokens 3, heads 2, P 2; got \(1, 3, 1\)",
         {"B": normal(1, 3, 1)},
     ),
-    (ValueError, r"A of shape \(2,\), got \(\)", {"A": torch.tensor(-0.7)}),
-    (ValueError, r"dt_bias of shape \(2,\), got \(1,\)", {"dt_bias": normal(1)}),
-    (ValueError, r"D of shape \(2,\) or \(2, 2\), got \(3,\)", {"D": normal(3)}),
+    (ValueError, r"A \(heads\), where .* heads 2, .*; got \(\)", {"A": torch.tensor(-0.7)}),
+    (ValueError, r"dt_bias \(heads\), .*; got \(1,\)", {"dt_bias": normal(1)}),
+    (ValueError, r"D \(heads\) or \(heads, P\), .*; got \(3,\)", {"D": normal(3)}),
     (TypeError, "D to be a torch.Tensor, got float", {"D": 1.0}),
     (ValueError, "heads of x to be a multiple of groups", {"B": normal(1, 3, 3, 3), "C": normal(1, 3, 3, 3)}),
-    (ValueError, "N at least 1; got x .*, B and C .*, 0", {"B": normal(1, 3, 1, 0), "C": normal(1, 3, 1, 0)}),
+    (ValueError, r"at least one channel \(N\); got B .*, 0\)", {"B": normal(1, 3, 1, 0), "C": normal(1, 3, 1, 0)}),
     (ValueError, r"dt_limit to be a smallest and a largest dt, got \(nan, 1.0\)", {"dt_limit": (float("nan"), 1.0)}),
     (ValueError, r"dt_limit .* got \(1.0, 0.0\)", {"dt_limit": (1.0, 0.0)}),
     (ValueError, "a CPU or a CUDA device; got tensors on cpu and meta", {"dt": torch.ones(1, 3, 2, device="meta")}),
-    (ValueError, r"initial_states \(..., 2, 2, 3\), got \(1, 2, 3, 2\)", {"initial_states": normal(1, 2, 3, 2)}),
+    (
+        ValueError,
+        r"initial_states \(states, heads, P, N\), .*; got \(1, 2, 3, 2\)",
+        {"initial_states": normal(1, 2, 3, 2)},
+    ),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from hypothesis import strategies as st
 from support.cases import examples
 from support.collectives import errors_by_rank, kinds, recorded_collectives
 from support.ranks import run_ranks
-from support.sequences import LAYOUTS, GivenSegments, Sequence, convolved, halos, normal, sequences, shifted
+from support.sequences import (
+    LAYOUTS,
+    GivenSegments,
+    Sequence,
+    check_layer,
+    convolved,
+    equal,
+    halos,
+    normal,
+    sequences,
+    shifted,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -31,10 +43,6 @@ from cp_dtensor import (
     relayout,
     shift,
 )
-
-
-def equal(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 def check_rows(
@@ -100,25 +108,14 @@ def test_relayout_to_a_layout_that_has_segments() -> None:
 @settings(max_examples=examples(60))
 @given(sequences(), st.integers(1, 5), st.booleans(), st.sampled_from([None, "silu", "swish"]))
 def test_causal_conv1d(sequence: Sequence, width: int, has_bias: bool, activation: str | None) -> None:
-    leaves = [normal(sequence.batch, sequence.length, 3), normal(3, width, seed=1), normal(3, seed=2)]
-    whole, weight, bias = (leaf.requires_grad_() for leaf in leaves)
-    used = [whole, weight, bias] if has_bias else [whole, weight]
-    wanted = convolved(sequence, whole, weight, bias if has_bias else None, activation)
-    grad_out = normal(*wanted.shape, seed=3)
-    expected = torch.autograd.grad(wanted, used, grad_out, materialize_grads=True)
+    def ours(mesh: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return causal_conv1d(*tensors, mesh=mesh, activation=activation, **sequence.options())  # type: ignore[arg-type]
 
-    def body(rank: int) -> tuple[torch.Tensor, ...]:
-        x = sequence.shard(whole.detach(), rank).requires_grad_()
-        mine = [x, *[each.detach().clone().requires_grad_() for each in used[1:]]]
-        out = causal_conv1d(*mine, mesh=dist.group.WORLD, activation=activation, **sequence.options())  # type: ignore[arg-type]
-        return out.detach(), *torch.autograd.grad(out, mine, sequence.shard(grad_out, rank))
+    def reference(*tensors: torch.Tensor) -> torch.Tensor:
+        return convolved(sequence, *tensors, *[None] * (not has_bias), activation)  # type: ignore[arg-type]
 
-    results = run_ranks(sequence.ranks, body)
-    for rank, (out, grad, *_) in enumerate(results):
-        equal(out, sequence.shard(wanted.detach(), rank))
-        equal(grad, sequence.shard(expected[0], rank))
-    for of_all, of_ranks in zip(expected[1:], zip(*[each[2:] for each in results], strict=True), strict=True):
-        equal(sum(of_ranks, torch.zeros_like(of_all)), of_all)
+    parameters = [normal(3, width, seed=1), normal(3, seed=2)][: 1 + has_bias]
+    check_layer(sequence, ours, reference, [normal(sequence.batch, sequence.length, 3)], parameters)
 
 
 def test_one_exchange_each() -> None:
@@ -137,21 +134,11 @@ def test_one_exchange_each() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2)])
 def test_two_axes(shape: tuple[int, int]) -> None:
-    length = 17
-    sequence = Sequence(length, shape[0] * shape[1], HeadTail(), 2, (0, 5, 6, 17))
-    whole = normal(2, length, 3).requires_grad_()
-    wanted = shifted(sequence, whole, -2)
-    grad_out = normal(2, length, 3, seed=1)
-    (expected,) = torch.autograd.grad(wanted, whole, grad_out)
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
-        x = sequence.shard(whole.detach(), rank).requires_grad_()
-        out = shift(x, -2, mesh=mesh, dim=1, **sequence.options())  # type: ignore[arg-type]
-        equal(out.detach(), sequence.shard(wanted.detach(), rank))
-        equal(torch.autograd.grad(out, x, sequence.shard(grad_out, rank))[0], sequence.shard(expected, rank))
-
-    run_ranks(sequence.ranks, body)
+    sequence = Sequence(17, shape[0] * shape[1], HeadTail(), 2, (0, 5, 6, 17))
+    check_layer(
+        sequence, lambda mesh, x: shift(x, -2, mesh=mesh, dim=1, **sequence.options()),  # type: ignore[arg-type]
+        lambda x: shifted(sequence, x, -2), [normal(2, 17, 3)], mesh_shape=shape,
+    )  # fmt: skip
 
 
 def test_second_derivatives() -> None:
@@ -186,26 +173,20 @@ def test_dtypes_and_first_dims(dtype: torch.dtype) -> None:
     run_ranks(3, body)
 
 
-@pytest.mark.parametrize("name", ["x", "weight", "bias"])
-def test_a_checkpoint_of_a_convolution_repeats_its_exchange_on_ranks_without_tokens(name: str) -> None:
+@pytest.mark.parametrize("alone", range(3))
+def test_a_checkpoint_of_a_convolution_repeats_its_exchange_on_ranks_without_tokens(alone: int) -> None:
     """Where one tensor alone has a gradient; a checkpoint stops its recompute when it has every saved tensor again."""
     sequence = Sequence(2, 3, Contiguous())
-    whole = {"x": normal(1, 2, 3), "weight": normal(3, 4, seed=1), "bias": normal(3, seed=2)}
-    leaf = whole[name].requires_grad_()
-    (expected,) = torch.autograd.grad(convolved(sequence, **whole, activation="silu").sum(), leaf)
 
-    def body(rank: int) -> torch.Tensor:
-        mine = {**whole, "x": sequence.shard(whole["x"], rank)}
-        mine[name] = mine[name].detach().clone().requires_grad_()
+    def ours(mesh: Any, *tensors: torch.Tensor) -> Any:
+        convolution = partial(causal_conv1d, mesh=mesh, layout=Contiguous(), activation="silu", seq_len=2)
+        return checkpoint(convolution, *tensors, use_reentrant=False)
 
-        def call(*tensors: torch.Tensor) -> torch.Tensor:
-            return causal_conv1d(*tensors, mesh=dist.group.WORLD, layout=Contiguous(), activation="silu", seq_len=2)
+    def reference(*tensors: torch.Tensor) -> torch.Tensor:
+        return convolved(sequence, *tensors, activation="silu")  # type: ignore[arg-type]
 
-        out: Any = checkpoint(call, *mine.values(), use_reentrant=False)
-        return torch.autograd.grad(out.sum(), mine[name])[0]
-
-    got = run_ranks(3, body)
-    equal(torch.cat(got, 1) if name == "x" else sum(got, torch.zeros(())), expected)
+    parameters = normal(3, 4, seed=1), normal(3, seed=2)
+    check_layer(sequence, ours, reference, [normal(1, 2, 3)], parameters, alone=alone)
 
 
 # DTensors
@@ -327,7 +308,7 @@ BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(2, 4), mesh=dist.group.WORLD),
     ),
     (
-        ValueError, r"at least one of each; got x \(1, 2, 0\), weight \(0, 4\)",
+        ValueError, r"at least one channel and width, got \(0, 4\)",
         lambda: causal_conv1d(torch.ones(1, 2, 0), torch.ones(0, 4), mesh=dist.group.WORLD),
     ),
     (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks
-from support.sequences import Sequence, convolved, halos, normal, recurrence, shifted
+from support.recurrences import HEADS, K, check, problem
+from support.sequences import Sequence, check_layer, convolved, equal, halos, normal, shifted
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
@@ -33,7 +36,7 @@ from cp_dtensor import (
 )
 from cp_dtensor.layers.rows import SequenceLayout
 
-LENGTH, HEADS, K, V = 10, 2, 3, 2
+LENGTH = 10
 MASKS: list[tuple[Mask, tuple[int, ...]]] = [
     (Documents([0, 5, 10], within=Documents([0, 2, 5])), (0, 2, 5, 7, 10)),
     (Documents([0, 5, 10], within=Causal() & Documents([0, 2, 5])), (0, 2, 5, 7, 10)),
@@ -45,15 +48,7 @@ MASKS: list[tuple[Mask, tuple[int, ...]]] = [
 ]
 
 
-def equal(got: object, expected: object) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-
-
-TENSORS = {
-    "q": normal(1, LENGTH, HEADS, K), "k": F.normalize(normal(1, LENGTH, HEADS, K, seed=1), dim=-1),
-    "v": normal(1, LENGTH, HEADS, V, seed=2), "g": F.logsigmoid(normal(1, LENGTH, HEADS, seed=3)),
-    "beta": normal(1, LENGTH, HEADS, seed=4).sigmoid(),
-}  # fmt: skip
+TENSORS = problem("delta_rule", 1, LENGTH) | {"g": F.logsigmoid(normal(1, LENGTH, HEADS, seed=3))}
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail()], ids=str)
@@ -61,60 +56,37 @@ TENSORS = {
 @pytest.mark.parametrize("method", ["scan", "heads", "relayout"])
 def test_states_are_those_of_the_documents(mask: Mask, edges: tuple[int, ...], layout: Layout, method: str) -> None:
     """Out, final states and all gradients of a delta rule, token by token."""
-    sequence, documents = Sequence(LENGTH, 2, layout, 1, edges), len(edges) - 1
-    whole = {name: x.clone().requires_grad_() for name, x in TENSORS.items()}
-    initial = normal(documents, HEADS, K, V, seed=5).requires_grad_()
-    wanted, finals = recurrence(sequence, **whole, scale=0.5, initial=initial.unsqueeze(1))
-    if edges.count(4) == 2:  # the reference leaves out empty documents
-        finals = torch.cat([finals[:1], initial[1:2].unsqueeze(1), finals[1:]])
-    grad_out, grad_final = normal(*wanted.shape, seed=6), normal(*initial.shape, seed=7)
-    used = [*whole.values(), initial]
-    expected = torch.autograd.grad([wanted, finals.squeeze(1)], used, [grad_out, grad_final])
-
-    def body(rank: int) -> torch.Tensor:
-        mesh = init_device_mesh("cpu", (2,))
-        mine = {name: sequence.shard(x.detach(), rank).requires_grad_() for name, x in whole.items()}
-        state = initial.detach().clone().requires_grad_()
-        with context_parallel(mesh, layout=layout, mask=mask, seq_len=LENGTH):
-            out, ends = gated_delta_rule(
-                **mine, mesh=mesh, scale=0.5, initial_state=state, output_final_state=True, method=method
-            )
-        grads = torch.autograd.grad(
-            [out, ends], [*mine.values(), state], [sequence.shard(grad_out, rank), grad_final / 2]
-        )
-        equal(out.detach(), sequence.shard(wanted.detach(), rank))
-        equal(ends.detach(), finals.detach().squeeze(1))
-        equal(grads[:-1], tuple(sequence.shard(each, rank) for each in expected[:-1]))
-        return grads[-1]
-
-    equal(sum(run_ranks(2, body), torch.zeros(())), expected[-1])
+    check("gated_delta_rule", Sequence(LENGTH, 2, layout, 1, edges), True, method=method, mask=mask)
 
 
 @pytest.mark.parametrize(("mask", "edges"), MASKS, ids=str)
 def test_rows_are_those_of_the_documents(mask: Mask, edges: tuple[int, ...]) -> None:
     sequence = Sequence(LENGTH, 2, HeadTail(), 1, edges)
-    whole, weight = normal(1, LENGTH, 3).requires_grad_(), normal(3, 4, seed=1)
-    convolution, moved = convolved(sequence, whole, weight, None, None), shifted(sequence, whole, -1)
-    grad_out = normal(1, LENGTH, 3, seed=2)
-    expected = [torch.autograd.grad(each, whole, grad_out)[0] for each in (convolution, moved)]
+    whole, weight = normal(1, LENGTH, 3), normal(3, 4, seed=1)
+
+    def around(call: Callable[[torch.Tensor, Any], Any]) -> Callable[[Any, torch.Tensor], Any]:
+        def inside(mesh: Any, x: torch.Tensor) -> Any:
+            with context_parallel(mesh, layout=HeadTail(), mask=mask, seq_len=LENGTH):
+                return call(x, mesh)
+
+        return inside
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = sequence.shard(whole.detach(), rank).requires_grad_()
-        with context_parallel(mesh, layout=HeadTail(), mask=mask, seq_len=LENGTH):
-            outs = causal_conv1d(x, weight, mesh=mesh), shift(x, -1, mesh=mesh, dim=1)
-            equal(halo(x, 3, mesh=mesh, dim=1).detach(), halos(sequence, whole.detach(), 3, rank))
-            assert local_runs(mesh, LENGTH) == SequenceLayout(HeadTail(), LENGTH, 2, 0, edges).pieces(rank)
-        for out, of_whole, grad in zip(outs, (convolution, moved), expected, strict=True):
-            equal(out.detach(), sequence.shard(of_whole.detach(), rank))
-            equal(torch.autograd.grad(out, x, sequence.shard(grad_out, rank))[0], sequence.shard(grad, rank))
+        found = around(lambda x, mesh: (halo(x, 3, mesh=mesh, dim=1), local_runs(mesh, LENGTH)))
+        before, runs = found(dist.group.WORLD, sequence.shard(whole, rank))
+        equal(before, halos(sequence, whole, 3, rank))
+        assert runs == SequenceLayout(HeadTail(), LENGTH, 2, 0, edges).pieces(rank)
 
     run_ranks(2, body)
+    convolution = around(lambda x, mesh: causal_conv1d(x, weight, mesh=mesh))
+    check_layer(sequence, convolution, lambda x: convolved(sequence, x, weight, None, None), [whole])
+    moved = around(lambda x, mesh: shift(x, -1, mesh=mesh, dim=1))
+    check_layer(sequence, moved, lambda x: shifted(sequence, x, -1), [whole])
 
 
 def calls(rank: int, runs: int = 1, **options: Any) -> dict[str, Any]:
     """Every function, by name, of a rank's five tokens; `options` are those of all."""
-    q, k, v, g, beta = (x[:, 5 * rank :][:, :5] for x in TENSORS.values())
+    q, k, v, g, beta = (TENSORS[name][:, 5 * rank :][:, :5] for name in ("q", "k", "v", "g", "beta"))
     x, states = v.flatten(2), {"output_final_state": True}
     by_channel = g.unsqueeze(-1).expand(-1, -1, -1, K)
     return {

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.ranks import run_ranks
+from support.recurrences import layer, problem
 from support.sequences import Sequence, normal
 
-from cp_dtensor import Contiguous, HeadTail, Layout, Striped, causal_conv1d, gated_delta_rule, kda, linear_attention
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, causal_conv1d, gated_delta_rule, linear_attention
 
 LENGTH, EDGES, PLACE = 300, (0, 100, 200, 300), 150
 WAYS: list[tuple[Layout, str, float]] = [
@@ -21,32 +21,19 @@ WAYS: list[tuple[Layout, str, float]] = [
 ]  # fmt: skip
 
 
-def tensors(kind: str) -> dict[str, torch.Tensor]:
-    given = {"q": normal(1, LENGTH, 2, 3), "k": F.normalize(normal(1, LENGTH, 2, 3, seed=1), dim=-1)}
-    given["v"] = normal(1, LENGTH, 2, 2, seed=2)
-    given["g"] = F.logsigmoid(normal(1, LENGTH, 2, *[3] * (kind == "kda"), seed=3))
-    if kind != "linear_attention":
-        given["beta"] = normal(1, LENGTH, 2, seed=4).sigmoid()
-    return given
-
-
-FUNCTIONS: dict[str, Any] = {"gated_delta_rule": gated_delta_rule, "kda": kda, "linear_attention": linear_attention}
-
-
 @pytest.mark.parametrize(("layout", "method", "value"), WAYS, ids=str)
-@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("kind", ["gated_delta_rule", "kda", "simple_gla"])
 def test_states_carry_it_to_later_tokens(kind: str, layout: Layout, method: str, value: float) -> None:
     """On all ranks; earlier tokens of its chunk may have it, too, of up to 64 tokens and 16 with decays by channel."""
     sequence, chunk = Sequence(LENGTH, 2, layout, 1, EDGES), 16 if kind == "kda" else 64
-    for name in tensors(kind):
-        whole = tensors(kind)
+    for name in problem(kind, 1, LENGTH):
+        whole = problem(kind, 1, LENGTH)
         whole[name][:, PLACE] = value
 
         def body(rank: int, whole: dict[str, torch.Tensor] = whole) -> Any:
             mine = {each: sequence.shard(x, rank).requires_grad_() for each, x in whole.items()}
-            out, finals = FUNCTIONS[kind](
-                **mine, mesh=dist.group.WORLD, method=method, output_final_state=True, **sequence.options()
-            )
+            options = {"method": method, "output_final_state": True, **sequence.options()}
+            out, finals = layer(kind, mine, mesh=dist.group.WORLD, **options)
             (grad,) = torch.autograd.grad(out.sum(), mine["v"])
             places = sequence.shard(torch.arange(LENGTH).view(1, LENGTH), rank).flatten()
             bad, bad_grad = ((~x.isfinite()).flatten(2).any(2).flatten() for x in (out, grad))
@@ -64,7 +51,7 @@ def test_states_carry_it_to_later_tokens(kind: str, layout: Layout, method: str,
 
 def test_of_an_initial_state() -> None:
     """Also in documents without tokens."""
-    whole, edges = tensors("gated_delta_rule"), (0, 100, 100, 300)
+    whole, edges = problem("gated_delta_rule", 1, LENGTH), (0, 100, 100, 300)
     sequence = Sequence(LENGTH, 2, HeadTail(), 1, edges)
     for method in ("scan", "heads", "relayout"):
         for document, places in ((0, range(100)), (1, range(0)), (2, range(100, 300))):

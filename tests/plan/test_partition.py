@@ -7,24 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.schedules import (
     Call,
     any_layout,
     count_covered,
-    gathered_positions,
     gathered_tiles,
     plain_masks,
     positions,
     tiles_against,
 )
 
-from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition, Partition
-from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
-from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
+from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition
+from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.tiles import Tile
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
+from cp_dtensor.spec.layouts import HeadTail, Layout, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
 Groups = tuple[GroupSegments, ...]
@@ -151,15 +150,6 @@ def test_tiles_of_merged_rows_cover_every_allowed_pair_exactly_once(
     case.check_covered_once(count)
 
 
-@given(cases())
-def test_one_inner_rank_changes_no_rows_and_one_outer_rank_has_them_all(case: TwoAxes) -> None:
-    for whole, alone in zip(case.whole.groups(), MergedPartition(case.whole, 1).groups(), strict=True):
-        for before, after in ((whole.q_by_rank, alone.q_by_rank), (whole.kv_by_rank, alone.kv_by_rank)):
-            assert [positions(one).tolist() for one in before] == [positions(one).tolist() for one in after]
-    first = MergedPartition(case.whole, case.call.ranks).groups()[0]
-    assert sorted(positions(first.kv_by_rank[0])) == list(range(case.call.kv_len))
-
-
 @given(st.sampled_from((Full(), Causal())), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
 def test_even_head_tail_shards_unite_to_two_unbroken_ranges(mask: Mask, outer: int, inner: int, chunk: int) -> None:
     """So they take as few tiles as without an inner axis."""
@@ -173,25 +163,6 @@ def test_even_head_tail_shards_unite_to_two_unbroken_ranges(mask: Mask, outer: i
         assert len(q) == (1 if outer == 1 else 2)
         own = tiles_against((group,), outer_rank, outer_rank, mask)
         assert len(own) + len(gathered_tiles((group,), outer_rank, mask)) <= (3 if mask == Causal() else 4)
-
-
-def test_merged_head_tail_by_hand() -> None:
-    """8 chunks of one token. Ranks 0 1 have 0 7, 1 6; ranks 2 3 have 2 5, 3 4."""
-    partition = two_axes(HeadTail(), 8, 8, 2, 2).merged
-    (group,) = partition.groups()
-    assert [positions(segments).tolist() for segments in group.q_by_rank] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert partition.rows(0)[0] == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
-    assert partition.rows(1)[1] == GatheredRows(lengths=((1, 1), (1, 1)), starts=((0, 3), (1, 2)))
-    assert tiles_against((group,), 1, 1, Causal()) == (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
-    assert tiles_against((group,), 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
-    assert tiles_against((group,), 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
-
-
-def test_merged_rows_of_a_mirrored_batch_by_hand() -> None:
-    """Rows stand as the first half of the batch has them in order: in the second half the ranks are reversed."""
-    first, second = two_axes(MirroredBatch(), 8, 8, 2, 2, batch=2).merged.groups()
-    assert [positions(segments).tolist() for segments in first.kv_by_rank] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [positions(segments).tolist() for segments in second.kv_by_rank] == [[6, 7, 4, 5], [2, 3, 0, 1]]
 
 
 # Nested ring
@@ -271,37 +242,3 @@ def test_between_outer_ranks_what_one_wants_the_other_gives(case: TwoAxes) -> No
         plans = [outer_plan(case, outer_rank, inner_rank) for outer_rank in range(case.outer)]
         for plan in plans:
             assert [other.send_parts[plan.rank] for other in plans] == list(plan.recv_parts)
-
-
-@with_examples
-@given(case=cases())
-def test_plans_of_every_axis_can_be_made(case: TwoAxes) -> None:
-    """By hops and gathered, and if some ranks own nothing."""
-    assume(case.call.ranks > 1)
-    stages = Stages(1, 1)
-    partitions: list[tuple[Partition, int]] = [(case.merged, case.outer)]
-    partitions += [
-        (InnerPartition(case.whole, case.inner, outer_rank, source), case.inner)
-        for outer_rank in range(case.outer)
-        for source in range(case.outer)
-    ]
-    for partition, size in partitions:
-        groups = partition.groups()
-        for rank in range(size):
-            plan = gathered_plan(ShapeTiling(groups, case.call.mask), rank, 1, stages, stages)
-            buffer = gathered_positions(groups[0], plan.rows)
-            for source, parts in enumerate(plan.recv_parts):
-                assert all(buffer[slice(*plan.rows.span(source, part))].size for part in parts)
-            assert ring_plan(ShapeTiling(groups, case.call.mask), rank, 1).rows == plan.rows
-
-
-def test_a_nested_ring_by_hand() -> None:
-    """Contiguous chunks of two tokens on 2 x 2 ranks: under a causal mask, the second node reads all of the first."""
-    case = two_axes(Contiguous(), 8, 8, 2, 2)
-    assert [outer_plan(case, 0, inner_rank).recv_parts for inner_rank in range(2)] == [((), ()), ((), ())]
-    assert [outer_plan(case, 1, inner_rank).recv_parts for inner_rank in range(2)] == [((0,), ()), ((0,), ())]
-    within = InnerPartition(case.whole, 2, outer_rank=1, source=0).groups()
-    for rank in range(2):
-        assert ring(within, rank, Causal()) == tuple(
-            Tile(source, (0, 1), (0, 2), (0, 2), FULL_TILE) for source in range(2)
-        )

@@ -11,7 +11,7 @@ from support.schedules import Call, calls, count_covered, gathered_rows, positio
 from cp_dtensor.plan.plan import Stages, Step, Steps, TilePlan, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
 from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling
-from cp_dtensor.spec.layouts import HeadTail, MirroredBatch, Span, Striped
+from cp_dtensor.spec.layouts import HeadTail, Span
 from cp_dtensor.spec.masks import Causal, Full
 
 Plans = list[TilePlan]
@@ -40,10 +40,6 @@ def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
     ]  # fmt: skip
 
 
-def heads_of(step: Step) -> set[int]:
-    return set(range(*step.heads))
-
-
 def brought(plan: TilePlan, transfer: Transfer) -> list[tuple[int, int, Span]]:
     """(source, part, rows in the transfer's buffer) of all rows that this rank receives by it."""
     if transfer.hop is None:
@@ -70,48 +66,26 @@ def test_steps_cover_every_allowed_pair_of_every_head_once(
     np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
-@each_pass
-@given(case=planned())
-def test_of_all_heads_the_own_shard_comes_first_and_waits_for_nothing(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    _, kv_heads, plans = case
-    for plan in plans:
-        for head in range(kv_heads):
-            local, *remote = (step for step in steps_of(plan) if head in heads_of(step))
-            assert (local.transfer, local.has_gaps) == (None, False)
-            assert {tile.source for tile in local.tiles} <= {plan.rank}
-            assert all(step.transfer is not None and step.transfer.heads == step.heads for step in remote)
-
-
-@each_pass
-@given(case=planned())
-def test_is_last_is_said_once_of_every_head_and_in_its_last_step(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    _, kv_heads, plans = case
-    for plan in plans:
-        for head in range(kv_heads):
-            said = [step.is_last for step in steps_of(plan) if head in heads_of(step)]
-            assert said == [False] * (len(said) - 1) + [True]
-
-
-@each_pass
-@given(case=planned())
-def test_all_ranks_have_the_same_transfers_in_the_same_order(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    _, _, plans = case
-    assert len({tuple(step.transfer for step in steps_of(plan)) for plan in plans}) == 1
-
-
 @given(planned())
-def test_a_rank_sends_the_parts_that_another_receives(case: tuple[Call, int, Plans]) -> None:
-    call, _, plans = case
+def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
+    """Of each head the own shard comes first and waits for nothing; ranks have equal transfers in one order."""
+    call, kv_heads, plans = case
     for plan in plans:
         assert plan.rows == gathered_rows(call.groups)
         assert plan.recv_parts[plan.rank] == plan.send_parts[plan.rank] == ()
         assert [plans[source].send_parts[plan.rank] for source in range(call.ranks)] == list(plan.recv_parts)
+    for steps_of in PASSES.values():
+        assert len({tuple(step.transfer for step in steps_of(plan)) for plan in plans}) == 1
+        for plan in plans:
+            for head in range(kv_heads):
+                local, *remote = of_head = [step for step in steps_of(plan) if head in range(*step.heads)]
+                assert (local.transfer, local.has_gaps) == (None, False)
+                assert {tile.source for tile in local.tiles} <= {plan.rank}
+                assert all(step.transfer is not None and step.transfer.heads == step.heads for step in remote)
+                assert [step.is_last for step in of_head] == [False] * len(remote) + [True]
+            for step in (step for step in steps_of(plan) if step.transfer is not None):
+                rows = {row for _, _, span in brought(plan, step.transfer) for row in range(*span)}
+                assert all(rows >= set(range(*tile.kv)) for tile in step.tiles)
 
 
 @given(planned())
@@ -130,18 +104,6 @@ def test_gradients_are_pulled_from_where_rows_were_pulled_to(case: tuple[Call, i
         for _, places in owner.grad_pulls:
             hops = [(reader - owner.rank) % owner.world_size for reader, _ in places]
             assert hops == sorted(hops)
-
-
-@each_pass
-@given(case=planned())
-def test_tiles_read_only_what_their_transfer_brings(
-    steps_of: Callable[[TilePlan], Steps], case: tuple[Call, int, Plans]
-) -> None:
-    for plan in case[2]:
-        for step in steps_of(plan):
-            if step.transfer is not None:
-                rows = {row for _, _, span in brought(plan, step.transfer) for row in range(*span)}
-                assert all(rows >= set(range(*tile.kv)) for tile in step.tiles)
 
 
 @each_pass
@@ -195,15 +157,6 @@ def test_a_gather_brings_the_heads_group_by_group(
             assert [step.heads[0] for step in steps] == sorted(step.heads[0] for step in steps)
 
 
-@given(calls(), st.integers(1, 5), any_stages)
-def test_one_rank_alone_needs_nobody(call: Call, kv_heads: int, stages: Stages) -> None:
-    alone = Call(call.layout, call.q_len, call.kv_len, call.batch, 1, call.mask)
-    ring = ring_plan(ShapeTiling(alone.groups, alone.mask), 0, kv_heads)
-    assert ring == gathered_plan(ShapeTiling(alone.groups, alone.mask), 0, kv_heads, stages, stages)
-    assert [(step.heads, step.transfer) for step in ring.forward] == [((0, kv_heads), None)]
-    assert ring.world_size == 1
-
-
 @given(st.integers(1, 200), st.integers(0, 250))
 def test_head_spans_are_all_heads_in_order_and_in_groups_of_nearly_equal_size(kv_heads: int, count: int) -> None:
     spans = head_spans(kv_heads, count)
@@ -211,12 +164,6 @@ def test_head_spans_are_all_heads_in_order_and_in_groups_of_nearly_equal_size(kv
     assert len(spans) == max(1, min(count, kv_heads))
     sizes = [stop - start for start, stop in spans]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_head_spans_by_hand() -> None:
-    assert head_spans(8, 1) == ((0, 8),)
-    assert head_spans(8, 3) == ((0, 3), (3, 6), (6, 8))
-    assert head_spans(2, 5) == ((0, 1), (1, 2))
 
 
 def test_head_tail_causal_by_hand() -> None:
@@ -245,18 +192,3 @@ def test_head_tail_causal_by_hand() -> None:
     )
     tiling = ShapeTiling(call.groups, Causal())
     assert gathered_plan(tiling, 1, 3, stages=Stages(1, 2), grad_stages=Stages(2, 2)) == expected
-
-
-def test_gaps_by_hand() -> None:
-    """The last received rows of stripes may be unseen; of a mirrored batch only one half sees received rows."""
-    stripes = Call(Striped(1), 4, 4, 1, 2, Causal())  # rank 0: 0 2; rank 1: 1 3
-    assert ring_plan(ShapeTiling(stripes.groups, Causal()), 0, 1).forward[1].has_gaps  # neither 0 nor 2 sees 3
-    assert not ring_plan(ShapeTiling(stripes.groups, Causal()), 1, 1).forward[1].has_gaps
-    mirrored = Call(MirroredBatch(), 8, 8, 2, 2, Causal())
-    for mask in (Full(), Causal()):
-        plan = gathered_plan(ShapeTiling(mirrored.groups, mask), 0, 1, Stages(1, 1), Stages(1, 1))
-        assert plan.forward[1].has_gaps == plan.backward[1].has_gaps == (mask == Causal())
-    head_tail = Call(HeadTail(), 8, 8, 1, 2, Causal())  # unseen parts do not travel, so they are no gaps
-    assert not any(
-        step.has_gaps for rank in (0, 1) for step in ring_plan(ShapeTiling(head_tail.groups, Causal()), rank, 1).forward
-    )

@@ -20,10 +20,9 @@ from support.schedules import (
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile, without_long_triangles
 from cp_dtensor.plan.tiling import (
-    GatheredRows,
     GroupSegments,
 )
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped, TorchChunk
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full
 
 Tiles = tuple[Tile, ...]
@@ -51,14 +50,6 @@ def test_tiles_cover_every_allowed_pair_exactly_once(tiles_of: Callable[[Call, i
     np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
-@given(calls())
-def test_tiles_against_a_shard_name_its_rank_and_gathered_tiles_name_none(call: Call) -> None:
-    for rank in range(call.ranks):
-        for source in range(call.ranks):
-            assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
-        assert {tile.source for tile in gathered_tiles(call.groups, rank, call.mask)} <= {None}
-
-
 @given(calls(), st.integers(1, 60))
 def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int) -> None:
     for rank in range(call.ranks):
@@ -70,20 +61,18 @@ def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int)
 
 
 @given(calls())
-def test_the_own_shard_is_read_locally_and_not_from_the_buffer(call: Call) -> None:
-    rows = gathered_rows(call.groups)
-    for rank in range(call.ranks):
-        own = {row for part in range(len(rows.lengths[rank])) for row in range(*rows.span(rank, part))}
-        for tile in gathered_tiles(call.groups, rank, call.mask):
-            assert not own & set(range(*tile.kv))
-
-
-@given(calls())
-def test_the_buffer_has_every_row_of_every_rank_without_gaps(call: Call) -> None:
+def test_the_buffer_has_every_row_and_gathered_tiles_read_none_of_the_own_shard(call: Call) -> None:
     rows = gathered_rows(call.groups)
     assert rows.total == call.kv_len
     for group in call.groups:
         assert sorted(gathered_positions(group, rows)) == list(range(call.kv_len))
+    for rank in range(call.ranks):
+        own = {row for part in range(len(rows.lengths[rank])) for row in range(*rows.span(rank, part))}
+        for tile in gathered_tiles(call.groups, rank, call.mask):
+            assert tile.source is None
+            assert not own & set(range(*tile.kv))
+        for source in range(call.ranks):
+            assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
 
 
 @given(calls())
@@ -96,15 +85,6 @@ def test_the_buffer_is_in_natural_order_where_segments_are_unbroken(call: Call) 
     else:  # stripes cannot be
         segments = sorted((segment for segments in first.kv_by_rank for segment in segments), key=lambda it: it.start)
         assert found.tolist() == [position for segment in segments for position in segment.positions()]
-
-
-@given(calls())
-def test_rows_of_a_shard_are_counted_part_after_part(call: Call) -> None:
-    rows = gathered_rows(call.groups)
-    for rank, lengths in enumerate(rows.lengths):
-        spans = [rows.local_span(rank, part) for part in range(len(lengths))]
-        assert [row for span in spans for row in range(*span)] == list(range(sum(lengths)))
-        assert [span[1] - span[0] for span in spans] == list(lengths)
 
 
 @given(calls())
@@ -137,13 +117,6 @@ def test_head_tail_causal_gathers_into_at_most_two_tiles(length: int, ranks: int
         assert len(gathered_tiles(call.groups, rank, Causal())) <= 2
 
 
-@given(st.integers(0, 200), st.integers(1, 32), st.sampled_from([Contiguous(), TorchChunk(), MirroredBatch()]))
-def test_contiguous_causal_gathers_into_one_tile_a_batch_group(length: int, ranks: int, layout: Layout) -> None:
-    groups = LayoutPartition(layout, length, length, 2, ranks).groups()
-    for rank in range(ranks):
-        assert len(gathered_tiles(groups, rank, Causal())) <= len(groups)
-
-
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), MirroredBatch()], ids=repr)
 def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(layout: Layout) -> None:
     groups = LayoutPartition(layout, 32, 32, 2, 4).groups()
@@ -153,32 +126,10 @@ def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(la
     assert {(tile.q, tile.mask) for tile in tiles} == {((0, 8), FULL_TILE)}
 
 
-def test_head_tail_causal_by_hand() -> None:
-    """Rank 0 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
-    groups = LayoutPartition(HeadTail(), 8, 8, 1, 2).groups()
-    for rank in (0, 1):
-        assert tiles_against(groups, rank, rank, Causal()) == (Tile(rank, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
-    assert tiles_against(groups, 1, 0, Causal()) == (Tile(0, (0, 1), (0, 4), (0, 2), FULL_TILE),)
-    assert gathered_tiles(groups, 1, Causal()) == (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
-    assert tiles_against(groups, 0, 1, Causal()) == (Tile(1, (0, 1), (2, 4), (0, 4), FULL_TILE),)
-    assert gathered_tiles(groups, 0, Causal()) == (Tile(None, (0, 1), (2, 4), (2, 6), FULL_TILE),)
-    assert recv_parts(groups, 1, 0, Causal()) == (0,)
-    assert recv_parts(groups, 0, 1, Causal()) == (0, 1)
-
-
 def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:
     """Rank 0 owns 0 2 4, rank 1 owns 1 3 5: rank 0's first query sees nothing of rank 1."""
     (tile,) = tiles_against(LayoutPartition(Striped(1), 6, 6, 1, 2).groups(), 0, 1, Causal())
     assert tile == Tile(1, (0, 1), (1, 3), (0, 2), CAUSAL_TILE)
-
-
-def test_the_gathered_buffer_by_hand() -> None:
-    """Chunks of 2, 1, 1, 1 tokens: rank 0 owns 0 1 and 4, rank 1 owns 2 and 3."""
-    rows = gathered_rows(LayoutPartition(HeadTail(), 5, 5, 1, 2).groups())
-    assert rows == GatheredRows(lengths=((2, 1), (1, 1)), starts=((0, 4), (2, 3)))
-    assert (rows.world_size, rows.total) == (2, 5)
-    assert [rows.span(rank, part) for rank in (0, 1) for part in (0, 1)] == [(0, 2), (4, 5), (2, 3), (3, 4)]
-    assert [rows.local_span(rank, part) for rank in (0, 1) for part in (0, 1)] == [(0, 2), (2, 3), (0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 
@@ -12,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cp_dtensor import BalancedBlocks, Causal, Documents, HeadTail, _torch, imbalance
-from cp_dtensor.tools.cases import BLOCK, Case, Heads, block_mask
-from cp_dtensor.tools.parsing import mask_by_name
+from cp_dtensor import BalancedBlocks, Causal, HeadTail, _torch, imbalance
+from cp_dtensor.tools.cases import Case, Heads, block_mask
 
 CPU = torch.device("cpu")
 
@@ -90,38 +88,12 @@ def test_real_masks_are_even(name: str, ranks: int) -> None:
     assert of_real_mask(name, 16_384).imbalance(ranks) < 0.02
 
 
-def of_documents(name: str, seq_len: int) -> BalancedBlocks:
-    """The layout of their block mask, without the mask: of a long sequence that takes long to make.
-
-    A block of queries sees the blocks from the one where the document of its first query begins to itself.
-    """
-    documents = mask_by_name(name, seq_len)
-    assert isinstance(documents, Documents)
-    edges, first = torch.tensor(documents.cu_seqlens), torch.arange(0, seq_len, BLOCK)
-    begin = edges[torch.searchsorted(edges, first, right=True) - 1]
-    return BalancedBlocks(tuple((first // BLOCK - begin // BLOCK + 1).tolist()), BLOCK, seq_len)
-
-
-def test_documents_of_a_long_sequence_are_even() -> None:
-    assert of_documents("documents 512", 16_384) == of_real_mask("documents 512", 16_384)
-    assert of_documents("documents 2048", 65_536).imbalance(8) < 0.02
-
-
 def test_batch_rows_and_heads_count_together() -> None:
     def mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (q >= kv) & ((b > 0) | (h > 0) | (kv < 8))
 
     mask = create_block_mask(mod, 2, 2, 30, 30, device="cpu", BLOCK_SIZE=8)
     assert BalancedBlocks(mask) == BalancedBlocks((1 + 3, 1 + 6, 1 + 9, 1 + 12), 8, 30)
-
-
-def test_values() -> None:
-    layout = BalancedBlocks((1, 2, 3), 4, 11)
-    assert layout == BalancedBlocks((1, 2, 3), 4, 11)
-    assert hash(layout) == hash(pickle.loads(pickle.dumps(layout)))
-    assert layout != BalancedBlocks((1, 2, 3), 4, 12)
-    with pytest.raises(ValueError, match="this BalancedBlocks divides sequences of 11 tokens only, got 12 tokens"):
-        layout.segments(12, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +112,6 @@ def test_values() -> None:
 def test_refusals(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_masks_of_other_keys_are_refused() -> None:
-    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 16, 32, device="cpu", BLOCK_SIZE=8)
-    with pytest.raises(ValueError, match="as many keys as queries, got 16 queries and 32 keys"):
-        BalancedBlocks(mask)
 
 
 @pytest.mark.parametrize("what", [Causal(), None, torch.ones(8, 8)], ids=str)

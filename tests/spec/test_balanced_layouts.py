@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.drawn_masks import LONGEST, any_mask, cu_seqlens, keys_seen
@@ -21,11 +19,9 @@ from cp_dtensor import (
     HeadTail,
     Layout,
     Mask,
-    MirroredBatch,
     PerDocument,
     PrefixLM,
     SlidingWindow,
-    Striped,
     imbalance,
 )
 from cp_dtensor.spec.layouts import Span, chunk
@@ -75,33 +71,6 @@ def test_shards_differ_by_at_most_one_token(layout: PerDocument | Balanced, rank
     assert lengths == [stop - start for start, stop in spans]
 
 
-@given(any_layout, rank_counts)
-def test_segments_are_whole_blocks_and_as_many_on_every_rank(layout: PerDocument | Balanced, ranks: int) -> None:
-    by_rank = [layout.segments(layout.seq_len, rank, ranks) for rank in range(ranks)]
-    blocks = [[segment for segment in segments if segment.length] for segments in by_rank]
-    assert {len(segments) for segments in by_rank} == {max(1, *map(len, blocks))}
-    assert all(segment.is_contiguous for segments in by_rank for segment in segments)
-    assert all(one.last + 1 < other.start for of_rank in blocks for one, other in pairwise(of_rank))
-
-
-@given(any_layout, st.integers(1, 5))
-def test_all_batch_rows_are_divided_alike(layout: Layout, batch: int) -> None:
-    assert layout.batch_groups(batch) == ((0, batch),)
-
-
-@given(any_layout, rank_counts)
-def test_equal_values_divide_alike(layout: PerDocument | Balanced, ranks: int) -> None:
-    """Every rank decides for itself."""
-    reference = Balanced(layout.mask, layout.seq_len, tolerance=layout.tolerance) if isinstance(layout, Balanced) else (
-        PerDocument(torch.tensor(layout.cu_seqlens), seq_len=layout.seq_len)
-    )  # fmt: skip
-    assert reference == layout
-    assert hash(reference) == hash(layout)
-    assert reference.blocks(ranks) == layout.blocks(ranks)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        layout.seq_len = 3  # type: ignore[misc]
-
-
 @given(any_layout, rank_counts, st.integers(0, 300))
 def test_other_lengths_are_refused(layout: PerDocument | Balanced, ranks: int, length: int) -> None:
     assert layout.only_length == layout.seq_len
@@ -112,10 +81,6 @@ def test_other_lengths_are_refused(layout: PerDocument | Balanced, ranks: int, l
         layout.segments(length, 0, ranks)
     with pytest.raises(ValueError, match=message):
         layout.local_length(length, 0, ranks)
-
-
-def test_other_layouts_divide_any_length() -> None:
-    assert {layout.only_length for layout in (Contiguous(), HeadTail(), Striped(2), MirroredBatch())} == {None}
 
 
 @given(per_document(), rank_counts)
@@ -147,13 +112,6 @@ def test_what_does_not_divide_evens_out_over_many_documents(length: int, ranks: 
     layout = PerDocument(range(0, seq_len + 1, length))
     assert {layout.local_length(seq_len, rank, ranks) for rank in range(ranks)} == {seq_len // ranks}
     assert imbalance(layout, Documents(layout.cu_seqlens, within=Causal()), seq_len, ranks) < 0.01
-
-
-def test_per_document_by_hand() -> None:
-    assert PerDocument([0, 4, 12]).blocks(2) == [[(0, 1), (3, 6), (10, 12)], [(1, 3), (6, 10)]]
-    assert PerDocument([2, 6], seq_len=7).blocks(2) == [[(0, 1), (2, 3), (5, 7)], [(1, 2), (3, 5)]]
-    assert PerDocument([3, 3, 3], seq_len=3).blocks(4) == [[(0, 1)], [(1, 2)], [(2, 3)], []]
-    assert PerDocument([0]).blocks(2) == [[], []]
 
 
 @settings(max_examples=150)
@@ -212,12 +170,6 @@ def test_one_block_a_rank_where_that_is_balanced(seq_len: int, ranks: int) -> No
     layout = Balanced(Full(), seq_len, tolerance=1.0)
     for rank in range(ranks):
         assert positions(layout, seq_len, rank, ranks) == positions(Contiguous(), seq_len, rank, ranks)
-
-
-def test_more_tolerance_saves_blocks() -> None:
-    mask = SlidingWindow(1023, 0)
-    counts = [sum(map(len, Balanced(mask, 32_768, tolerance=tolerance).blocks(8))) for tolerance in (0.001, 0.1)]
-    assert counts == [15, 8]
 
 
 @pytest.mark.parametrize("mask", [lognormal_documents(65_536, 1000, 1.0), Causal()], ids=["documents", "causal"])

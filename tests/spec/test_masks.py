@@ -163,11 +163,6 @@ def test_empty_documents_are_no_ids_and_no_lengths(edges: list[int], tokens: int
     assert Documents(edges).pairs(tokens, tokens) == 0
 
 
-def test_only_masks_combine() -> None:
-    with pytest.raises(TypeError):
-        Full() & 3  # type: ignore[operator]
-
-
 def test_a_clipped_band_has_no_blind_query() -> None:
     band = IntervalBand(0, 10, 4, 6, left=0, right=0)
     assert band.clipped((0, 10)) == IntervalBand(4, 6, 4, 6, 0, 0)

@@ -110,68 +110,6 @@ def check_refused(entry: Entry, arguments: Arguments, error: type[Exception], me
     return len(by_rank[0]) - (entry is in_context and len(by_rank[0]) > 0)
 
 
-Bad = tuple[Arguments, type[Exception], str]
-NO_MASK = r"expected mask to be a Mask such as SlidingWindow\(1024, 0\), got "
-NO_FIT = r"expected attn_mask to broadcast to \(batch, heads, this rank's queries, keys of the whole sequence\); got "
-OF_RANK: dict[str, Bad] = {
-    "a tensor as mask": ({"mask": torch.ones(8, 24)}, TypeError, f"{NO_MASK}Tensor; pass tensors as attn_mask"),
-    "a name as mask": ({"mask": "causal"}, TypeError, f"{NO_MASK}str"),
-    "a class as mask": ({"mask": Causal}, TypeError, NO_MASK),
-    "a function as mask": ({"mask": lambda b, h, q, k: q >= k}, TypeError, f"{NO_MASK}function"),
-    "integers": (
-        {"attn_mask": torch.ones(8, 24, dtype=torch.int64)},
-        ValueError,
-        r"expected a boolean or floating attn_mask; got torch.int64 \(8, 24\) on cpu for q \(2, 4, 8, 16\)",
-    ),
-    "complex numbers": (
-        {"attn_mask": torch.ones(8, 24, dtype=torch.complex64)},
-        ValueError,
-        "boolean or floating.*got torch.comp",
-    ),
-    "no dims": ({"attn_mask": torch.ones(())}, ValueError, rf"{NO_FIT}torch.float32 \(\) on cpu"),
-    "five dims": ({"attn_mask": torch.ones(1, 1, 1, 8, 24)}, ValueError, rf"{NO_FIT}.*\(1, 1, 1, 8, 24\)"),
-    "rows of all ranks": (
-        {"attn_mask": torch.ones(24, 24)},
-        ValueError,
-        rf"{NO_FIT}.* \(24, 24\) .* q \(2, 4, 8, 16\).*context_parallel_shard\(mesh, \[attn_mask\], \[-2\]\)",
-    ),
-    "another batch": ({"attn_mask": torch.ones(3, 1, 8, 24)}, ValueError, rf"{NO_FIT}.*\(3, 1, 8, 24\)"),
-    "other heads": ({"attn_mask": torch.ones(2, 8, 24)}, ValueError, rf"{NO_FIT}.*\(2, 8, 24\).*16\)$"),
-    "dropout above 1": ({"dropout_p": 1.5}, ValueError, "expected dropout_p between 0 and 1, got 1.5"),
-    "dropout below 0": ({"dropout_p": -0.1}, ValueError, "expected dropout_p between 0 and 1, got -0.1"),
-    "scale NaN": ({"scale": float("nan")}, ValueError, "expected a finite scale, got nan"),
-    "scale infinite": ({"scale": float("-inf")}, ValueError, "expected a finite scale, got -inf"),
-    "dropout NaN": ({"dropout_p": float("nan")}, ValueError, "expected dropout_p between 0 and 1, got nan"),
-}
-
-
-@each_entry
-@pytest.mark.parametrize(("arguments", "error", "message"), OF_RANK.values(), ids=OF_RANK)
-def test_what_every_rank_sees_is_refused_before_any_collective(
-    arguments: Arguments, error: type[Exception], message: str, entry: Entry
-) -> None:
-    assert check_refused(entry, arguments, error, message) == 0
-
-
-@pytest.mark.parametrize(
-    ("attn_mask", "error", "message"),
-    [
-        ([[True]], TypeError, "expected attn_mask to be a torch.Tensor, got list"),
-        (
-            torch.ones(8, 24, device="meta"),
-            ValueError,
-            r"expected attn_mask on the device of q, cpu; got torch.float32 \(8, 24\) on meta",
-        ),
-    ],
-    ids=["a list", "another device"],
-)
-@pytest.mark.parametrize("entry", [in_call, in_call_without_lengths])
-def test_attn_masks_that_torch_does_not_pass_on_to_contexts(
-    attn_mask: Any, error: type[Exception], message: str, entry: Entry
-) -> None:
-    assert check_refused(entry, {"attn_mask": attn_mask}, error, message) == 0
-
-
 COLUMNS = (
     r"expected attn_mask to have this rank's query rows \(8, in layout order\) and the 24 keys of the whole sequence"
 )
@@ -255,14 +193,6 @@ def test_contexts_whose_masks_differ_say_so_in_debug_mode() -> None:
     for error in errors_by_rank(RANKS, body):
         assert type(error) is ValueError
         assert "disagree about mask: rank 2 says 'PrefixLM(length=5)', the others 'PrefixLM(length=4)'" in str(error)
-
-
-@pytest.mark.parametrize("arguments", [{"dropout_p": 0.5}, {"attn_mask": torch.zeros(8, 24)}], ids=["p", "attn_mask"])
-def test_contexts_in_which_one_rank_passes_more_say_so_in_debug_mode(arguments: Arguments) -> None:
-    for error in errors_by_rank(RANKS, lambda rank: in_context({**(arguments if rank == 0 else {}), "debug": True})):
-        assert type(error) is ValueError
-        assert "the ranks of the context-parallel axis disagree about " in str(error)
-        assert "rank 0 says " in str(error)
 
 
 def test_masks_of_each_rank_s_own_keys_where_ranks_have_unequally_many() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.drawn_masks import LONGEST, any_mask, keys_seen, of_one_row
 
-from cp_dtensor import Batched, Causal, Contiguous, Documents, Full, HeadTail, Mask, MirroredBatch, Striped, imbalance
+from cp_dtensor import Causal, HeadTail, Mask, imbalance
 from cp_dtensor.spec.intervals import FAR
 from cp_dtensor.spec.masks import workload_of
 
@@ -33,14 +33,6 @@ def test_what_reaches_across_a_cut(mask: Mask, cut: int) -> None:
     first = min([FAR if not shown[cut] else min(shown[cut])[0], cut])
     last = max([stop for _, stop in shown[cut - 1]] + [cut])
     assert workload_of(mask, LONGEST, LONGEST).reach_across(cut) == last - first
-
-
-def test_imbalance_by_hand() -> None:
-    assert imbalance(Contiguous(), Causal(), 16, 4) == pytest.approx(58 / 34 - 1)
-    assert imbalance(Striped(2), Causal(), 16, 4) == pytest.approx(46 / 34 - 1)
-    assert imbalance(MirroredBatch(), Causal(), 16, 4) == 0.0
-    assert imbalance(MirroredBatch(), Batched([Causal(), Full()]), 4, 2) == pytest.approx(15 / 13 - 1)
-    assert imbalance(HeadTail(), Documents([0, 0]), 4, 2) == 0.0  # nobody has anything to do
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from conftest import GPUS
@@ -72,11 +70,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Ten
     return weights @ v.repeat_interleave(group, 1), lse
 
 
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int | None) -> Tensors:
-    """Returns `(out, lse)` of a tile with a causal offset by textbook attention."""
-    return attention(q, k, v, seen_by(q.size(2), k.size(2), offset))
-
-
 def empty_result(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:
     """Returns uninitialised `(out, lse)`, which is NaN in tests."""
     return q.new_empty((*q.shape[:3], v.size(3)), dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -96,17 +89,6 @@ def computed(
     result = empty_result(q, v, dtype)
     launch(*result, q, k, v, RowMask(causal_offset=offset), scale, config=config)
     return result
-
-
-def assert_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-    out, lse = (tensor.cpu().double() for tensor in got)
-    assert out.shape == expected[0].shape
-    if out.numel():
-        error = (out - expected[0]).abs().max() / expected[0].abs().max().clamp(min=1)
-        assert error <= TOLERANCE[dtype], f"error {error:.2e}"  # NaN is not, either
-    unseen = expected[1] == -INFINITY
-    assert (out[unseen] == 0).all()
-    torch.testing.assert_close(lse, expected[1], rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-4)
 
 
 def masks_of(rows: int, columns: int) -> dict[str, RowMask]:

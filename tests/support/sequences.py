@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, Documents, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import Segment
 from support.problems import shard
+from support.ranks import run_ranks
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(3))
 
@@ -50,6 +55,11 @@ class Sequence:
     def shard(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's rows of dim 1."""
         return shard(whole.unsqueeze(1), self.layout, rank, self.ranks).squeeze(1).contiguous()
+
+    @property
+    def has_documents(self) -> bool:
+        """True with edges of documents; `(0,)` says that there is one."""
+        return len(self.edges or ()) > 1
 
     def documents(self) -> list[tuple[int, int]]:
         """Ranges of all documents; tokens outside of them make one more on each side."""
@@ -143,13 +153,12 @@ def recurrence(
     group = v.size(2) // q.size(2)
     q, k = (x.repeat_interleave(group, 2) for x in (q, k))
     decay = torch.ones_like(k) if g is None else (g if g.dim() == 4 else g.unsqueeze(-1)).exp().expand_as(k)
-    outs, finals, edges = [], [], sequence.edges or (0, sequence.length)
-    for start, stop in sequence.documents():
-        index = edges.index(start) if start in edges and stop > start else None
-        inside = index is not None and edges[0] <= start < edges[-1]
+    outs, finals, edges = [], [], sequence.edges if sequence.has_documents else (0, sequence.length)
+    for index, (start, stop) in enumerate(pairwise([0, *edges, sequence.length])):
+        inside = 0 < index < len(edges)  # the first and the last range are outside of all documents
         state = torch.zeros(v.size(0), v.size(2), k.size(3), v.size(3), dtype=v.dtype)
         if inside and initial is not None:
-            state = initial[max(each for each, edge in enumerate(edges) if edge <= start)]
+            state = initial[index - 1]
         for t in range(start, stop):
             state = decay[:, t].unsqueeze(-1) * state
             value = (
@@ -159,7 +168,60 @@ def recurrence(
             )
             state = state + k[:, t].unsqueeze(-1) * value.unsqueeze(-2)
             outs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-        if inside:
-            finals.append(state)
-    out = torch.stack(outs, 1) if outs else v * 0
-    return out, torch.stack(finals) if finals else v.new_zeros(0)
+        finals += [state] * inside
+    return torch.stack(outs, 1) if outs else v * 0, torch.stack(finals)
+
+
+def check_layer(
+    sequence: Sequence, ours: Callable[..., Any], reference: Callable[..., Any], tokens: Iterable[torch.Tensor],
+    others: Iterable[torch.Tensor] = (), *, mesh_shape: tuple[int, ...] = (), alone: int | None = None,
+    tolerance: float = 1e-9,
+) -> None:  # fmt: skip
+    """Compare results and all gradients of a layer on every rank with a reference on whole sequences.
+
+    Args:
+        ours: takes the mesh, this rank's shards of `tokens`, and `others`; returns the output, or also final states.
+        reference: takes whole tensors; returns likewise.
+        others: equal on every rank; their gradients are summed over ranks.
+        mesh_shape: of a mesh over two axes; () for the default group.
+        alone: index of the only tensor that has a gradient; None for all.
+    """
+    tokens = list(tokens)
+    whole = [x.detach().clone().requires_grad_(alone in (None, i)) for i, x in enumerate((*tokens, *others))]
+    wanted = _results(reference(*whole))
+    weights = [normal(*each.shape, seed=90 + i) for i, each in enumerate(wanted)]
+    has_gradient = [x.requires_grad for x in whole]
+    expected = torch.autograd.grad(wanted, [*compress(whole, has_gradient)], weights, materialize_grads=True)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        mesh: Any = dist.group.WORLD
+        if mesh_shape:
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
+        mine = [sequence.shard(x, rank) if i < len(tokens) else x.clone() for i, x in enumerate(whole)]
+        mine = [x.detach().requires_grad_(has) for x, has in zip(mine, has_gradient, strict=True)]
+        out, *finals = _results(ours(mesh, *mine))
+        of_rank = [sequence.shard(wanted[0], rank), *wanted[1:]]
+        share = (rank + 1) / sum(range(sequence.ranks + 1))  # a loss of final states is the sum over ranks
+        grads = [sequence.shard(weights[0], rank), *[share * weight for weight in weights[1:]]]
+        found = torch.autograd.grad([out, *finals], [*compress(mine, has_gradient)], grads, materialize_grads=True)
+        for got, each in zip((out, *finals), of_rank, strict=True):
+            equal(got.detach().to(each.dtype), each.detach(), tolerance)
+        return list(found)
+
+    by_rank = run_ranks(sequence.ranks, body)
+    for index, (place, of_whole) in enumerate(zip(compress(range(len(whole)), has_gradient), expected, strict=True)):
+        grads = [each[index] for each in by_rank]
+        if place >= len(tokens):
+            equal(sum(grads, torch.zeros(())), of_whole, tolerance)
+            continue
+        for rank, grad in enumerate(grads):
+            equal(grad, sequence.shard(of_whole, rank), tolerance)
+
+
+def equal(got: object, expected: object, tolerance: float = 1e-9) -> None:
+    """Compare results in float64."""
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def _results(found: Any) -> tuple[torch.Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)

@@ -66,7 +66,7 @@ class CudnnAttention(AttentionBackend):
         return refusal or self._trial(spec)
 
     def _trial(self, spec: CallSpec) -> str | None:
-        """The reason why cuDNN does not compute small tiles of a call, None if it does."""
+        """Return the reason why cuDNN does not compute small tiles of a call, None if it does."""
         device, dtype, heads = torch.device(spec.device), getattr(torch, spec.dtype), (spec.q_heads, spec.kv_heads)
 
         def problem() -> str:
@@ -110,7 +110,7 @@ class CudnnAttention(AttentionBackend):
 
 
 def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, copied where rows do not begin at multiples of 16 bytes, as in some slices; expanded ones stay."""
+    """Return the tensors, copied where rows do not begin at multiples of 16 bytes, as of slices; expanded ones stay."""
     return tuple([aligned(x, _ALIGNMENT, keeps_expanded=True) for x in tensors])
 
 
@@ -119,7 +119,7 @@ def _has_single_row(q: Tensor, k: Tensor) -> bool:
 
 
 def _for_single_rows(q: Tensor, v: Tensor) -> AttentionBackend:
-    """The backend of tiles of one query or one key, on which cuDNN crashes. torch's flash needs equal head dims."""
+    """Return the backend of tiles of one query or one key, where cuDNN crashes. torch's flash needs equal head dims."""
     return FlashAttention() if q.size(3) == v.size(3) else EfficientAttention()
 
 
@@ -226,7 +226,7 @@ def _logits(q: Tensor, k: Tensor, mask: TileMask, scale: float) -> Tensor:
 
 
 def _half_precision_refusal(spec: CallSpec, max_head_dim: int) -> str | None:
-    """The reason why flash and cuDNN kernels on CUDA cannot compute a call, None if they can."""
+    """Return the reason why flash and cuDNN kernels on CUDA cannot compute a call, None if they can."""
     if spec.device_type != "cuda":
         return _wrong_device(spec, "cuda")
     if spec.capability is not None and spec.capability < (8, 0):
@@ -249,5 +249,5 @@ def _unequal_head_dims(spec: CallSpec) -> str | None:
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two random-state arguments of fused backward kernels, not read without dropout."""
+    """Return the two random-state arguments of fused backward kernels, not read without dropout."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)

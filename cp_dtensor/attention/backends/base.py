@@ -37,11 +37,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def refusal(self, spec: CallSpec) -> str | None:
-        """The reason why this backend cannot compute a call, None if it can."""
+        """Return the reason why this backend cannot compute a call, None if it can."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        """Partial result `(out, lse)` of the tile.
+        """Compute the partial result `(out, lse)` of the tile.
 
         Returns:
             out: (B, H, S, Dv), softmax(scale q k^T) v, in the inputs' dtype or wider.
@@ -52,31 +52,31 @@ class AttentionBackend(ABC):
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This tile's share of (dq, dk, dv), given the *final* out and lse of its rows, merged over all tiles.
+        """Return this tile's share of (dq, dk, dv), given the *final* out and lse of its rows, merged over all tiles.
 
         With P = exp(scale q k^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K,
         dK = scale dS^T Q. Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
         """
 
     def with_modifiers(self, modifiers: Modifiers, delta: Tensor | None) -> AttentionBackend:
-        """This backend with the modifiers of one tile; `delta` (B, H, S) is that of its rows, in backward."""
+        """Return this backend with the modifiers of one tile; `delta` (B, H, S) is that of its rows, in backward."""
         raise NotImplementedError(f"{self.name} does not take modifiers")
 
     def add_bias_gradient(
         self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
-        """Adds this tile's share of the bias gradient to `total`, which has the shape of the bias."""
+        """Add this tile's share of the bias gradient to `total`, which has the shape of the bias."""
         raise NotImplementedError(f"{self.name} does not take modifiers")
 
 
 def expand_kv_heads(kv: Tensor, q_heads: int) -> Tensor:
-    """(B, Hkv, T, D) repeated over the query heads of each group: (B, H, T, D)."""
+    """Return (B, Hkv, T, D) repeated over the query heads of each group: (B, H, T, D)."""
     return kv if kv.size(1) == q_heads else kv.repeat_interleave(q_heads // kv.size(1), dim=1)
 
 
 def reduce_kv_heads(grad: Tensor, kv_heads: int) -> Tensor:
-    """The adjoint of `expand_kv_heads`: sums gradients (B, H, T, D) over each group, in float32 or wider."""
+    """Return the adjoint of `expand_kv_heads`: sums gradients (B, H, T, D) over each group, in float32 or wider."""
     if grad.size(1) == kv_heads:
         return grad
     return grad.unflatten(1, (kv_heads, -1)).sum(dim=2, dtype=wide_dtype(grad))

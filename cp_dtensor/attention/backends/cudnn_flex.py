@@ -56,15 +56,15 @@ class CudnnFlexAttention(AttentionBackend):
     without a plan under CUDA graph capture, and all tiles if the first results of cuDNN's kernels were wrong.
     """
 
-    deterministic: bool = False
-    """True for gradients that are the same bits in every run: by the kernels of this package. cuDNN's deterministic
-    backward takes 24 times as long under a window (docs/decisions.md#cudnns-deterministic-backward-is-not-used)."""
+    has_gradients: bool = True
+    """False for gradients by the kernels of this package, which are the same bits in every run. cuDNN's backward of
+    that kind takes 24 times as long under a window (docs/decisions.md#cudnns-deterministic-backward-is-not-used)."""
 
     name = "CUDNN_FLEX_ATTENTION"
 
     @property
     def joins_intervals(self) -> bool:
-        return not self.deterministic
+        return self.has_gradients
 
     def refusal(self, spec: CallSpec) -> str | None:
         dims = spec.head_dim, spec.v_head_dim
@@ -87,12 +87,12 @@ class CudnnFlexAttention(AttentionBackend):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         result = None
-        if not self.deterministic and self._serves("backward", q, k, v, mask):
+        if self.has_gradients and self._serves("backward", q, k, v, mask):
             result = _backward(grad_out, q, k, v, out, lse, mask, scale)
         return result or _INTERVALS.backward(grad_out, q, k, v, out, lse, mask, scale)
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
-        """True if these kernels may compute a tile. At their first use they and ours are compiled, for a small tile."""
+        """Return whether these kernels may compute a tile. Their first use compiles them and ours, for a small tile."""
         assert isinstance(mask, (IntervalMask, UnionMask))
         group, dims, has_several = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.parts) > 1
         if min(q.size(2), k.size(2)) < SHORTEST:
@@ -116,7 +116,7 @@ class CudnnFlexAttention(AttentionBackend):
 
 @lru_cache(maxsize=2)  # one object of each kind: forward and backward share its plan
 def _small_mask(has_several: bool) -> IntervalMask | UnionMask:
-    """Window of 4 x 4 blocks, of which some are full, some partial and some empty.
+    """Return a window of 4 x 4 blocks, of which some are full, some partial and some empty.
 
     The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring.
     With `has_several` the window is shorter, and rows see two more intervals in front of it: a full block, and some
@@ -136,7 +136,7 @@ def _small_mask(has_several: bool) -> IntervalMask | UnionMask:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float, is_check: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    """The partial result; None for a tile without a plan. With `is_check`, what the kernel does not write is NaN."""
+    """Return the partial result; None for a tile without a plan. `is_check`: what the kernel does not write is NaN."""
     planned = _plan_unless_out_of_memory(mask, Geometry.of(q, k, v), is_check)
     if planned is None:
         return None
@@ -153,7 +153,7 @@ def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float,
     is_check: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
-    """The gradients; None for a tile without a plan. `is_check` as in `_forward`."""
+    """Return the gradients; None for a tile without a plan. `is_check` as in `_forward`."""
     planned = _plan_unless_out_of_memory(mask, Geometry.of(q, k, v), is_check)
     if planned is None:
         return None
@@ -168,7 +168,7 @@ def _backward(
 
 
 def _plan_unless_out_of_memory(mask: TileMask, geometry: Geometry, is_check: bool) -> PlannedTile | None:
-    """`planned_tile`, or None where there is no memory for it now; a check raises then."""
+    """Return `planned_tile`, or None where there is no memory for it now; a check raises then."""
     try:
         return planned_tile(mask, geometry)
     except torch.OutOfMemoryError:
@@ -183,7 +183,7 @@ def _fill_with_nan(*tensors: Tensor) -> None:
 
 
 def _launch(planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], scale: float) -> bool:
-    """Launches the kernel for q, k, v, out and lse, or for q, k, v, out, grad_out, lse, dq, dk and dv, (B, S, H, D).
+    """Launch the kernel for q, k, v, out and lse, or for q, k, v, out, grad_out, lse, dq, dk and dv, (B, S, H, D).
 
     False under CUDA graph capture, if no kernel was made for tensors of these strides before it.
     """
@@ -206,7 +206,7 @@ def _launch(planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], s
 
 
 def _recording(kernel: Any, calls: list[Call]) -> Any:
-    """A copy of a kernel that appends the compiled functions that it calls to `calls`, with their arguments."""
+    """Return a copy of a kernel that appends the compiled functions that it calls to `calls`, with their arguments."""
     copied = copy.copy(kernel)
     compiled: Any = getattr(kernel, "_compiled_kernel", None)  # private
     if is_dataclass(type(compiled)):  # of backward: the functions before and after the main one, too
@@ -236,12 +236,12 @@ class Geometry(NamedTuple):
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor) -> Geometry:
-        """The geometry of a tile, (B, H, S, D)."""
+        """Return the geometry of a tile, (B, H, S, D)."""
         batch, heads, rows, head_dim = q.shape
         return Geometry(batch, rows, k.size(2), heads, k.size(1), head_dim, v.size(3), q.dtype, q.device)
 
     def samples(self) -> list[Tensor]:
-        """q, k and v (B, S, H, D) of this geometry without memory of their own, for functions that read none."""
+        """Return q, k and v (B, S, H, D) of this geometry without memory of their own, for functions that read none."""
         dims = (self.rows, self.heads, self.head_dim), (self.columns, self.kv_heads, self.head_dim)
         shapes = ((self.batch, *dim) for dim in (*dims, (self.columns, self.kv_heads, self.v_head_dim)))
         return [torch.empty_strided(shape, (0, 0, 0, 1), dtype=self.dtype, device=self.device) for shape in shapes]
@@ -260,7 +260,7 @@ class PlannedTile:
     _kernels: dict[Any, Any] = field(default_factory=dict)
 
     def kernel(self, direction: str, tensors: tuple[Tensor, ...], strides: tuple[Any, ...]) -> Any | None:
-        """The package's kernel for tensors of these strides; None under CUDA graph capture if there is none yet."""
+        """Return the package's kernel for tensors of these strides; None if new under CUDA graph capture."""
         kernel = self._kernels.get((direction, strides))
         if kernel is None and not capturing():
             with quiet():
@@ -271,7 +271,7 @@ class PlannedTile:
         return kernel
 
     def arguments(self, direction: str, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The tensors and the plan in the order of the package's kernels."""
+        """Return the tensors and the plan in the order of the package's kernels."""
         place = 4 if direction == "forward" else 9
         return *tensors[:place], self.plan, *tensors[place:]
 
@@ -281,7 +281,7 @@ _planned = LRUCache[Shared[PlannedTile]](KEPT_BYTES, least=_KEPT_PLANS, pins=cap
 
 
 def planned_tile(mask: TileMask, geometry: Geometry) -> PlannedTile | None:
-    """The plan of a tile, made if it is new. None if it would be too large, or new under CUDA graph capture.
+    """Return the plan of a tile, made if it is new. None if it would be too large, or new under CUDA graph capture.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for it now.
@@ -306,7 +306,7 @@ def _plan_tile(masks: Sequence[RowMask], geometry: Geometry) -> PlannedTile:
 
 
 def end_points(masks: Sequence[RowMask], geometry: Geometry) -> Tensor:
-    """(1, 1 + 2 masks, B * S), int32: the ascending ends F of [0, F0), [F1, F2), ... that each row sees; here F0 is 0.
+    """Return (1, 1 + 2 masks, B * S), int32: ascending ends F of [0, F0), [F1, F2), ... that each row sees; F0 is 0.
 
     >>> mask = RowMask(lo=torch.tensor([-3, 2, 9]).int(), hi=torch.tensor([2, 1, 11]).int())
     >>> geometry = Geometry(1, 3, 10, 1, 1, 8, 8, torch.bfloat16, torch.device("cpu"))
@@ -320,7 +320,7 @@ def end_points(masks: Sequence[RowMask], geometry: Geometry) -> Tensor:
 
 
 def plan_bytes(mask: RowMask, geometry: Geometry) -> int:
-    """An estimate of a plan's bytes, without making it. Waits for the device.
+    """Return an estimate of a plan's bytes, without making it. Waits for the device.
 
     A block of rows and columns takes memory if it is masked in part.
     """
@@ -338,7 +338,7 @@ def plan_bytes(mask: RowMask, geometry: Geometry) -> int:
 
 
 def _clamped(mask: RowMask, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """(B, S) each: the first column that each row sees and the end of its columns, not before the first."""
+    """Return (B, S) each: the first column that each row sees and the end of its columns, not before the first."""
     assert mask.intervals is not None
     lo, hi = (x.expand(geometry.batch, -1).clamp(0, geometry.columns) for x in mask.intervals)
     return lo, torch.maximum(lo, hi)
@@ -354,7 +354,7 @@ class _Functions(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _functions() -> _Functions:
-    """Imports the package, which takes seconds, and checks that its functions take what this file passes."""
+    """Import the package, which takes seconds, and check that its functions take what this file passes."""
     try:
         with quiet():
             module = importlib.import_module("cudnn.flex_attention")

@@ -26,7 +26,7 @@ def first_use(
     kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str],
     failed: Callable[[str], None] = lambda reason: None,
 ) -> str | None:  # fmt: skip
-    """Uses a kernel on a device for the first time in a process: returns "" if it was right, else what was wrong.
+    """Use a kernel on a device for the first time in a process: returns "" if it was right, else what was wrong.
 
     None under CUDA graph capture if the kernel was not used before: nothing may be compiled or compared there.
 
@@ -48,7 +48,7 @@ def first_use(
 
 
 def _failure_of(check: Callable[[], str], device: torch.device) -> str:
-    """Runs a check on a device; an error becomes its result, unless memory is lacking, which may pass."""
+    """Run a check on a device; an error becomes its result, unless memory is lacking, which may pass."""
     try:
         with on_device(device):
             return check()
@@ -74,7 +74,7 @@ class SmallTile:
         device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dims: tuple[int, int], rows: int,
         mask: TileMask, reference: AttentionBackend,
     ) -> SmallTile:  # fmt: skip
-        """Draws a tile; `heads` are those of q and of k and v, `head_dims` those of q and k and of v."""
+        """Draw a tile; `heads` are those of q and of k and v, `head_dims` those of q and k and of v."""
         generator = torch.Generator().manual_seed(rows)
 
         def normal(heads: int, dim: int) -> Tensor:
@@ -88,11 +88,11 @@ class SmallTile:
         return SmallTile((q, k, v), grad_out, (out, lse), grads, mask, scale)
 
     def forward_error(self, forward: Callable[..., tuple[Tensor, ...] | None]) -> str:
-        """Computes the tile by `AttentionBackend.forward` of a kernel; returns "" or what is wrong."""
+        """Compute the tile by `AttentionBackend.forward` of a kernel; return "" or what is wrong."""
         return wrong_result(("out", "lse"), forward(*self.inputs, self.mask, self.scale), self.result)
 
     def backward_error(self, backward: Callable[..., tuple[Tensor, ...] | None]) -> str:
-        """Computes the tile's gradients by `AttentionBackend.backward` of a kernel; returns "" or what is wrong."""
+        """Compute the tile's gradients by `AttentionBackend.backward` of a kernel; return "" or what is wrong."""
         (q, k, v), (out, lse) = self.inputs, self.result
         out = torch.empty_like(self.grad_out).copy_(out)
         grads = backward(self.grad_out, q, k, v, out, lse.float(), self.mask, self.scale)
@@ -102,9 +102,7 @@ class SmallTile:
 def wrong_result(
     names: Sequence[str], got: Sequence[Tensor] | None, expected: Sequence[Tensor], largest: float = LARGEST_ERROR
 ) -> str:
-    """The first result of a small problem that differs from float64, in words; "" if none does by more than `largest`
-    of its largest element.
-    """
+    """Say which result of a small problem differs from float64 by more than `largest` of its largest element, or ""."""
     if got is None:
         return "a small problem is not computed"
     for name, one, other in zip(names, got, expected, strict=True):

@@ -74,7 +74,7 @@ class Flash4Attention(AttentionBackend):
         return dq, reduce_kv_heads(dk, kv_heads), reduce_kv_heads(dv, kv_heads)
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
-        """True if these kernels compute a tile. At their first use they are compiled and compute a small tile."""
+        """Return whether these kernels compute a tile. Their first use compiles them and computes a small tile."""
         group, dims, is_causal = q.size(1) // k.size(1), (q.size(3), v.size(3)), mask.is_causal
         if min(q.size(2), k.size(2)) < SHORTEST or (direction, is_causal) in self.left:
             return False
@@ -126,7 +126,7 @@ def _backward(
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """(B, S, H, D), as the package takes tensors (B, H, S, D); a copy if these are not aligned."""
+    """Return (B, S, H, D), as the package takes tensors (B, H, S, D); a copy if these are not aligned."""
     return aligned(x, _ALIGNMENT).transpose(1, 2)
 
 
@@ -137,7 +137,7 @@ _recording = Lock()
 
 
 def _launch(kind: tuple[Any, ...], tensors: tuple[Tensor, ...], wrapper: Callable[[], None]) -> None:
-    """Launches a call by what was recorded for its shapes, in the first call by the wrapper.
+    """Launch a call by what was recorded for its shapes, in the first call by the wrapper.
 
     Args:
         kind: all that decides what is launched besides the tensors.
@@ -172,7 +172,7 @@ class _Recording:
 
 
 def _recorded(wrapper: Callable[[], None]) -> list[Call]:
-    """Calls the wrapper; returns the compiled functions that this thread has called, with their arguments."""
+    """Call the wrapper; return the compiled functions that this thread has called, with their arguments."""
     calls: list[Call] = []
     with _recording:
         owners = _functions().cached
@@ -188,7 +188,7 @@ def _recorded(wrapper: Callable[[], None]) -> list[Call]:
 
 
 def _dims_refusal(spec: CallSpec) -> str | None:
-    """The reason why the kernels do not compile for head dims, None if they do."""
+    """Return the reason why the kernels do not compile for head dims, None if they do."""
     dim, v_dim = spec.head_dim, spec.v_head_dim
     assert spec.capability is not None
     if dim % 8 or v_dim % 8 or max(dim, v_dim) > 256:
@@ -201,7 +201,7 @@ def _dims_refusal(spec: CallSpec) -> str | None:
 
 
 def tiles_that_do_not_compile(spec: CallSpec) -> frozenset[tuple[str, bool]]:
-    """Tiles of a call that is not refused, as `Flash4Attention.left`: on Hopper some of backward, up to head dim 128.
+    """Return `Flash4Attention.left` of a call that is not refused: on Hopper some of backward, up to head dim 128.
 
     Source: tried on CPUs, as tests/attention/test_flash4_compiles.py does, with 4.0.0b36.
     """
@@ -214,7 +214,7 @@ def tiles_that_do_not_compile(spec: CallSpec) -> frozenset[tuple[str, bool]]:
 
 
 def has_no_groups_in_backward(spec: CallSpec) -> bool:
-    """True if gradients do not compile for grouped heads, as `Flash4Attention.copies_kv`: on Hopper, two head dims."""
+    """Return `Flash4Attention.copies_kv`: gradients do not compile for grouped heads of two head dims on Hopper."""
     return spec.capability is not None and spec.capability[0] == 9 and spec.head_dim != spec.v_head_dim
 
 
@@ -228,7 +228,7 @@ class _Functions(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _functions() -> _Functions:
-    """Imports the package, which takes seconds, and checks that its functions take what this file passes."""
+    """Import the package, which takes seconds, and check that its functions take what this file passes."""
     try:
         with quiet():
             module = importlib.import_module("flash_attn.cute.interface")

@@ -41,7 +41,7 @@ class IntervalAttention(AttentionBackend):
     """
 
     modifiers: Modifiers = NO_MODIFIERS
-    """Bias, dropout and softcap of the tile."""
+    """Those of the tile."""
     delta: Tensor | None = None
     """(B, H, S), for backward: the delta of the tile's rows. All tiles of a row share it, so the ring computes it."""
 
@@ -85,21 +85,20 @@ class IntervalAttention(AttentionBackend):
         return IntervalAttention(modifiers, delta)
 
     def _tile(self, mask: TileMask, k: Tensor, v: Tensor) -> tuple[TileRows, Tensor, Tensor, dict[str, Any]]:
-        """The cached rows of a tile, k and v without hidden rows, and modifiers as arguments of `attention_forward`."""
+        """Return a tile's cached rows, k and v without hidden rows, and modifiers as arguments of kernels."""
         rows = tile_rows(mask, k.device)
         k, v = rows.without_hidden(k, v)
-        modifiers, bias, dropout = self.modifiers, None, None
-        if modifiers.bias is not None:
-            bias = rows.bias_columns(modifiers.bias)
+        modifiers, dropout = self.modifiers, None
+        bias = None if modifiers.bias is None else rows.bias_columns(modifiers.bias)
         if modifiers.seed is not None:
             queries, keys, in_runs = rows.positions
             first = modifiers.first_batch, modifiers.first_head
             dropout = Dropout(modifiers.dropout_p, modifiers.seed, queries, keys, *first, in_runs)
-        return rows, k, v, {"bias": bias, "dropout": dropout, "softcap": modifiers.softcap}
+        return rows, k, v, modifiers.of_tile(bias, dropout)
 
 
 def _merged(result: tuple[Tensor, Tensor], others: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The LSE merge of results of the same rows, in float32 or wider."""
+    """Return the LSE merge of results of the same rows, in float32 or wider."""
     out, lse = torch.empty_like(result[0], dtype=wide_dtype(result[0])), torch.empty_like(result[1])
     for index in range(0, len(others), MAX_PARTS):
         merge(out, lse, *result, [((0, out.size(2)), *other) for other in others[index : index + MAX_PARTS]])
@@ -122,7 +121,7 @@ class TileRows:
         return mask
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors on the device."""
+        """Yield the tensors on the device."""
         tables = (*(table for mask in self.masks for table in (mask.lo, mask.hi)), self._hidden)
         yield from (table for table in tables if table is not None)
 
@@ -141,7 +140,7 @@ class TileRows:
         return Shared(self._device, made, lambda positions: positions[:2])
 
     def without_hidden(self, *of_columns: Tensor) -> tuple[Tensor, ...]:
-        """K and V with 0 in the columns that no row sees: kernels multiply them by weights of 0, and 0 NaN is NaN.
+        """Return K and V with 0 in columns that no row sees: kernels multiply them by weights of 0, and 0 NaN is NaN.
 
         Few tiles have such columns (those of batch rows with different masks), of others nothing is copied.
         """
@@ -149,14 +148,14 @@ class TileRows:
         return of_columns if hidden is None else tuple(x.masked_fill(hidden, 0) for x in of_columns)
 
     def bias_columns(self, bias: Tensor) -> Tensor:
-        """The tile's columns of a bias (..., key positions or 1); a view if their positions are evenly spaced."""
+        """Return the tile's columns of a bias (..., key positions or 1); a view if positions are evenly spaced."""
         columns = self._columns
         if bias.size(-1) == 1:
             return bias
         return bias[..., columns] if isinstance(columns, slice) else bias.index_select(-1, columns)
 
     def add_to_bias_columns(self, total: Tensor, share: Tensor) -> None:
-        """Adds a bias gradient to the tile's columns of `total`, which has the shape of the bias."""
+        """Add a bias gradient to the tile's columns of `total`, which has the shape of the bias."""
         columns = self._columns
         if total.size(-1) == 1:
             total.add_(share)
@@ -177,14 +176,14 @@ class TileRows:
         return self.positions[1]
 
     def _on_host(self) -> tuple[Tensor, Tensor]:
-        """Global positions of rows and of columns, which ascend, on the host."""
+        """Return the global positions of rows and of columns, which ascend, on the host."""
         return self._queries(), positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]
 
     def _queries(self) -> Tensor:
         return positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
 
     def _tables(self, parts: Sequence[IntervalMask]) -> tuple[tuple[RowMask, ...], Tensor | None]:
-        """The row masks, and the columns that no row sees, (1 or B, 1, T, 1) boolean; None if there are none."""
+        """Return the row masks, and the columns that no row sees, (1 or B, 1, T, 1) boolean; None if there are none."""
         tile = self._tile
         queries, (start, stop) = self._queries(), tile.kv
         masks, edges = [], torch.zeros(len(tile.interval_sets), stop - start + 1, dtype=torch.int64, device="cpu")
@@ -203,7 +202,7 @@ class TileRows:
 
 
 def _intervals(bands: IntervalSet, queries: Tensor, keys: KeyRun, columns: Span) -> Tensor:
-    """(2, S): the first column of each row and the end of its columns, which are some rows of `keys`."""
+    """Return (2, S): the first column of each row and the end of its columns, which are some rows of `keys`."""
     # Before the first band there is an empty one, before the first segment of keys below likewise.
     table = torch.tensor([(0, 0, 0, 0, 0, 0), *bands], dtype=torch.int64, device="cpu")
     first, last, lo, hi, left, right = table.t().contiguous()
@@ -215,7 +214,7 @@ def _intervals(bands: IntervalSet, queries: Tensor, keys: KeyRun, columns: Span)
 
 
 def _rows_before(keys: KeyRun, positions: Tensor) -> Tensor:
-    """`keys.rows_before` of each position, or a negative number for 0.
+    """Return `keys.rows_before` of each position, or a negative number for 0.
 
     A search among segments is several times as fast as one among all keys.
     """
@@ -232,7 +231,7 @@ def _rows_before(keys: KeyRun, positions: Tensor) -> Tensor:
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """`values[index]` of one dim, in a fourth of the time."""
+    """Return `values[index]` of one dim, in a fourth of the time."""
     return values.index_select(0, index.flatten()).view_as(index)
 
 
@@ -243,7 +242,7 @@ _cached_rows = LRUCache[Shared[TileRows]](_MOST_BYTES, pins=capturing)
 
 
 def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
-    """The row mask and positions of a tile on a device, cached."""
+    """Return the row mask and positions of a tile on a device, cached."""
     assert isinstance(mask, (IntervalMask, UnionMask)), "plans for this backend have interval masks"
     key = (mask, device)
     rows = _cached_rows.get(key)

@@ -17,7 +17,7 @@ Call = tuple[Any, tuple[Any, ...]]
 
 
 def noting(function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
-    """A function that calls `function` and appends it to `calls`, with its arguments."""
+    """Return a function that calls `function` and appends it to `calls`, with its arguments."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         calls.append((function, (*arguments, named) if named else arguments))  # a dict cannot be repeated
@@ -35,18 +35,16 @@ class _Workspace(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """The compiled functions of a call with their arguments; integers in `places` stand for tensors."""
+    """The compiled functions of a call with their arguments."""
 
-    functions: tuple[Any, ...]
-    arguments: tuple[list[Any], ...]
-    places: tuple[list[tuple[int, int]], ...]
-    """For each function, arguments that are tensors: place of the argument, and number of the tensor."""
+    calls: tuple[tuple[Any, list[Any], list[tuple[int, int]]], ...]
+    """Functions, their arguments, and which of these are tensors: place of the argument, and number of the tensor."""
     workspaces: tuple[_Workspace, ...]
     """Numbered after the tensors of the call."""
 
     @classmethod
     def of(cls, calls: Sequence[Call], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> Launches | None:
-        """Recorded calls with numbers in place of tensors; None if they cannot be repeated.
+        """Return recorded calls with numbers in place of tensors; None if they cannot be repeated.
 
         Tensors are found by address. A call that has one tensor twice, such as q for k, cannot be repeated. Neither can
         a call with an argument of another type, such as a stream. Tensors that are neither `tensors` nor `kept` are
@@ -65,11 +63,9 @@ class Launches(NamedTuple):
         if len(numbers) < len(tensors):
             return None
         workspaces: list[_Workspace] = []
-        arguments: list[list[Any]] = []
-        places: list[list[tuple[int, int]]] = []
-        for index, (_, values) in enumerate(calls):
-            constants: list[Any] = list(values)
-            places.append([])
+        recorded: list[tuple[Any, list[Any], list[tuple[int, int]]]] = []
+        for index, (function, values) in enumerate(calls):
+            recorded.append((function, list(values), []))
             for place, value in enumerate(values):
                 if _is_constant(value, kept_addresses):
                     continue
@@ -79,20 +75,19 @@ class Launches(NamedTuple):
                 if address not in numbers:
                     numbers[address] = len(tensors) + len(workspaces)
                     workspaces.append(_Workspace(value.shape, value.dtype, index > 0 or len(calls) == 1))
-                places[-1].append((place, numbers[address]))
-                constants[place] = None
-            arguments.append(constants)
-        return cls(tuple(function for function, _ in calls), tuple(arguments), tuple(places), tuple(workspaces))
+                recorded[-1][1][place] = None  # a record keeps no tensor
+                recorded[-1][2].append((place, numbers[address]))
+        return cls(tuple(recorded), tuple(workspaces))
 
     def launch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launches the call for other tensors of the same shapes, in memory that the compiled functions take."""
+        """Launch the call for other tensors of the same shapes, in memory that the compiled functions take."""
         device = tensors[0].device
         workspaces = [
             (torch.zeros if begins_as_zeros else torch.empty)(shape, dtype=dtype, device=device)
             for shape, dtype, begins_as_zeros in self.workspaces
         ]
         all_tensors = (*tensors, *workspaces)
-        for function, constants, places in zip(self.functions, self.arguments, self.places, strict=True):
+        for function, constants, places in self.calls:
             arguments = constants.copy()
             for place, number in places:
                 arguments[place] = all_tensors[number]
@@ -100,7 +95,7 @@ class Launches(NamedTuple):
 
 
 def _is_constant(x: object, kept_addresses: set[int]) -> bool:
-    """True for an argument that is the same in every call."""
+    """Return True for an argument that is the same in every call."""
     if isinstance(x, Tensor):
         return x.data_ptr() in kept_addresses
     return (

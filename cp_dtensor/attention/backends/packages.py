@@ -48,7 +48,7 @@ class Package:
         return installed_version(self.distribution)
 
     def refusal(self, spec: CallSpec) -> str | None:
-        """The reason why the package has no kernel for a call, whatever its head dims; None if it may have one."""
+        """Return the reason why the package has no kernel for a call of any head dims; None if it may have one."""
         if spec.device_type != "cuda":
             return f"the tensors are on {spec.device_type}, not cuda"
         if not has_package_kernels(spec.capability):
@@ -58,7 +58,7 @@ class Package:
         return None if self.version else f"{self.distribution} is not installed"
 
     def passes_check(self, kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str]) -> bool:
-        """True if the first use of a kernel was right; warns once if it was not. Arguments as of `first_use`.
+        """Return whether the first use of a kernel was right; warn once if it was not. Arguments as of `first_use`.
 
         False under CUDA graph capture for a kernel that was not used before it.
         """
@@ -73,7 +73,7 @@ class Package:
         return first_use((self.distribution, *kernel), device, checked, failed) == ""
 
     def unusable(self, error: Exception) -> str:
-        """Warns that the installed version cannot be used at all; returns the reason."""
+        """Warn that the installed version cannot be used at all; return the reason."""
         reason = f"{type(error).__name__}: {error}"
         self._warn(f"at all: {reason}")
         return f"{self.distribution} {self.version}: {reason}"
@@ -88,13 +88,13 @@ class Package:
 
 
 def has_package_kernels(capability: tuple[int, int] | None) -> bool:
-    """True for Hopper (compute capability 9.0) and datacenter Blackwell (10.0 and 10.3)."""
+    """Return True for Hopper (compute capability 9.0) and datacenter Blackwell (10.0 and 10.3)."""
     return capability is not None and capability[0] in (9, 10)
 
 
 @lru_cache(maxsize=16)
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, None without it. Imports nothing of it."""
+    """Return the version of an installed distribution, None without it. Imports nothing of it."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -106,7 +106,7 @@ _being_quiet = threading.RLock()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops what packages print, log and warn while they are imported and compile. One thread at a time.
+    """Drop what packages print, log and warn while they are imported and compile. One thread at a time.
 
     It changes settings of the process, so two threads at once would each restore the settings of the other.
     """
@@ -121,7 +121,7 @@ def quiet() -> Iterator[None]:
 
 
 def check_parameters(function: Callable[..., Any], *names: str) -> None:
-    """Checks that a function takes parameters of these names.
+    """Check that a function takes parameters of these names.
 
     Raises:
         TypeError: it does not.
@@ -133,7 +133,7 @@ def check_parameters(function: Callable[..., Any], *names: str) -> None:
 
 @lru_cache(maxsize=2)
 def log_missing(distributions: tuple[str, ...]) -> None:
-    """Logs once, on a GPU that packages serve, which of them are not installed."""
+    """Log once, on a GPU that packages serve, which of them are not installed."""
     if distributions:
         names = " and ".join(distributions)
         _log.warning("%s would make attention faster on this GPU: %s", names, INSTALL)

@@ -91,7 +91,7 @@ def register_backend(backend: AttentionBackend) -> ExitStack:
 
 
 def allowed_backends() -> Allowed:
-    """Reads the settings at this moment: `sdpa_kernel`, `torch.backends.cuda` and the others of `Allowed`."""
+    """Read the settings at this moment: `sdpa_kernel`, `torch.backends.cuda` and the others of `Allowed`."""
     order = _torch.user_sdpa_priority()
     return Allowed(
         _torch.enabled_sdpa_backends(),
@@ -103,17 +103,17 @@ def allowed_backends() -> Allowed:
 
 
 def only_backend(name: str) -> Allowed:
-    """Allows one backend, by its `SDPBackend` name, whatever `sdpa_kernel` and the flags allow."""
+    """Allow one backend, by its `SDPBackend` name, whatever `sdpa_kernel` and the flags allow."""
     return Allowed(tuple(each == name for each in _BACKENDS), None, torch.are_deterministic_algorithms_enabled())
 
 
 def is_deterministic(q: Tensor, allowed: Allowed, asked: bool = False) -> bool:
-    """True if kernels must be deterministic: torch is set so, or the call (`asked`). False on CPUs, where all are."""
+    """Return whether kernels must be deterministic: torch or the call (`asked`) says so. False on CPUs: all are."""
     return q.is_cuda and (allowed.deterministic or asked)
 
 
 def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionBackend:
-    """The first backend, in order of preference, that the user allows and that does not refuse the spec.
+    """Return the first backend, in order of preference, that the user allows and that does not refuse the spec.
 
     `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order; the default
     order depends on the GPU. FLASH_ATTENTION also means FlashAttention-4, the package. Interval-masked tiles are
@@ -133,7 +133,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
     if spec.masking is Masking.BY_SHAPE:
         choose = _chosen if capturing() else _choose  # a capture refuses what was not tried before it
         return choose(spec, allowed.enabled, allowed.order, allowed.torch_flash)
-    flex = CudnnFlexAttention(spec.deterministic)
+    flex = CudnnFlexAttention(has_gradients=not spec.deterministic)
     may_be_cudnn = allowed.enabled[_torch.SDPA_BACKENDS.index("CUDNN_ATTENTION")]
     is_plain = spec.masking is Masking.INTERVALS  # without bias and dropout
     chosen: AttentionBackend = flex if is_plain and may_be_cudnn and flex.refusal(spec) is None else _INTERVALS
@@ -149,7 +149,7 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
 
 @lru_cached
 def masked_by_shape(spec: CallSpec, allowed: Allowed) -> CallSpec:
-    """The spec of a deterministic call, with tiles masked by shape where that is faster: with FlashAttention-4.
+    """Return the spec of a deterministic call, with tiles masked by shape where that is faster: with FlashAttention-4.
 
     Of the other kernels of full and causal tiles few are deterministic, and those are slower than ours of intervals.
     """
@@ -164,7 +164,7 @@ def masked_by_shape(spec: CallSpec, allowed: Allowed) -> CallSpec:
 
 
 def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionBackend | None:
-    """The backend of float32 gradients in place of `backend`, None where its Triton kernels may be much slower.
+    """Return the backend of float32 gradients in place of `backend`, None where its Triton kernels may be much slower.
 
     Only on Hopper GPUs and in half precision: backward of a causal tile of 4,096 to 32,768 rows on an H200 takes 4 to
     22% longer than with cuDNN. Newer GPUs are not measured.
@@ -176,20 +176,20 @@ def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionB
 
 
 def has_triton_kernels(spec: CallSpec) -> bool:
-    """True if our kernels are compiled for the dtype and head dims of a call."""
+    """Return whether our kernels are compiled for the dtype and head dims of a call."""
     can_compile = TRITON_AVAILABLE and (spec.capability or (0, 0)) >= (8, 0)
     return can_compile and max(spec.head_dim, spec.v_head_dim) <= MAX_HEAD_DIM.get(getattr(torch, spec.dtype), 0)
 
 
 def backend_by_name(name: str, device_type: str) -> AttentionBackend:
-    """The backend with an `SDPBackend` name on a device type."""
+    """Return the backend with an `SDPBackend` name on a device type."""
     return _CPU_FLASH if (name, device_type) == ("FLASH_ATTENTION", "cpu") else _BACKENDS[name]
 
 
 def _chosen(
     spec: CallSpec, enabled: tuple[bool, ...], user_order: tuple[str, ...] | None, torch_flash: bool
 ) -> AttentionBackend:
-    """The backend of full and causal tiles."""
+    """Return the backend of full and causal tiles."""
     is_enabled = dict(zip(_torch.SDPA_BACKENDS, enabled, strict=True))
     has_packages = has_package_kernels(spec.capability)
     order = [
@@ -224,7 +224,7 @@ _choose = lru_cached(_chosen)
 
 
 def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -> None:
-    """Logs the backend of full and causal tiles; a warning if it is torch's slowest one on a GPU, unasked."""
+    """Log the backend of full and causal tiles; a warning if it is torch's slowest one on a GPU, unasked."""
     why = f" ({'; '.join(refusals)})" if refusals else ""
     is_asked_for = all(" is disabled " in each for each in refusals)
     falls_back = chosen.name == "MATH" and spec.device_type == "cuda" and not is_asked_for
@@ -236,7 +236,7 @@ def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -
 
 
 def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:
-    """FlashAttention-4 with the backend of what it does not compute; our kernels are deterministic."""
+    """Return FlashAttention-4 with the backend of what it does not compute; our kernels are deterministic."""
     left, copies_kv = flash4.tiles_that_do_not_compile(spec), flash4.has_no_groups_in_backward(spec)
     dims = spec.head_dim, spec.v_head_dim
     if spec.deterministic:

@@ -55,7 +55,7 @@ def attention_delta_kernel(
     grad_stride_b, grad_stride_h, grad_stride_s,
     V_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program: delta of BLOCK_ROWS rows of one (batch, head)."""
+    """Compute, in one program, delta of BLOCK_ROWS rows of one (batch, head)."""
     block, head, batch = place_of_program(tl.cdiv(rows, BLOCK_ROWS), heads)
     head, batch = head.to(tl.int64), batch.to(tl.int64)
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -70,7 +70,7 @@ def attention_delta_kernel(
 
 
 def launch_attention_delta(delta: Tensor, grad_out: Tensor, out: Tensor) -> None:
-    """`masked.attention_delta` into `delta`, float32; one launch. The last dim of all tensors is contiguous."""
+    """Compute `masked.attention_delta` into `delta`, float32; one launch. The last dim of all tensors is contiguous."""
     _delta_launch(facts(delta), facts(out), facts(grad_out))(delta, out, grad_out)
 
 
@@ -100,7 +100,7 @@ def attention_rows_kernel(
     lse_stride_b, lse_stride_h, lse_stride_low, delta_stride_b, delta_stride_h,
     ADDITIVE_BIAS: tl.constexpr, SPLIT_LSE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes LSE (in units of log 2) and delta of each (batch, head) as lines of `padded_rows` numbers.
+    """Write LSE (in units of log 2) and delta of each (batch, head) as lines of `padded_rows` numbers.
 
     ADDITIVE_BIAS: the LSE is in natural units, and its second float (or 0), in units of log 2, is written to `low_ptr`.
 
@@ -129,7 +129,7 @@ def attention_rows_kernel(
 
 @triton.jit
 def _weights(logits, bias_block, shift, low, scale_log2, scale, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Softmax weights of logits from the bias (if BIAS) and from lines of `attention_rows_kernel`, which broadcast.
+    """Return softmax weights of logits from the bias (if BIAS) and lines of `attention_rows_kernel`, which broadcast.
 
     The logits are q k^T, or with SOFTCAP the capped ones, which are scaled.
     """
@@ -158,7 +158,7 @@ def attention_dq_kernel(
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of BLOCK_ROWS rows of one (batch, query head), over all columns that they attend to."""
+    """Compute, in one program, dQ of BLOCK_ROWS rows of one (batch, query head), over the columns that they see."""
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
     head, row_block, batch = place_of_program(heads, row_blocks)
     head_64, batch_64 = head.to(tl.int64), batch.to(tl.int64)
@@ -244,7 +244,7 @@ def attention_dkv_kernel(
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over all rows of its query heads.
+    """Compute, in one program, dK and dV of BLOCK_COLUMNS columns of one (batch, kv head), over rows of query heads.
 
     Logits are transposed, (columns, rows): each thread then has the operands of the next product.
     """
@@ -338,13 +338,13 @@ def launch_attention_backward(
     mask: RowMask, scale: float, *, bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
     config: BackwardConfig | None = None,
 ) -> None:  # fmt: skip
-    """`masked.attention_backward` into `dq`, `dk` and `dv`, of float32 or narrower dtypes; three launches.
+    """Compute `masked.attention_backward` into `dq`, `dk` and `dv`, of float32 or narrower dtypes; three launches.
 
     With P = exp(scale q k^T + bias - lse) where a row attends, else 0: dV = P^T dO, dS = P * (dO V^T - delta),
     dQ = scale dS K, dK = scale dS^T Q, summed over the query heads of a group. With dropout, P in dV and dO V^T are
     multiplied by the dropout factors. With softcap, dS in dQ and dK is multiplied by its derivative.
 
-    Arguments as in `launch_attention_forward`. `lse` is that of all tiles (and sinks) of these rows. `delta`, float32,
+    Arguments as in `launch_attention_forward`. `lse` is the final one of these rows. `delta`, float32,
     is `launch_attention_delta` of their out, minus the gradient of lse if it has one.
     """
     assert q.is_cuda or q.dtype != torch.bfloat16, "Triton's interpreter multiplies bfloat16 as if it were integers"
@@ -388,7 +388,7 @@ def _launches(
     _dtypes_of_others: tuple[torch.dtype, ...], mask: tuple[int, ...], modifiers: tuple[int, ...],
     kinds: tuple[int, bool, bool, float, float], scale: float, padded_rows: int, config: BackwardConfig,
 ) -> tuple[Launch, Launch, Launch]:  # fmt: skip
-    """The launches in order, for tensors of these shapes, strides and dtypes, and these numbers of the others."""
+    """Return the launches in order, for tensors of these shapes, strides and dtypes, and numbers of the others."""
     batch, heads, rows, head_dim = q.shape
     kv_heads, columns, v_dim = v.shape[1:]
     block_dim, block_v = padded(head_dim), padded(v_dim)

@@ -58,7 +58,7 @@ attention_kernel = triton.jit(
 
 @triton.jit
 def place_of_program(first, second):
-    """The place of a program among `first` x `second` x any number, the first counting fastest.
+    """Return the place of a program among `first` x `second` x any number, the first counting fastest.
 
     Axis x of the grid has all programs, since CUDA limits the other axes to 65,535: one tile has more blocks of rows.
 
@@ -70,7 +70,7 @@ def place_of_program(first, second):
 
 @triton.jit
 def addresses(ptr, batch, head, row, dim, stride_b, stride_h, stride_s):
-    """(rows, dims): the addresses of elements of one (batch, head) of (B, H, S, D)."""
+    """Return (rows, dims): the addresses of elements of one (batch, head) of (B, H, S, D)."""
     of_head = ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     return of_head + row.to(tl.int64)[:, None] * stride_s + dim[None, :]
 
@@ -80,7 +80,7 @@ def load_rows(
     source, batch, head, start, length, strides,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, RAGGED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK, BLOCK_DIM): rows from `start` of one (batch, head); 0 beyond `length` (if RAGGED) and beyond DIM.
+    """Load (BLOCK, BLOCK_DIM): rows from `start` of one (batch, head); 0 beyond `length` (if RAGGED) and beyond DIM.
 
     With TMA, `source` is a descriptor of the tensor, else a pointer to it. `strides` are those of batch, head and row.
     """
@@ -104,7 +104,7 @@ def load_rows(
 
 @triton.jit
 def load_row_values(source, line, stride, start, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """(BLOCK,): numbers of rows from `start` on, in a line of a matrix that is padded beyond the last row.
+    """Load (BLOCK,): numbers of rows from `start` on, in a line of a matrix that is padded beyond the last row.
 
     With TMA, `source` is a descriptor of the matrix; else a pointer to it, and every thread holds the addresses of all
     its numbers.
@@ -117,7 +117,7 @@ def load_row_values(source, line, stride, start, BLOCK: tl.constexpr, TMA: tl.co
 
 @triton.jit
 def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.constexpr):
-    """The bias at rows and columns that broadcast; -inf where a boolean bias is False, and beyond the tile."""
+    """Load the bias at rows and columns that broadcast; -inf where a boolean bias is False, and beyond the tile."""
     ptrs = bias + row.to(tl.int64) * stride_s + column.to(tl.int64) * stride_t
     in_tile = (row < rows) & (column < columns)
     if BIAS == BOOLEAN:
@@ -128,13 +128,13 @@ def load_bias(bias, row, column, rows, columns, stride_s, stride_t, BIAS: tl.con
 
 @triton.jit
 def capped(logits, SOFTCAP: tl.constexpr):
-    """SOFTCAP tanh(logits / SOFTCAP) of scaled logits, from tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
+    """Return SOFTCAP tanh(logits / SOFTCAP) of scaled logits, from tanh(y) = 1 - 2 / (exp(2 y) + 1)."""
     return SOFTCAP - 2 * SOFTCAP / (tl.math.exp2(logits * (2 * LOG2_E / SOFTCAP)) + 1)
 
 
 @triton.jit
 def slope_of_cap(capped_logits, SOFTCAP: tl.constexpr):
-    """The derivative of `capped`, 1 - tanh^2, from its result."""
+    """Return the derivative of `capped`, 1 - tanh^2, from its result."""
     tanh = capped_logits * (1 / SOFTCAP)
     return 1 - tanh * tanh
 
@@ -144,7 +144,7 @@ def seen_columns(
     lo_ptr, hi_ptr, first_row, rows, columns, offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of columns that a block of rows attends to, as `(lo, hi, first, blocks, before, whole)`.
+    """Return the blocks of columns that a block of rows attends to, as `(lo, hi, first, blocks, before, whole)`.
 
     Some row attends to each of `blocks` blocks of columns from column `first` on. After the first `before` of them come
     `whole` blocks all of whose columns every row attends to. `lo` and `hi` are the intervals of the rows. With DROPOUT,
@@ -188,7 +188,7 @@ def seeing_rows(
     ranges_ptr, ranges_stride, first_column, rows, columns, offset,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of rows that attend to a block of columns, as `(first, blocks, before, whole)` of `seen_columns`.
+    """Return the blocks of rows that see a block of columns, as `(first, blocks, before, whole)` of `seen_columns`.
 
     `ranges_ptr` points to the four numbers of this block, see `rows_of_columns`. All values of rows beyond the last are
     0, so that a ragged block counts as whole.
@@ -215,7 +215,7 @@ def seeing_rows(
 
 @triton.jit
 def block_start(index, first, before, whole, BLOCK: tl.constexpr, MASKED: tl.constexpr, HAS_BEFORE: tl.constexpr):
-    """First row or column of a block, from `first`, `before` and `whole` of `seen_columns`.
+    """Return the first row or column of a block, from `first`, `before` and `whole` of `seen_columns`.
 
     MASKED: `index` counts the blocks before and after the whole ones (HAS_BEFORE: False if none come before), otherwise
     the whole ones.
@@ -230,7 +230,7 @@ def block_start(index, first, before, whole, BLOCK: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def which_are_kept(q_position, kv_position, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_RUNS: tl.constexpr):
-    """(ROWS, COLUMNS): True for kept weights at positions from `load_positions` (in runs: OF_RUN 8 and 4).
+    """Return (ROWS, COLUMNS): True for kept weights at positions from `load_positions` (in runs: OF_RUN 8 and 4).
 
     `dropout` is (seed, batch row, query head, the largest word whose first 16 bits are dropped).
     """
@@ -251,7 +251,7 @@ def which_are_kept(q_position, kv_position, dropout, ROWS: tl.constexpr, COLUMNS
 def which_are_kept_transposed(
     q_position, kv_position, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IN_RUNS: tl.constexpr
 ):  # fmt: skip
-    """(COLUMNS, ROWS): the transpose of `which_are_kept`, from column positions with OF_RUN 8."""
+    """Return (COLUMNS, ROWS): the transpose of `which_are_kept`, from column positions with OF_RUN 8."""
     if IN_RUNS:
         words = _philox(q_position[None, :], (kv_position & ~1)[:, None], dropout, _ROUNDS)
         split: tl.constexpr = (COLUMNS // _RUN, 1, _HALF_RUN, ROWS // _RUN, 1, _HALF_RUN)
@@ -267,7 +267,7 @@ def which_are_kept_transposed(
 
 @triton.jit
 def _of_halves(words, q_half, kv_half, SHAPE: tl.constexpr):
-    """The word of each half of a run of rows and of columns, from four words that reshape to SHAPE.
+    """Return the word of each half of a run of rows and of columns, from four words that reshape to SHAPE.
 
     Uses `tl.where` instead of `tl.join`, since every version of Triton keeps the thread layout through it.
     """
@@ -278,7 +278,7 @@ def _of_halves(words, q_half, kv_half, SHAPE: tl.constexpr):
 
 @triton.jit
 def _one_by_one(q_position, kv_position, dropout):
-    """The word that begins with the number of each element; positions broadcast to the block."""
+    """Return the word that begins with the number of each element; positions broadcast to the block."""
     c0, c1, c2, c3, key_0, key_1 = _philox(
         q_position & ~_HALF_RUN, kv_position & ~(_HALF_RUN + 1), dropout, _ROUNDS - 1
     )  # fmt: skip
@@ -292,13 +292,13 @@ def _one_by_one(q_position, kv_position, dropout):
 
 @triton.jit
 def _shift(kv_position):
-    """Bits by which to shift a word left so that it begins with the number of a column."""
+    """Return the bits by which to shift a word left so that it begins with the number of a column."""
     return (16 - 16 * (kv_position & 1)).to(tl.uint32)
 
 
 @triton.jit
 def _philox(q_position, kv_position, dropout, ROUNDS: tl.constexpr):
-    """Four words for positions that broadcast, and the keys of the next round.
+    """Return four words for positions that broadcast, and the keys of the next round.
 
     Each product is computed for as few elements as it depends on: the first two rounds cost little.
     """
@@ -324,7 +324,7 @@ def _philox(q_position, kv_position, dropout, ROUNDS: tl.constexpr):
 
 @triton.jit
 def load_positions(positions, start, length, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr, OF_RUN: tl.constexpr):
-    """Positions of BLOCK rows or columns from `start` on, 0 beyond `length`.
+    """Load positions of BLOCK rows or columns from `start` on, 0 beyond `length`.
 
     IN_RUNS: only the positions that `_philox` needs: the first half of each run (OF_RUN 8), or every other position of
     that half (OF_RUN 4).
@@ -338,7 +338,7 @@ def load_positions(positions, start, length, BLOCK: tl.constexpr, IN_RUNS: tl.co
 
 
 def mask_arguments(mask: RowMask, rows: int, columns: int) -> tuple[int, int]:
-    """`(MASK, offset)` as kernels take them."""
+    """Return `(MASK, offset)` as kernels take them."""
     if mask.intervals is not None:
         assert all(x.dtype == torch.int32 and x.size(-1) == rows for x in mask.intervals)
         return INTERVALS.value, 0
@@ -351,7 +351,7 @@ def mask_arguments(mask: RowMask, rows: int, columns: int) -> tuple[int, int]:
 def modifier_arguments(
     bias: Tensor | None, dropout: Dropout | None, shape: tuple[int, int, int, int], unused: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int, bool, bool, float]]:
-    """Tensors and numbers as kernels take them, and `(BIAS, DROPOUT, IN_RUNS, factor of kept weights)`.
+    """Return tensors and numbers as kernels take them, and `(BIAS, DROPOUT, IN_RUNS, factor of kept weights)`.
 
     The bias broadcasts to `shape` (B, H, S, T) and is not expanded in memory.
     """
@@ -377,13 +377,13 @@ def modifier_arguments(
 
 
 def lse_strides(lse: Facts) -> tuple[int, int, int]:
-    """Strides of batch, head and the second float of an LSE (`attention.lse`), 0 if there is none."""
+    """Return the strides of batch, head and the second float of an LSE (`attention.lse`), 0 if there is none."""
     assert lse.strides[2] == 1 or lse.shape[2] == 1
     stride_b, stride_h, _, *stride_low = lse.strides
     return stride_b, stride_h, stride_low[0] if stride_low else 0
 
 
 def blocks_of_rows(x: Facts, block: int, width: int, tma: bool) -> tuple[int, ...] | None:
-    """Shape of the blocks of (B, H, S, D) that `load_rows` reads by a descriptor, None if it takes a pointer."""
+    """Return the shape of the blocks of (B, H, S, D) that `load_rows` reads by a descriptor, None for a pointer."""
     assert block * x.strides[2] < 2**31
     return (1, 1, block, width) if tma else None

@@ -24,7 +24,7 @@ class BlockConfig:
     """`input_precision` of `triton.language.dot` for float32; "ieee" does not use tensor cores."""
 
     def constants(self) -> dict[str, object]:
-        """The kernel's constants and Triton's options."""
+        """Return the kernel's constants and Triton's options."""
         return {
             "BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns, "TMA": self.tma,
             "PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True,
@@ -69,7 +69,7 @@ _SMALL_FLOAT32 = dict.fromkeys((16, 32, 64, 128), (_TF32_32, _TF32_32, _TF32_32)
 
 
 def default_config(k: Tensor, v: Tensor, has_bias: bool = False, draws_each: bool = False) -> BlockConfig:
-    """The forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv).
+    """Return the forward config for keys (B, Hkv, T, D) and values (B, Hkv, T, Dv).
 
     `draws_each`: True if there is dropout at positions that are not in runs; each element then calls Philox.
     """
@@ -81,7 +81,7 @@ def default_config(k: Tensor, v: Tensor, has_bias: bool = False, draws_each: boo
 def default_backward_config(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, has_bias: bool = False, takes_registers: bool = False
 ) -> BackwardConfig:
-    """The backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv).
+    """Return the backward configs for a tile's tensors and the gradient of its output (B, H, S, Dv).
 
     `takes_registers`: True with capped logits, and with dropout as in `default_config`.
     """
@@ -95,7 +95,7 @@ def default_backward_config(
 def _configs(
     large: bool, dtype: torch.dtype, dim: int, has_bias: bool, draws_each: bool, tma_kv: bool, tma_q: bool
 ) -> tuple[BlockConfig, BackwardConfig]:
-    """The forward and backward configs. `tma_kv`, `tma_q`: True to read K and V, or Q and dO, by descriptors."""
+    """Return the forward and backward configs. `tma_kv`, `tma_q`: True to read K and V, or Q and dO, by descriptors."""
     if dtype == torch.float32:
         forward, dq, dkv = (_HOPPER_FLOAT32 if large else _SMALL_FLOAT32)[dim]
     else:
@@ -113,7 +113,7 @@ def _configs(
 
 
 def can_use_tma(*tensors: Tensor) -> bool:
-    """True if tensor descriptors of these can be made: at least one row, and 16-byte alignment."""
+    """Return whether tensor descriptors of these can be made: at least one row, and 16-byte alignment."""
     for x in tensors:
         size, (first, second, third, _) = x.itemsize, x.stride()
         if x.numel() == 0 or x.data_ptr() % 16 or min(first, second, third) <= 0:
@@ -124,17 +124,17 @@ def can_use_tma(*tensors: Tensor) -> bool:
 
 
 def padded(head_dim: int) -> int:
-    """The power of two that kernels compute with; a matrix product needs at least 16."""
+    """Return the power of two that kernels compute with; a matrix product needs at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 @cache
 def has_tensor_cores(device: torch.device) -> bool:
-    """True if a GPU has tensor cores for bfloat16, which the kernels need."""
+    """Return whether a GPU has tensor cores for bfloat16, which the kernels need."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
 def _is_large(device: torch.device) -> bool:
-    """True for GPUs with tensor descriptors and Hopper's shared memory, and for Triton's interpreter."""
+    """Return True for GPUs with tensor descriptors and Hopper's shared memory, and for Triton's interpreter."""
     return device.type != "cuda" or (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)

@@ -73,7 +73,7 @@ class Dropout:
 
 
 def are_in_runs(positions: Tensor) -> bool:
-    """True if positions, along the last dim, come in runs of 16 that begin at multiples of 16; the last may be shorter.
+    """Return whether positions, along the last dim, are in runs of 16 from multiples of 16; the last may be shorter.
 
     Reads the values: pass tensors on the host.
 
@@ -86,7 +86,7 @@ def are_in_runs(positions: Tensor) -> bool:
 
 
 def kept_reference(dropout: Dropout, batch: int, heads: int, rows: range, columns: range) -> Tensor:
-    """(batch, heads, rows, columns): True for kept weights.
+    """Return (batch, heads, rows, columns): True for kept weights.
 
     >>> position = torch.arange(8, dtype=torch.int32)
     >>> dropout = Dropout(0.5, torch.tensor(1), position, position)
@@ -110,7 +110,7 @@ def kept_reference(dropout: Dropout, batch: int, heads: int, rows: range, column
 
 
 def philox_reference(seed: Tensor, counter: tuple[Tensor, ...], rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, ...]:
-    """The four words of Philox4x32, in int64, from counters in [0, 2^32) that broadcast and a seed of 64 bits.
+    """Return the four words of Philox4x32, in int64, from counters in [0, 2^32) that broadcast and a seed of 64 bits.
 
     Counters broadcast as late as possible: most of the first two rounds is computed for rows or columns alone.
     """
@@ -125,7 +125,7 @@ def philox_reference(seed: Tensor, counter: tuple[Tensor, ...], rounds: int = PH
 
 
 def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower 32 bits of the product with x in [0, 2^32), for a factor in [2^31, 2^32).
+    """Return the upper and lower 32 bits of the product with x in [0, 2^32), for a factor in [2^31, 2^32).
 
     The product with factor - 2^32 fits 63 bits; its lower bits are equal, its upper bits are less by x.
     """

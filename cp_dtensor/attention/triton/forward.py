@@ -56,7 +56,7 @@ def attention_forward_kernel(
     MASK: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, IN_RUNS: tl.constexpr,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_ROWS rows of one (batch, query head), all columns that they attend to.
+    """Compute, in one program, BLOCK_ROWS rows of one (batch, query head), all columns that they attend to.
 
     Logits and `largest` are in units of log 2, with an additive bias in natural ones: finfo.min * LOG2_E is -inf.
 
@@ -164,7 +164,7 @@ def launch_attention_forward(
     bias: Tensor | None = None, dropout: Dropout | None = None, softcap: float = 0.0,
     config: BlockConfig | None = None,
 ) -> None:  # fmt: skip
-    """`masked.attention_forward` into `(out, lse)`; one launch.
+    """Compute `masked.attention_forward` into `(out, lse)`; one launch.
 
     The last dim of all tensors but the bias is contiguous. `lse`, of one float or two (`attention.lse`), is float32;
     `out`, in any floating dtype, is rounded once. q, k and v are bfloat16, float16 or float32 (in Triton's interpreter
@@ -194,7 +194,7 @@ def _launch(
     mask: tuple[int, int, int], modifiers: tuple[int, ...], kinds: tuple[int, bool, bool, float, float], scale: float,
     config: BlockConfig,
 ) -> Launch:  # fmt: skip
-    """The launch for tensors of these shapes, strides and dtypes, and for these numbers of mask and modifiers."""
+    """Return the launch for tensors of these shapes, strides and dtypes, and these numbers of mask and modifiers."""
     batch, heads, rows, head_dim = q.shape
     columns, v_dim = v.shape[2:]
     block_dim, block_v = padded(head_dim), padded(v_dim)

@@ -23,7 +23,7 @@ _LSE_POINTERS = ["lse_ptr", "base_lse_ptr", *(f"part{part}_lse_ptr" for part in 
 
 @triton.jit
 def _tile(rows, head_dim, heads, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """Row, dim, batch and head of a program, with masks of rows, of dims and of both."""
+    """Return row, dim, batch and head of a program, with masks of rows, of dims and of both."""
     block, head, batch = place_of_program(tl.cdiv(rows, BLOCK_ROWS), heads)
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
@@ -42,7 +42,7 @@ def lse_merge_kernel(
     start1, stop1, p1_b, p1_h, p1_s, p1_lse_b, p1_lse_h, p1_lse_low,
     SPLIT_LSE: tl.constexpr, PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program merges BLOCK_ROWS rows of one (batch, head). SPLIT_LSE: each LSE has two floats (`attention.lse`).
+    """Merge, in one program, BLOCK_ROWS rows of one (batch, head). SPLIT_LSE: an LSE has two floats (`attention.lse`).
 
     Example, one row of head dim 1: base (1, log 1) and a part (5, log 3) become out 4, lse log 4.
     """
@@ -97,7 +97,7 @@ def lse_merge_kernel(
 def launch_merge(
     out: Tensor, lse: Tensor, base_out: Tensor, base_lse: Tensor, parts: Sequence[tuple[Span, Tensor, Tensor]]
 ) -> None:
-    """`attention.merge.merge` of float32, bfloat16 or float16; the last dim of all tensors is contiguous."""
+    """Compute `attention.merge.merge` of float32, bfloat16 or float16; all last dims are contiguous."""
     assert len(parts) <= MAX_PARTS
     pointers = [x for _, *pair in parts for x in pair] + [out, lse] * (MAX_PARTS - len(parts))
     of_parts = tuple([(span, facts(part_out), facts(part_lse)) for span, part_out, part_lse in parts])
@@ -109,7 +109,7 @@ def launch_merge(
 def _merge_launch(
     out: Facts, lse: Facts, base_out: Facts, base_lse: Facts, parts: tuple[tuple[Span, Facts, Facts], ...]
 ) -> Launch:
-    """The launch for tensors of these shapes, strides and dtypes."""
+    """Return the launch for tensors of these shapes, strides and dtypes."""
     strides = (*out.strides[:3], *lse_strides(lse), *base_out.strides[:3], *lse_strides(base_lse))
     sizes = [(*span, *part_out.strides[:3], *lse_strides(part_lse)) for span, part_out, part_lse in parts]
     return _launch_of(lse_merge_kernel, out, strides, 8, sizes, {"SPLIT_LSE": len(lse.shape) == 4})
@@ -124,7 +124,7 @@ def part_sum_kernel(
     count1, start1, stop1, p1_n, p1_b, p1_h, p1_s,
     PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One program sums BLOCK_ROWS rows of one (batch, head), in a fixed order.
+    """Sum, in one program, BLOCK_ROWS rows of one (batch, head), in a fixed order.
 
     Example, one row of head dim 1: base 1 and a stack of 2 and 3 become 6.
     """
@@ -147,7 +147,7 @@ def part_sum_kernel(
 
 
 def launch_sum(out: Tensor, base: Tensor, parts: Sequence[tuple[Span, Tensor]]) -> None:
-    """`attention.merge.add_parts` of float32, bfloat16 or float16; the last dim of all tensors is contiguous."""
+    """Compute `attention.merge.add_parts` of float32, bfloat16 or float16; all last dims are contiguous."""
     assert len(parts) <= MAX_PARTS
     stacks = [stack for _, stack in parts] + [base] * (MAX_PARTS - len(parts))
     launch = _sum_launch(facts(out), facts(base), tuple([(span, facts(stack)) for span, stack in parts]))
@@ -156,7 +156,7 @@ def launch_sum(out: Tensor, base: Tensor, parts: Sequence[tuple[Span, Tensor]]) 
 
 @cached_launch
 def _sum_launch(out: Facts, base: Facts, parts: tuple[tuple[Span, Facts], ...]) -> Launch:
-    """The launch for tensors of these shapes, strides and dtypes."""
+    """Return the launch for tensors of these shapes, strides and dtypes."""
     sizes = [(stack.shape[0], *span, *stack.strides[:4]) for span, stack in parts]
     return _launch_of(part_sum_kernel, out, (*out.strides[:3], *base.strides[:3]), 7, sizes, {})
 
@@ -165,7 +165,7 @@ def _launch_of(
     kernel: Any, out: Facts, strides: tuple[int, ...], count: int, sizes: Sequence[tuple[int, ...]],
     constants: dict[str, object],
 ) -> Launch:  # fmt: skip
-    """The launch of either kernel, with the `count` numbers of each part in `sizes`."""
+    """Return the launch of either kernel, with the `count` numbers of each part in `sizes`."""
     batch, heads, rows, head_dim = out.shape
     block_dim = triton.next_power_of_2(head_dim)
     block_rows = max(1, min(4096 // block_dim, triton.next_power_of_2(rows)))

@@ -50,14 +50,14 @@ class RowMask:
         return None if self.lo is None or self.hi is None else (self.lo, self.hi)
 
     def padded_intervals(self, length: int) -> list[Tensor]:
-        """`[lo, hi]`, (1 or B, length): after the last row come zeros, which are empty intervals."""
+        """Return `[lo, hi]`, (1 or B, length): after the last row come zeros, which are empty intervals."""
         both = self._both()
         return self._cached(
             ("padded", length), lambda: [F.pad(torch.atleast_2d(x), (0, length - x.size(-1))) for x in both]
         )
 
     def rows_of_columns(self, columns: int, block: int) -> Tensor:
-        """For each block of columns, the rows that attend to some of its columns, and those that attend to all of them.
+        """Return, for each block of columns, the rows that attend to some of its columns, and those that attend to all.
 
         Args:
             columns: number of columns.
@@ -95,7 +95,7 @@ class RowMask:
         return self._cached(("rows", columns, block), computed)
 
     def columns_of_rows(self, columns: int, block: int) -> list[tuple[int, int]]:
-        """For each block of rows: the columns from the first to the last that any row attends to, in any batch row.
+        """Return, for each block of rows, the columns from the first to the last that any row of any batch row sees.
 
         The first call waits for the GPU. During CUDA graph capture, which forbids that, the result is all columns.
 
@@ -125,7 +125,7 @@ class RowMask:
         return self.intervals
 
     def _cached(self, key: tuple[Hashable, ...], compute: Callable[[], _Derived]) -> _Derived:
-        """The result of the first call of `compute` with this key."""
+        """Return the result of the first call of `compute` with this key."""
         assert self.lo is not None
         if self.lo.is_cuda:
             if is_in_cuda_graph(self.lo.device) != self._captured:
@@ -138,6 +138,6 @@ class RowMask:
 
 
 def _blocks(x: Tensor, block: int, fill: int) -> Tensor:
-    """(S,) or (B, S) as (1 or B, blocks, block)."""
+    """Return (S,) or (B, S) as (1 or B, blocks, block)."""
     x = torch.atleast_2d(x)
     return F.pad(x, (0, -x.size(-1) % block), value=fill).unflatten(-1, (-1, block))
