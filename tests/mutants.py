@@ -220,7 +220,7 @@ MUTANTS = (
         "engine/agreement.py",
         "if layout.local_length(total, rank, size) != local:",
         "if layout.local_length(total, rank, size) > local:",
-        "tests/engine/test_declared_lengths.py",
+        "tests/engine/test_agreement.py",
     ),
     Mutant(
         "edges of keys ignored",

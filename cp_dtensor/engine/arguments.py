@@ -15,7 +15,7 @@ from cp_dtensor.spec.layouts import shard_lengths
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
-    """Refuses queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
+    """Refuse queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
     given: tuple[object, ...] = (q, k, v)
     if not all(map(torch.is_tensor, given)):
         check_tensors(q=q, k=k, v=v)
@@ -24,7 +24,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
 
 
 def check_tensors(owner: str | None = None, /, **tensors: object) -> None:
-    """Refuses anything but tensors, by name; `owner` is the public function, for the message."""
+    """Refuse anything but tensors, by name; `owner` is the public function, for the message."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             expected = "expected" if owner is None else f"{owner} expects"
@@ -32,7 +32,7 @@ def check_tensors(owner: str | None = None, /, **tensors: object) -> None:
 
 
 def check_devices(owner: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Refuses tensors on several devices, or on others than CPUs and CUDA devices; "meta" tensors have no values."""
+    """Refuse tensors on several devices, or on others than CPUs and CUDA devices; "meta" tensors have no values."""
     first = None
     for tensor in tensors:
         if tensor is None:
@@ -46,7 +46,7 @@ def check_devices(owner: str, tensors: Iterable[torch.Tensor | None]) -> None:
 
 
 def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
-    """Refuses DTensors where functions take local shards."""
+    """Refuse DTensors where functions take local shards."""
     for name, tensor in tensors.items():
         placements = None if type(tensor) is torch.Tensor else getattr(tensor, "placements", None)
         if placements is not None:
@@ -79,13 +79,13 @@ def _refuse_unfit(
 
 
 def expect(fits: bool, expected: str, received: str) -> None:
-    """Refuses arguments that do not fit, by a ValueError."""
+    """Refuse arguments that do not fit, by a ValueError."""
     if not fits:
         raise ValueError(f"expected {expected}; {received}")
 
 
 def check_batch_size(q: torch.Size, call: Call) -> None:
-    """Refuses batches of another size than the context's buffers, if the layout partitions batch rows differently."""
+    """Refuse batches of another size than the context's buffers, if the layout partitions batch rows differently."""
     if call.batch_size not in (None, q[0]):
         raise ValueError(
             f"{call.layout} divides batch rows differently, so attention needs the batch size of the "
@@ -98,7 +98,7 @@ _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole
 
 
 def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-    """Refuses arguments that fused operators do not support on sequence shards, while SDPA itself does."""
+    """Refuse arguments that fused operators do not support on sequence shards, while SDPA itself does."""
     mask = None if attn_mask is None else f"a mask of shape {tuple(attn_mask.shape)}, expected None"
     dropout = f"dropout_p={dropout_p}, expected 0.0" if dropout_p else None
     for name, received in (("attn_mask", mask), ("dropout", dropout)):
@@ -123,7 +123,7 @@ def tensors_of(
 
 
 def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """`sinks` (H,), one logit for each query head of q (B, H, S, D); refuses other types, heads and devices."""
+    """Return `sinks` (H,), one logit for each query head of q (B, H, S, D); refuse other types, heads and devices."""
     check_tensors(sinks=sinks)
     received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
     expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
@@ -134,7 +134,7 @@ def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def checked_context_sinks(sinks: object) -> torch.Tensor:
-    """The sinks of a context, checked as far as possible without queries: a plain floating tensor of one dim."""
+    """Return the sinks of a context; refuse anything but a plain floating tensor of one dim."""
     if not isinstance(sinks, torch.Tensor):
         raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
     refuse_dtensors(sinks=sinks)
@@ -146,7 +146,7 @@ def checked_context_sinks(sinks: object) -> torch.Tensor:
 
 
 def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:
-    """Refuses `attention`, which cannot have the sinks of its context; `function` can."""
+    """Refuse `attention`, which cannot have the sinks of its context; `function` can."""
     if has_sinks:
         raise NotImplementedError(
             f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
@@ -154,9 +154,10 @@ def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_paral
 
 
 def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """`attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
+    """Return `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
 
-    Refuses other types and devices, and dims that do not broadcast to those of q.
+    Raises:
+        TypeError, ValueError: other types and devices, and dims that do not broadcast to those of q.
     """
     check_tensors(attn_mask=attn_mask)
     received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
@@ -183,9 +184,7 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def check_bias(q: torch.Tensor, bias: torch.Tensor, pair: tuple[int, int], call: Call | None = None) -> None:
     """Refuse an attn_mask (four dims) without the keys of the whole sequence, or whose rows are not those of q.
 
-    `call` is that of the ranks; None if the layout is known to be the same in every batch row. Where batch rows are
-    divided differently and some rank has a single query, whose mask looks alike with and without query rows, the ranks
-    compare their numbers of rows.
+    `call` is that of the ranks; None if the layout is known to be the same in every batch row.
     """
     q_len, kv_len = pair
     if bias.size(3) not in (1, kv_len):
@@ -198,16 +197,12 @@ def check_bias(q: torch.Tensor, bias: torch.Tensor, pair: tuple[int, int], call:
         )
     if call is None or bias.size(0) > 1 or len(call.layout.batch_groups(q.size(0))) == 1:
         return
-    layout, ranks = call.layout, call.ranks
-    local = shard_lengths(layout, q_len, ranks.size)
-    most_rows = bias.size(2)
-    if min(local) <= 1 < q_len:
-        # If no rank has more than one query, no rank can tell: refused.
-        most_rows = max(ranks.gather_integers([most_rows], q.device))[0] if max(local) > 1 else q_len
-    if most_rows > 1:
+    # The mask of a single query looks alike with and without query rows, and all ranks refuse alike.
+    may_have_rows = bias.size(2) > 1 or min(shard_lengths(call.layout, q_len, call.ranks.size)) <= 1 < q_len
+    if may_have_rows:
         raise ValueError(
-            f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
-            f"rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"
+            f"{call.layout} gives this rank other queries in some batch rows than in others, so an attn_mask with "
+            f"query rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"
         )
 
 

@@ -102,22 +102,18 @@ class Call(Sharding):
             TypeError, ValueError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
-        switches: dict[str, object] = {
-            "is_causal": is_causal, "deterministic": deterministic, "replay": replay, "debug": debug,
-        }  # fmt: skip
-        if {*map(type, switches.values())} != {bool}:
-            for name, value in switches.items():
-                checked_bool(name, value)
+        checked_bools(is_causal=is_causal, deterministic=deterministic, replay=replay, debug=debug)
         if mask is None and is_causal:
             mask = _CAUSAL
         elif mask is not None:
             mask = checked_mask(mask, is_causal)
         # Defaults need no check: one frame less each, in every call.
+        if not (scale is None and softcap == 0.0 and dropout_p == 0.0):
+            scale, softcap, dropout_p = checked_factors(scale=scale, softcap=softcap, dropout_p=dropout_p).values()
         return cls(
             ranks, _HEAD_TAIL if layout is None else checked_layout(layout), (), debug, False, "", mask, method,
             transport_by_name(rotate_method), None if seq_len is None else checked_pair(seq_len), None,
-            None if scale is None else checked_scale(scale), checked_softcap(softcap) if softcap != 0.0 else 0.0,
-            checked_dropout_p(dropout_p) if dropout_p != 0.0 else 0.0, (0, 0), deterministic, replay,
+            scale, softcap, dropout_p, (0, 0), deterministic, replay,
         )  # fmt: skip
 
     @property
@@ -130,15 +126,9 @@ class Call(Sharding):
         # The partition of DTensors is the same whatever their lengths.
         placed = None if self.placed is None else self.placed.resized(0, 0, 0)
         kept = replace(self, ranks=no_ranks, placed=placed, batch_size=None, replay=False, **_NUMBERS)
-        names = self.ranks.names
-        others = [
-            f", {name} {getattr(kept, name)!r}"
-            for name, default in _DEFAULTS.items()
-            if getattr(kept, name) != default and name not in ("method", "transport")
-        ]
-        text = (
-            f"operators {_OPERATORS}, {kept.method} ({kept.transport.name}) over {' x '.join(names)}{''.join(others)}"
-        )
+        names, others = self.ranks.names, [name for name in _DEFAULTS if getattr(kept, name) != _DEFAULTS[name]]
+        options = ", ".join(f"{name} {getattr(kept, name)!r}" for name in others if name != "transport")
+        text = f"operators {_OPERATORS} over {' x '.join(names)}, {kept.transport.name}, {options}"
         return _keys.key_of((names, kept), text)
 
     @property
@@ -208,19 +198,10 @@ def call_of(key: str, factors: list[float] | None = None, numbers: list[int] | N
     return replace(call, ranks=ranks, pair=pair, first=(first[0], first[1]), **by_name)
 
 
-def factors_of(
-    head_dim: int, *, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0
-) -> list[float]:
+def factors_of(head_dim: int, **options: Any) -> list[float]:
     """Return `Call.factors` of options, which are checked, in code that Dynamo traces."""
-    return [softmax_scale(head_dim, scale), checked_softcap(softcap), checked_dropout_p(dropout_p)]
-
-
-def checked_factors(
-    *, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0
-) -> dict[str, float | None]:
-    """Return these options by name; refuse what is out of range."""
-    softcap, dropout_p = checked_softcap(softcap), checked_dropout_p(dropout_p)
-    return {"scale": checked_scale(scale), "softcap": softcap, "dropout_p": dropout_p}
+    scale, softcap, dropout_p = checked_factors(**options).values()
+    return [softmax_scale(head_dim, scale), softcap, dropout_p]
 
 
 # Checks of options
@@ -271,11 +252,11 @@ def checked_layout(layout: Layout | None) -> Layout:
     return layout
 
 
-def checked_bool(name: str, value: object) -> bool:
-    """Return `value`; refuse anything but a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"expected {name} to be True or False, got {value!r}")
-    return value
+def checked_bools(**options: object) -> None:
+    """Refuse options by name that are no bools."""
+    for name, value in options.items():
+        if value is not True and value is not False:
+            raise TypeError(f"expected {name} to be True or False, got {value!r}")
 
 
 def checked_mask(mask: object, is_causal: bool) -> Mask | None:
@@ -294,30 +275,19 @@ def both_masks(one: Mask | None, other: Mask | None) -> Mask | None:
     return mask_intersection(one, other)
 
 
-def checked_dropout_p(dropout_p: float) -> float:
-    """Return `dropout_p`; refuse anything but a probability."""
-    if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
-        raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
-    return float(dropout_p)
-
-
-def checked_softcap(softcap: float) -> float:
-    """Return `softcap`; refuse anything but a finite number of at least 0."""
-    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
-        raise TypeError(f"expected softcap to be a number, 0.0 for none, got {softcap!r}")
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"expected softcap to be a finite number of at least 0.0, which is none, got {softcap}")
-    return float(softcap)
-
-
-def checked_scale(scale: object) -> Any:
-    """Return `scale`; refuse what is no number. Its gradient would be lost if it were a tensor."""
-    if isinstance(scale, (bool, str, torch.Tensor)):
+def checked_factors(*, scale: Any = None, softcap: float = 0.0, dropout_p: float = 0.0) -> dict[str, Any]:
+    """Return these options by name, in this order; refuse what is no number or out of range."""
+    if isinstance(scale, (bool, str, torch.Tensor)):  # the gradient of a tensor would be lost
         got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, torch.Tensor) else repr(scale)
         raise TypeError(f"expected scale to be a number or None, got {got}")
-    return scale
+    for name, value in (("softcap", softcap), ("dropout_p", dropout_p)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"expected {name} to be a number, got {value!r}")
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"expected softcap to be a finite number of at least 0.0, which is none, got {softcap}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
+    return {"scale": scale, "softcap": float(softcap), "dropout_p": float(dropout_p)}
 
 
 def softmax_scale(head_dim: int, scale: float | None) -> float:

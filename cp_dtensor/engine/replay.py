@@ -148,12 +148,14 @@ def _references(used: tuple[Workspace | None, ...]) -> tuple[ref[Workspace] | No
     return tuple([None if each is None else ref(each) for each in used])
 
 
-def replayed(plan: Plan) -> ReplayedPlan:
-    """A plan that replays the passes of another plan.
+def replayed(plan: Plan, device_type: str) -> ReplayedPlan:
+    """Return a plan that replays the passes of another plan.
 
     Raises:
-        NotImplementedError: the ranks do not exchange all rows through shared memory.
+        NotImplementedError: CPU tensors, or ranks that do not exchange all rows through shared memory.
     """
+    if device_type != "cuda":
+        raise NotImplementedError(f"replay=True makes CUDA graphs: expected CUDA tensors, got those on {device_type}")
     if _uses_collectives(plan):
         raise NotImplementedError(
             "replay=True needs ranks that share GPU memory, with rotate_method 'auto' or 'symm_mem': got a call whose "
@@ -172,10 +174,6 @@ def _uses_collectives(plan: Plan) -> bool:
 
 def refuse_unreplayable(call: Call, t: CallTensors) -> None:
     """Refuses calls that `replay=True` does not take."""
-    if not t.q.is_cuda:
-        raise NotImplementedError(
-            f"replay=True makes CUDA graphs: expected CUDA tensors, got those on {t.q.device.type}"
-        )
     is_of_a_batch = call.mask is not None and _is_of_a_batch(call.mask)
     given = {
         "attn_mask": t.bias is not None,

@@ -30,7 +30,7 @@ from cp_dtensor import (
     SlidingWindow,
     context_parallel,
 )
-from cp_dtensor.engine.contexts import pending
+from cp_dtensor.engine import contexts as engine_contexts
 
 LENGTH, RANKS = 14, 2
 CAUSAL = (-1, 0)
@@ -66,7 +66,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *edges: torch.Tens
 
 def contexts(rank: int) -> None:
     fresh()
-    before = dict(pending._passes)  # other tests may have left passes without a backward
+    before = dict(engine_contexts._pending)  # other tests may have left passes without a backward
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
     for method in ("ring", "ulysses"):
         function = compiled(attend)
@@ -81,7 +81,7 @@ def contexts(rank: int) -> None:
             step.check(out)  # backward after the context
         with context_parallel(mesh, seq_len=LENGTH, method=method, mask=SlidingWindow(20, 0)):
             step.check(function(*step.leaves, *step.edges))
-    assert pending._passes == before
+    assert engine_contexts._pending == before
 
 
 def test_contexts(two_processes: Processes) -> None:
@@ -167,7 +167,7 @@ def kept(rank: int) -> None:
         result: torch.Tensor = checkpoint(attend, *args, use_reentrant=False, context_fn=keeping)
         return result * 1.0
 
-    before = dict(pending._passes)
+    before = dict(engine_contexts._pending)
     for function in (compiled(inside), compiled(attend)):
         steps = [Step(rank, mask) for mask in STEPS]
         outs = []
@@ -177,7 +177,7 @@ def kept(rank: int) -> None:
             step.edges[0].zero_()
         for step, out in reversed([*zip(steps, outs, strict=True)]):
             step.check(out)
-        assert pending._passes == before
+        assert engine_contexts._pending == before
 
 
 def test_kept(two_processes: Processes) -> None:

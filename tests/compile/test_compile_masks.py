@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
-from cp_dtensor.engine.contexts import pending
+from cp_dtensor.engine import contexts as engine_contexts
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
 
@@ -245,7 +245,7 @@ def reentrant(rank: int) -> None:
 
 def with_nothing_outstanding(rank: int, body: Callable[[int], None]) -> None:
     """Processes are shared, and passes whose backward is refused stay pending."""
-    with mock.patch.dict(pending._passes, clear=True):
+    with mock.patch.dict(engine_contexts._pending, clear=True):
         body(rank)
 
 
