@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor.engine.base import Tensors
@@ -14,7 +15,7 @@ from cp_dtensor.engine.handles import is_handle
 from cp_dtensor.spec.layouts import shard_lengths
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """Refuse queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
     given: tuple[object, ...] = (q, k, v)
     if not all(map(torch.is_tensor, given)):
@@ -26,12 +27,12 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
 def check_tensors(owner: str | None = None, /, **tensors: object) -> None:
     """Refuse anything but tensors, by name; `owner` is the public function, for the message."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             expected = "expected" if owner is None else f"{owner} expects"
             raise TypeError(f"{expected} {name} to be a torch.Tensor, got {type(tensor).__name__}")
 
 
-def check_devices(owner: str, tensors: Iterable[torch.Tensor | None]) -> None:
+def check_devices(owner: str, tensors: Iterable[Tensor | None]) -> None:
     """Refuse tensors on several devices, or on others than CPUs and CUDA devices; "meta" tensors have no values."""
     first = None
     for tensor in tensors:
@@ -45,10 +46,10 @@ def check_devices(owner: str, tensors: Iterable[torch.Tensor | None]) -> None:
             )
 
 
-def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
+def refuse_dtensors(**tensors: Tensor | None) -> None:
     """Refuse DTensors where functions take local shards."""
     for name, tensor in tensors.items():
-        placements = None if type(tensor) is torch.Tensor else getattr(tensor, "placements", None)
+        placements = None if type(tensor) is Tensor else getattr(tensor, "placements", None)
         if placements is not None:
             raise TypeError(
                 f"expected {name} to be a plain tensor, this rank's own, got a DTensor placed {placements}: "
@@ -97,7 +98,7 @@ def check_batch_size(q: torch.Size, call: Call) -> None:
 _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
 
 
-def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+def refuse_unsupported_sdpa(attn_mask: Tensor | None, dropout_p: float) -> None:
     """Refuse arguments that fused operators do not support on sequence shards, while SDPA itself does."""
     mask = None if attn_mask is None else f"a mask of shape {tuple(attn_mask.shape)}, expected None"
     dropout = f"dropout_p={dropout_p}, expected 0.0" if dropout_p else None
@@ -110,8 +111,8 @@ def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) ->
 
 
 def tensors_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None, up: torch.Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None, up: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     """Return the tensors of a call, as far as one rank can check them. `attn_mask` may be a handle of a mask."""
     mask = bias = None
@@ -122,7 +123,7 @@ def tensors_of(
     return Tensors(q, k, v, bias, None if sinks is None else checked_sinks(sinks, q), None, up, mask)
 
 
-def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def checked_sinks(sinks: Tensor, q: Tensor) -> Tensor:
     """Return `sinks` (H,), one logit for each query head of q (B, H, S, D); refuse other types, heads and devices."""
     check_tensors(sinks=sinks)
     received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
@@ -133,9 +134,9 @@ def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return sinks
 
 
-def checked_context_sinks(sinks: object) -> torch.Tensor:
+def checked_context_sinks(sinks: object) -> Tensor:
     """Return the sinks of a context; refuse anything but a plain floating tensor of one dim."""
-    if not isinstance(sinks, torch.Tensor):
+    if not isinstance(sinks, Tensor):
         raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
     refuse_dtensors(sinks=sinks)
     if not sinks.is_floating_point() or sinks.dim() != 1:
@@ -153,7 +154,7 @@ def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_paral
         )
 
 
-def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def four_dims_of_mask(attn_mask: Tensor, q: Tensor) -> Tensor:
     """Return `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
 
     Raises:
@@ -181,10 +182,12 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-def check_bias(q: torch.Tensor, bias: torch.Tensor, pair: tuple[int, int], call: Call | None = None) -> None:
+def check_bias(q: Tensor, bias: Tensor, pair: tuple[int, int], call: Call | None = None) -> None:
     """Refuse an attn_mask (four dims) without the keys of the whole sequence, or whose rows are not those of q.
 
-    `call` is that of the ranks; None if the layout is known to be the same in every batch row.
+    `call` is that of the ranks; None if the layout is known to be the same in every batch row. Where batch rows are
+    divided differently and some rank has a single query, whose mask looks alike with and without query rows, the ranks
+    compare their numbers of rows.
     """
     q_len, kv_len = pair
     if bias.size(3) not in (1, kv_len):
@@ -197,19 +200,23 @@ def check_bias(q: torch.Tensor, bias: torch.Tensor, pair: tuple[int, int], call:
         )
     if call is None or bias.size(0) > 1 or len(call.layout.batch_groups(q.size(0))) == 1:
         return
-    # The mask of a single query looks alike with and without query rows, and all ranks refuse alike.
-    may_have_rows = bias.size(2) > 1 or min(shard_lengths(call.layout, q_len, call.ranks.size)) <= 1 < q_len
-    if may_have_rows:
+    layout, ranks = call.layout, call.ranks
+    local = shard_lengths(layout, q_len, ranks.size)
+    most_rows = bias.size(2)
+    if min(local) <= 1 < q_len:
+        # If no rank has more than one query, no rank can tell: refused.
+        most_rows = max(ranks.gather_integers([most_rows], q.device))[0] if max(local) > 1 else q_len
+    if most_rows > 1:
         raise ValueError(
-            f"{call.layout} gives this rank other queries in some batch rows than in others, so an attn_mask with "
-            f"query rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"
+            f"{layout} gives this rank other queries in some batch rows than in others, so an attn_mask with query "
+            f"rows needs all {q.size(0)} batch rows; got {tuple(bias.shape)}. Expand it before it is sharded"
         )
 
 
 # Scale and seed
 
 
-def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """Return `(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN.
 
     A scale of None is 1 / sqrt(D); NaN and infinity are refused.
@@ -220,7 +227,7 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
     return (q * 0, 1.0) if scale == 0 else (q, scale)
 
 
-def drawn_seed(device: torch.device) -> torch.Tensor:
+def drawn_seed(device: torch.device) -> Tensor:
     """Draw the seed of dropout from the generator of the device, as torch's kernels do.
 
     Activation checkpointing restores it, and each replay of a CUDA graph draws another one.

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypedDict
 
-import torch
+from torch import Tensor
 
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -145,9 +145,7 @@ class Call(Sharding):
         """True with dropout or softcap, which only our own kernels compute."""
         return self.dropout_p > 0 or self.softcap > 0
 
-    def modifiers(
-        self, bias: torch.Tensor | None, sinks: torch.Tensor | None, seed: torch.Tensor | None, up: torch.Tensor | None
-    ) -> Modifiers:
+    def modifiers(self, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, up: Tensor | None) -> Modifiers:
         """Return the modifiers of a pass with these tensors."""
         if bias is None and sinks is None and up is None and not self.changes_weights:
             return NO_MODIFIERS
@@ -263,7 +261,7 @@ def checked_mask(mask: object, is_causal: bool) -> Mask | None:
     """Return the intersection of a call's mask and `is_causal`, None for neither; refuse other than mask values."""
     if mask is not None and not isinstance(mask, Mask):
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
-        hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
+        hint = "; pass tensors as attn_mask" if isinstance(mask, Tensor) else ""
         raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
     return both_masks(mask, Causal()) if is_causal else mask
 
@@ -277,8 +275,8 @@ def both_masks(one: Mask | None, other: Mask | None) -> Mask | None:
 
 def checked_factors(*, scale: Any = None, softcap: float = 0.0, dropout_p: float = 0.0) -> dict[str, Any]:
     """Return these options by name, in this order; refuse what is no number or out of range."""
-    if isinstance(scale, (bool, str, torch.Tensor)):  # the gradient of a tensor would be lost
-        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, torch.Tensor) else repr(scale)
+    if isinstance(scale, (bool, str, Tensor)):  # the gradient of a tensor would be lost
+        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
         raise TypeError(f"expected scale to be a number or None, got {got}")
     for name, value in (("softcap", softcap), ("dropout_p", dropout_p)):
         if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -326,7 +324,7 @@ def checked_lengths(layout: Layout, seq_len: int | Iterable[int] | None) -> tupl
     if seq_len is None:
         return ()
     several: Any = seq_len
-    if not isinstance(several, Iterable) or isinstance(several, torch.Tensor):
+    if not isinstance(several, Iterable) or isinstance(several, Tensor):
         several = (several,)
     lengths = {checked_length(length) for length in several}
     for length in lengths:

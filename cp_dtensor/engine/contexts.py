@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor.attention.backends.select import allowed_backends
@@ -61,7 +61,7 @@ class OpenContext:
     call: Call
     buffers: tuple[Any, ...] = ()
     """Its buffers, as shards in place."""
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
     is_constant: bool = False
     """True if mask, layout and lengths are constants of compiled code, as those of a module are."""
@@ -290,7 +290,7 @@ class Left:
     """The backward in which the forward was a recompute."""
 
     @classmethod
-    def by(cls, call: Call, q: torch.Tensor, k: torch.Tensor) -> Left:
+    def by(cls, call: Call, q: Tensor, k: Tensor) -> Left:
         """Ask the context of a call, if it has one, for mask, layout and lengths.
 
         Raises:
@@ -301,7 +301,7 @@ class Left:
         around = _live(call.context, q.size(2), k.size(2))
         return cls(call.under(around), (call.context, around))
 
-    def handle(self, needs_backward: bool) -> torch.Tensor:
+    def handle(self, needs_backward: bool) -> Tensor:
         """Return the handle of this. Where a context was asked, the pass is pending until its backward."""
         if needs_backward and self.asked is not None:
             self.begun_in = _torch.current_backward()
@@ -313,7 +313,7 @@ class Left:
         return handle_of(self, for_copies=needs_backward)
 
     @staticmethod
-    def of(handle: torch.Tensor, *, in_backward: bool = False) -> Left | None:
+    def of(handle: Tensor, *, in_backward: bool = False) -> Left | None:
         """Return what a handle names, None for an empty tensor. `in_backward`: the pass is no longer pending."""
         if not handle.numel():
             return None
