@@ -164,7 +164,7 @@ MUTANTS = (
         "engine/planner.py",
         "key = plan_fields(call), properties, allowed",
         "key = plan_fields(call)[:2] + plan_fields(call)[3:], properties, allowed",
-        "tests/engine/test_arguments_matter.py",
+        "tests/engine/test_call.py",
     ),
     Mutant(
         "compiled code without the context's mask",
@@ -188,7 +188,7 @@ MUTANTS = (
         "engine/call.py",
         "return both_masks(mask, Causal()) if is_causal else mask",
         "return (Causal() if mask is None else mask) if is_causal else mask",
-        "tests/engine/test_arguments_matter.py",
+        "tests/engine/test_call.py",
     ),
     Mutant(
         "context's mask lost",
@@ -220,7 +220,7 @@ MUTANTS = (
         "engine/agreement.py",
         "if layout.local_length(total, rank, size) != local:",
         "if layout.local_length(total, rank, size) > local:",
-        "tests/engine/test_declared_lengths.py",
+        "tests/engine/test_agreement.py",
     ),
     Mutant(
         "edges of keys ignored",
@@ -252,7 +252,7 @@ MUTANTS = (
         "engine/arguments.py",
         "return q * -1, -scale",
         "return q, -scale",
-        "tests/engine/test_ring_attention.py",
+        "tests/engine/test_methods.py",
     ),
     Mutant(
         "second derivative is zero",

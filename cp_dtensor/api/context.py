@@ -38,7 +38,7 @@ from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
 from cp_dtensor.engine.arguments import checked_context_sinks
 from cp_dtensor.engine.call import Call, checked_lengths
-from cp_dtensor.engine.contexts import ALONE, OpenContext, current, innermost, listed, opened, queries_alone
+from cp_dtensor.engine.contexts import ALONE, OpenContext, current, innermost, opened, queries_alone
 from cp_dtensor.spec.layouts import Contiguous, Layout
 from cp_dtensor.spec.logs import log_once
 from cp_dtensor.spec.masks import Mask
@@ -239,7 +239,6 @@ def entered(context: OpenContext) -> Iterator[None]:
     """
     with ExitStack() as stack:  # takes everything back if a part fails
         stack.enter_context(_installation.held())
-        stack.enter_context(listed(context))
         for buffer in context.buffers:
             stack.enter_context(buffer.in_place())
         stack.enter_context(_torch.present_hooks_detached(is_shard_now))

@@ -22,7 +22,7 @@ from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_sinks, four_dims_of_mask
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.call import Call, checked_bool, checked_factors, checked_mask, checked_method
+from cp_dtensor.engine.call import Call, checked_bools, checked_factors, checked_mask, checked_method
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import CachedHash, Contiguous, Layout, Segment, TorchChunk
@@ -127,10 +127,9 @@ def placed_call(
         method, rotate_method, deterministic, replay: as for `context_parallel_attention`.
         factors: scale, dropout_p and others of `Call.factors`.
     """
-    checked_bool("deterministic", deterministic)
-    checked_bool("replay", replay)
+    checked_bools(deterministic=deterministic, replay=replay)
     checked_method(method)
-    numbers: dict[str, Any] = checked_factors(**factors)  # type: ignore[arg-type]
+    numbers = checked_factors(**factors)  # type: ignore[arg-type]
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
     by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
     names = mesh.mesh_dim_names

@@ -36,7 +36,8 @@ from cp_dtensor.engine.arguments import check_qkv, refuse_unsupported_sdpa
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import checked_mask, softmax_scale
 from cp_dtensor.engine.contexts import innermost
-from cp_dtensor.engine.run import run, run_backward_again
+from cp_dtensor.engine.planner import planned
+from cp_dtensor.engine.run import run, run_backward
 
 aten = torch.ops.aten
 
@@ -90,7 +91,8 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
         if on_seq:
             lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
-            grads = run_backward_again(call, Tensors(*qkv), grad_out, out, lse)
+            t = Tensors(*qkv)
+            grads = run_backward(planned(call, t), t, (), grad_out, (out, lse))[:3]
         else:
             grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
     placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from cp_dtensor.api.flex_block_mask import LocalRows, Tables, check_mask_lengths
 from cp_dtensor.engine.agreement import agreed_pair
 from cp_dtensor.engine.base import Tensors as CallTensors
 from cp_dtensor.engine.call import Call, call_of
-from cp_dtensor.engine.contexts import LiveLayout, live, pending
+from cp_dtensor.engine.contexts import Left, LiveLayout
 from cp_dtensor.engine.gather_kv import KVGather, Pair
-from cp_dtensor.engine.handles import fake_handle, handle_of, value_of
+from cp_dtensor.engine.handles import fake_handle
 from cp_dtensor.spec.masks import Mask
 
 
@@ -26,8 +26,8 @@ def layout_is_asked(key: str) -> bool:
 
 def call_in(key: str, left: torch.Tensor) -> Call:
     """The call of a key; `left`, the last output of `flex_keys`, names the context that was asked, if one was."""
-    call = call_of(key)
-    return call.under(value_of(left).asked[1]) if left.numel() else call
+    found = Left.of(left)
+    return call_of(key) if found is None else found.call
 
 
 def agreed_lengths(
@@ -37,7 +37,7 @@ def agreed_lengths(
     is_declared = call.pair is not None or (call.lengths and not call.debug)  # debugging, ranks compare masks
     try:
         lengths = agreed_pair(
-            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads
+            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads, "FlexAttention"
         )
     except ValueError as error:
         ranks, local = call.ranks, (t.q.size(2), t.k.size(2))
@@ -64,27 +64,14 @@ def check_context_mask(mask: Mask | None) -> None:
 # Keys and values
 
 
-@dataclass(eq=False)
-class _Left:
-    """What `flex_keys` leaves for its backward."""
-
-    asked: tuple[str, Call]
-    """Key and call of the context that was asked."""
-    begun_in: int | None
-    """The backward in which the forward was a recompute."""
-
-
 def _keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, q_len: int, kv_len: int, declared: bool,
     scale: float, needs_backward: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """`declared`: True if the caller or a block mask has the lengths."""
-    call, asked, left = call_of(key), None, q.new_empty(0, dtype=torch.int64)
-    if call.context:
-        asked = call.context, live(call.context, q.size(2), k.size(2))
-        call = call.under(asked[1])
-        check_context_mask(asked[1].mask)
-        left = handle_of(_Left(asked, pending.begin(*asked) if needs_backward else None), for_copies=needs_backward)
+    found = Left.by(call_of(key), q, k)
+    call = found.call
+    check_context_mask(call.mask)
     agreed = agreed_lengths(
         replace(call, mask=None, scale=scale), CallTensors(q, k, v), (q_len, kv_len) if declared else None, None
     )
@@ -101,6 +88,7 @@ def _keys(
         )
     keys, values = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug).gather(k, v)
     positions = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0)).positions(q.device)
+    left = q.new_empty(0, dtype=torch.int64) if found.asked is None else found.handle(needs_backward)
     return keys, values, positions.clone(), left
 
 
@@ -121,10 +109,8 @@ def _keys_backward(
     grad_k: torch.Tensor, grad_v: torch.Tensor, left: torch.Tensor, key: str, kv_len: int, local: int
 ) -> Pair:
     """Return the gradients of this rank's keys and values: sums over the ranks of those of the gathered rows."""
-    call = call_in(key, left)
-    if left.numel():
-        found: _Left = value_of(left)
-        pending.end(*found.asked, found.begun_in)
+    found = Left.of(left, in_backward=True)
+    call = call_of(key) if found is None else found.call
     gather = KVGather(call.ranks, call.layout, kv_len, grad_k.size(2), call.transport, call.debug)
     return gather.reduce_gradients(grad_k, grad_v, local)
 

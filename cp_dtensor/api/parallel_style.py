@@ -23,7 +23,7 @@ from cp_dtensor.engine.arguments import checked_context_sinks, refuse_sinks
 from cp_dtensor.engine.call import (
     Call,
     call_of,
-    checked_bool,
+    checked_bools,
     checked_layout,
     checked_lengths,
     checked_mask,
@@ -82,10 +82,10 @@ class ContextParallel(ParallelStyle):
     ) -> None:  # fmt: skip
         super().__init__()
         # Arguments are checked here, although there is no mesh yet.
+        checked_bools(debug=debug, replay=replay, deterministic=deterministic)
         self._call_of = functools.partial(
             Call.of, method=checked_method(method), mask=checked_mask(mask, False), layout=layout,
-            rotate_method=rotate_method, debug=checked_bool("debug", debug), replay=checked_bool("replay", replay),
-            deterministic=checked_bool("deterministic", deterministic),
+            rotate_method=rotate_method, debug=debug, replay=replay, deterministic=deterministic,
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}
         transport_by_name(rotate_method)

@@ -13,7 +13,7 @@ from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_onc
 from cp_dtensor.api.buffers import put_shard, take_shard
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
-from cp_dtensor.engine.agreement import global_length, hash_of, length_of, odd_ones, warn_once
+from cp_dtensor.engine.agreement import global_length, hash_of, length_of, warn_once
 from cp_dtensor.engine.arguments import check_devices
 from cp_dtensor.engine.call import Sharding, checked_layout, checked_length, refuse_other_lengths
 from cp_dtensor.engine.contexts import around
@@ -287,8 +287,8 @@ def _lengths(
         seq_len = length_of(Sharding(ranks, layout), length)
         return list(shard_lengths(layout, seq_len, ranks.size)), seq_len
     lengths, kinds = map(list, zip(*ranks.gather_integers([length, hash_of(kind)], device), strict=True))
-    odd = odd_ones(kinds)
-    if odd:
+    usual = max(kinds, key=kinds.count)
+    if odd := ", ".join(str(rank) for rank, each in enumerate(kinds) if each != usual):
         raise ValueError(
             f"expected shards that differ between ranks in their lengths alone; what rank {odd} unshards differs from "
             f"the others (here: {kind})"

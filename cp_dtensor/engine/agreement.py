@@ -13,14 +13,12 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cp_dtensor import _torch
-from cp_dtensor._torch.autograd import refuse_transforms
 from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.comm.calls import COMPARISON, END_OF_CONTEXT, begin_pass, calls_of
@@ -41,97 +39,96 @@ _compared = GroupCache[None]()
 
 
 def agreed_pair(
-    call: Call, t: Tensors, needs_lse: bool, needs_grads: tuple[bool, ...] | None
-) -> tuple[int, int]:  # fmt: skip
+    call: Call, t: Tensors, needs_lse: bool, needs_grads: tuple[bool, ...] | None, function: str = "attention"
+) -> tuple[int, int]:
     """Return the global (queries, keys) of a call. The ranks compare the first call of each signature.
 
     Args:
         needs_lse: True if the call returns the log-sum-exp.
         needs_grads: True for each of `t` whose gradient is needed; None in compiled code, which does not know.
+        function: what is computed; each has signatures of its own.
 
     Raises:
         ValueError: local tensors that do not fit the lengths; calls that differ between ranks, on every rank alike.
     """
-    ranks, local = call.ranks, (t.q.size(2), t.k.size(2))
     if call.placed is not None and call.pair is not None:  # DTensors have equal facts on all ranks
         return call.pair
-    pair = refusal = None
+    (q, k, v), pair, refusal = t[:3], None, None
+    local = q.size(2), k.size(2)
     try:
         pair = _pair_of(call, *local)
     except ValueError as error:  # the others may be about to compare
         refusal = error
     is_declared = call.pair is not None or call.layout.only_length is not None
     is_declared = is_declared or (pair is not None and {*pair} <= {*call.lengths})
-    dims = t.q.size(1), t.k.size(1), t.q.size(3), t.v.size(3), t.q.dtype
-    signature = call.method, call.transport.name, type(call.layout), type(call.mask), dims, is_declared or local
+    dims = q.size(1), k.size(1), q.size(3), v.size(3), q.dtype
+    options = call.method, call.transport.name, type(call.layout), type(call.mask)
 
     def facts() -> Facts:
-        refused = f"refused: {local[0]} and {local[1]} local tokens"
-        return {_LENGTHS: pair or refused, **_facts_of_call(call, t, needs_lse, needs_grads, pair)}
+        lengths = pair or f"refused: {local[0]} and {local[1]} local tokens"
+        return {"function": function, _LENGTHS: lengths, **_facts_of_call(call, t, needs_lse, needs_grads, pair)}
 
     # Programs that measure may draw equal shards. Compiled code may have shards of any origin.
-    may_be_whole = (call.in_context or not is_declared) and needs_grads is not None
-    shards = (t.q, t.k, t.v) if may_be_whole and refusal is None else ()
-    compare(call, signature, t.q, facts, shards, refusal=refusal)
+    may_be_whole = (call.in_context or not is_declared) and needs_grads is not None and refusal is None
+    compare(
+        call, (function, *options, dims, is_declared or local), q, facts, (q, k, v) if may_be_whole else (), t.bias,
+        refusal=refusal,
+    )  # fmt: skip
     assert pair is not None  # or there was a refusal
-    if call.debug:
-        _refuse_equal_rows(call, t.bias, min(shard_lengths(call.layout, pair[0], ranks.size)))
     return pair
 
 
 def _pair_of(call: Call, q_local: int, kv_local: int) -> tuple[int, int]:
-    ranks, layout = call.ranks, call.layout
-    if call.pair is None:
-        q_len, kv_len = length_of(call, q_local, "queries"), length_of(call, kv_local, "keys")
-        if call.in_context and ranks.size > 1 and q_local == 1 < kv_local and q_len not in call.lengths:
-            raise ValueError(
-                f"got one query and {kv_local} keys on each of {ranks.size} ranks, as in generation (generate(), with "
-                "a cache of keys), expected this rank's part of the queries: generate outside of the context, each "
-                f"rank with all keys. If there is a sequence of {q_len} queries, announce it: "
-                f"context_parallel(..., seq_len={q_len})"
-            )
-        return q_len, kv_len
-    for what, total, local in (("query", call.pair[0], q_local), ("key", call.pair[1], kv_local)):
-        refuse_other_lengths(layout, total, f"{what} length")
-        expected = layout.local_length(total, ranks.rank, ranks.size)
-        if local != expected:
-            raise ValueError(
-                f"{what} length does not fit: got {local} local tokens on rank {ranks.rank} of {ranks.size}, "
-                f"expected {expected} of {total} tokens in {layout}"
-            )
-    return call.pair
+    q_given, kv_given = call.pair or (None, None)
+    q_len, kv_len = length_of(call, q_local, "query", q_given), length_of(call, kv_local, "key", kv_given)
+    is_one_query = call.in_context and call.pair is None and call.ranks.size > 1 and q_local == 1 < kv_local
+    if is_one_query and q_len not in call.lengths:
+        raise ValueError(
+            f"got one query and {kv_local} keys on each of {call.ranks.size} ranks, as in generation (generate(), with "
+            "a cache of keys), expected this rank's part of the queries: generate outside of the context, each "
+            f"rank with all keys. If there is a sequence of {q_len} queries, announce it: "
+            f"context_parallel(..., seq_len={q_len})"
+        )
+    return q_len, kv_len
 
 
-def length_of(sharding: Sharding, local: int, what: str = "tokens") -> int:
-    """Return the global length of which this rank has `local` tokens.
+def length_of(sharding: Sharding, local: int, of: str = "sequence", seq_len: int | None = None) -> int:
+    """Return the global length of which this rank has `local` tokens, by its layout and what is declared.
+
+    Args:
+        of: "query" or "key", for messages.
+        seq_len: the length, if the call itself has it.
 
     Raises:
         ValueError: a shard that fits no declared length and is not that of ranks x local tokens; one that fits two
             declared lengths, on any rank; a tensor of a whole buffer's length.
     """
     ranks = sharding.ranks
-    return _length_of(sharding.layout, sharding.lengths, ranks.rank, ranks.size, local, what)
+    return _length_of(sharding.layout, sharding.lengths, ranks.rank, ranks.size, local, of, seq_len)
 
 
 @lru_cached
-def _length_of(layout: Layout, declared: tuple[int, ...], rank: int, size: int, local: int, what: str) -> int:
-    if layout.only_length is not None:
-        expected = layout.local_length(layout.only_length, rank, size)
+def _length_of(
+    layout: Layout, declared: tuple[int, ...], rank: int, size: int, local: int, of: str, seq_len: int | None
+) -> int:
+    if seq_len is not None:
+        refuse_other_lengths(layout, seq_len, f"{of} length")
+    does_not_fit = f"{of} length does not fit: got {local} local tokens on rank {rank} of {size}"
+    only = layout.only_length if seq_len is None else seq_len
+    if only is not None:
+        expected = layout.local_length(only, rank, size)
         if local != expected:
-            raise ValueError(
-                f"got {local} local tokens on rank {rank} of {size}, expected {expected}: this "
-                f"{type(layout).__name__} divides sequences of {layout.only_length} tokens only, queries, keys and "
-                "values alike; attention over other lengths, or to keys of another length, needs another layout"
-            )
-        return layout.only_length
+            name = f"this {type(layout).__name__}, which divides sequences of this length only"
+            where = layout if layout.only_length is None else name
+            raise ValueError(f"{does_not_fit}, expected {expected} of {only} tokens in {where}")
+        return only
     shards = {length: shard_lengths(layout, length, size) for length in declared}
     for one, other in combinations(declared, 2):  # alike on every rank
         is_either = local in (shards[one][rank], shards[other][rank])
         if is_either and any(x == y for x, y in zip(shards[one], shards[other], strict=True)):
             raise ValueError(
-                f"got {local} {what} on rank {rank} of {size}: sequences of {one} and {other} tokens, both declared, "
-                "have equally long shards on some ranks. Pad one of them, or call context_parallel_attention with "
-                "seq_len="
+                f"{does_not_fit}: sequences of {one} and {other} tokens, both declared, have equally long shards on "
+                "some ranks. Pad one of them, or call context_parallel_attention with seq_len="
             )
     for length in declared:
         if shards[length][rank] == local:
@@ -139,15 +136,15 @@ def _length_of(layout: Layout, declared: tuple[int, ...], rank: int, size: int, 
     total = local * size
     if layout.local_length(total, rank, size) != local:
         raise ValueError(
-            f"got {local} {what} on rank {rank} of {size}, which are the share of no declared length "
-            f"({', '.join(map(str, declared)) or 'none'}) in {layout}: pass seq_len= to the call or the context"
+            f"{does_not_fit}, which are the share of no declared length ({', '.join(map(str, declared)) or 'none'}) in "
+            f"{layout}: pass seq_len= to the call or the context"
         )
-    if size > 1 and what != "keys" and local in declared:  # of whole keys, results are right
+    if size > 1 and of != "key" and local in declared:  # of whole keys, results are right
         raise ValueError(
-            f"got {local} {what} on each of {size} ranks, as long as a whole buffer of the context "
-            f"(lengths {declared}), expected this rank's part: a tensor becomes its shard where it is one of buffers, "
-            "the very object (no copy or slice of it), or by context_parallel_shard. If there is a sequence of "
-            f"{total} tokens in all, announce it: context_parallel(..., seq_len={total})"
+            f"{of} length does not fit: got {local} local tokens on each of {size} ranks, as many as a whole buffer of "
+            f"the context has (lengths {declared}), expected this rank's part: a tensor becomes its shard where it is "
+            "one of buffers, the very object (no copy or slice of it), or by context_parallel_shard. If there is a "
+            f"sequence of {total} tokens in all, announce it: context_parallel(..., seq_len={total})"
         )
     return total
 
@@ -169,7 +166,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 def compare(
     sharding: Sharding, signature: Hashable, x: Tensor | None, facts: Callable[[], Facts],
-    shards: tuple[Tensor, ...] = (), *, refusal: ValueError | None = None,
+    shards: tuple[Tensor, ...] = (), bias: Tensor | None = None, *, refusal: ValueError | None = None,
 ) -> None:  # fmt: skip
     """Refuse, on every rank alike, facts that differ between ranks: the first of each signature, or all with `debug`.
 
@@ -179,7 +176,8 @@ def compare(
         signature: what the code determines and not the data, so that ranks agree about what is the first.
         x: a tensor of the call, or on the device of a context's buffers.
         facts: makes the facts; may read tensors.
-        shards: tensors that are equal on all ranks only if they were not sharded; the last one's rows are looked at.
+        shards: q, k and v, which are equal on all ranks only if they were not sharded.
+        bias: with `debug`, equal rows on all ranks are refused, too.
         refusal: raised in any case, but after the others, which may be about to compare, have compared with this rank.
             The next call is the first of its signature then.
 
@@ -189,7 +187,9 @@ def compare(
     ranks = sharding.ranks
     key = ranks.inner, signature, sharding.in_context
     is_first = ranks.size > 1 and (sharding.debug or not _compared.has(ranks.outer, key))
-    if not is_first or capturing() or (x is not None and _torch.is_traced(x)) or _are_fake(ranks):
+    # Fake process groups: the other ranks have what this one has.
+    is_fake = is_first and dist.get_backend(ranks.outer) == "fake"
+    if not is_first or is_fake or capturing() or (x is not None and _torch.is_traced(x)):
         if refusal is not None:
             raise refusal
         return
@@ -200,15 +200,19 @@ def compare(
             mine = facts()
             if x is not None:
                 begin_pass(ranks, COMPARISON, x, debug=sharding.debug)
-            contents = (
-                [int(_vary(shards[-1])), hash_of([_torch.content_hash(each) for each in shards])] if shards else [0, 0]
-            )
-            gathered = ranks.gather_integers([hash_of(mine), *contents], device)
-            hashes, vary, found = map(list, zip(*gathered, strict=True))
+            rows = (bias,) if bias is not None and sharding.debug else ()
+            contents = hash_of(mine), *_contents(shards), *_contents(rows)
+            hashes, *by_rank = zip(*ranks.gather_integers([*contents], device), strict=True)
             if len({*hashes}) > 1:
                 refuse_disagreement(ranks.gather_objects(mine, device))
-        if all(vary) and len({*found}) == 1:
-            _refuse_equal_shards(sharding, shards)
+        if all(by_rank[0]) and len({*by_rank[1]}) == 1:
+            _refuse_whole(sharding, shards)
+        if all(by_rank[2]) and len({*by_rank[3]}) == 1 and bias is not None:
+            raise ValueError(
+                f"attn_mask {tuple(bias.shape)} is equal on all ranks, although its rows differ and each rank has other"
+                " queries: expected this rank's query rows, context_parallel_shard(mesh, [attn_mask], [-2]) of the "
+                "whole"
+            )
 
     if refusal is not None:
         with suppress(ValueError):
@@ -220,12 +224,16 @@ def compare(
         _compared.get(ranks.outer, key, compared)
 
 
-def _vary(rows: Tensor) -> bool:
-    """Return whether rows (B, H, S, D) differ."""
-    return not torch.equal(rows, rows[:, :, :1].expand_as(rows))
+def _contents(tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Return whether the rows (dim 2) of the last tensor differ, and the hash of all; (0, 0) for no tensors."""
+    if not tensors:
+        return 0, 0
+    rows = tensors[-1].detach()
+    are_equal = torch.equal(rows, rows[:, :, :1].expand_as(rows))
+    return int(not are_equal), hash_of([_torch.content_hash(each) for each in tensors])
 
 
-def _refuse_equal_shards(sharding: Sharding, shards: tuple[Tensor, ...]) -> None:
+def _refuse_whole(sharding: Sharding, shards: tuple[Tensor, ...]) -> None:
     """Refuse tensors that are equal on all ranks, which each has whole.
 
     Raises:
@@ -244,11 +252,6 @@ def _refuse_equal_shards(sharding: Sharding, shards: tuple[Tensor, ...]) -> None
     warnings.warn(text, stacklevel=2)
 
 
-def _are_fake(ranks: SequenceRanks) -> bool:
-    """Return whether these are torch's fake process groups, whose other ranks have what this one has."""
-    return dist.get_backend(ranks.outer) == "fake"
-
-
 def hash_of(facts: object) -> int:
     """Return the hash of the text of some facts: 64 bits, signed."""
     return int.from_bytes(blake2b(repr(facts).encode(), digest_size=8).digest(), "little", signed=True)
@@ -264,9 +267,9 @@ def refuse_disagreement(by_rank: list[Facts]) -> None:
             "and shard its query rows (context_parallel_shard(mesh, [attn_mask], [-2])), or give the context or the "
             "call a mask value, mask=..."
         )
-    if any(facts.get("compiled") for facts in by_rank):
-        by_rank = [_without_gradients(facts) for facts in by_rank]
     found = disagreements(by_rank)
+    if any(facts.get("compiled") for facts in by_rank):  # compiled code does not know which gradients are needed
+        found = {name: text for name, text in found.items() if not name.endswith("requires_grad")}
     if {*found} <= {"compiled", "in_context"}:  # no mistakes by themselves, but maybe the reason of others
         return
     hint = ""
@@ -287,18 +290,8 @@ _LENGTHS, LENGTH = "global (queries, keys)", "global length"
 _OF_THIS_RANK = "keys of this rank"
 
 
-def odd_ones(values: list[int]) -> str:
-    """The ranks whose value is not that of most ranks, "" if there are none.
-
-    >>> odd_ones([7, 7, 8, 7, 9])
-    '2, 4'
-    """
-    usual = max(values, key=values.count)
-    return ", ".join(str(rank) for rank, value in enumerate(values) if value != usual)
-
-
 def disagreements(by_rank: list[Facts]) -> dict[str, str]:
-    """The facts that differ between ranks, by name: the text says which rank has which value.
+    """Return the facts that differ between ranks, by name: the text says which rank has which value.
 
     >>> disagreements([{"method": "ring"}, {"method": "ring"}, {"method": "ulysses"}])
     {'method': "method: rank 2 says 'ulysses', the others 'ring'"}
@@ -317,7 +310,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:160]} ... {text[-35:]}"
 
 
-# Contexts
+# Facts
 
 
 def compare_contexts(call: Call, signature: Hashable, device: torch.device | None, others: Callable[[], Facts]) -> None:
@@ -331,22 +324,14 @@ def compare_contexts(call: Call, signature: Hashable, device: torch.device | Non
     """
     x = None if device is None else torch.empty(0, device=device)
     options = call.method, call.transport.name, type(call.layout), type(call.mask), call.deterministic
-    compare(
-        call,
-        ("context", options, signature),
-        x,
-        lambda: {**_facts_of_options(call), "mask": repr(call.mask), **others()},
-    )
+    compare(call, ("context", options, signature), x, lambda: {**_facts_of_options(call), **others()})
 
 
 def _facts_of_options(call: Call) -> Facts:
     return {
-        "layout": repr(call.layout),
-        "method": call.method,
-        "rotate_method": call.transport.name,
-        "deterministic": call.deterministic,
-        "debug": call.debug,
-    }
+        "layout": repr(call.layout), "method": call.method, "rotate_method": call.transport.name,
+        "mask": repr(call.mask or Full()), "deterministic": call.deterministic, "debug": call.debug,
+    }  # fmt: skip
 
 
 def end_context(call: Call) -> None:
@@ -359,9 +344,6 @@ def end_context(call: Call) -> None:
         calls.begin(END_OF_CONTEXT, ends_step=True, debug=call.debug)
 
 
-# Calls
-
-
 def _facts_of_call(
     call: Call, t: Tensors, needs_lse: bool, needs_grads: tuple[bool, ...] | None, pair: tuple[int, int] | None
 ) -> Facts:
@@ -369,39 +351,35 @@ def _facts_of_call(
     exchanges_heads = call.method in ("ulysses", "hybrid")
     # Over one axis of CPUs "auto" is a ring, where lse does not travel.
     may_exchange = exchanges_heads or (call.method == "auto" and (q.is_cuda or call.ranks.inner is not None))
-    needs: Any = Tensors(*(needs_grads or [False] * len(t)))
+    needs = Tensors(*(needs_grads or [False] * len(t)))
     fewest = 0 if pair is None else min(shard_lengths(call.layout, pair[0], call.ranks.size))
-    facts: Facts = {
-        "batch_size": q.size(0),
-        "q_heads": q.size(1),
-        "kv_heads": k.size(1),
-        "head_dim": q.size(3),
-        "v_head_dim": v.size(3),
-        "up": f"{described(t.up)}{' grad' * needs.up}",
-        "dtype": str(q.dtype),
-        "mask": repr(call.mask or Full()),
-        "attn_mask": f"{_described_bias(t.bias, q, k, pair)}{' grad' * needs.bias}",
-        "sinks": f"{described(t.sinks, values=call.debug)}{' grad' * needs.sinks}",
+    return {
+        "batch_size": q.size(0), "q_heads": q.size(1), "kv_heads": k.size(1), "head_dim": q.size(3),
+        "v_head_dim": v.size(3), "up": described(t.up), "dtype": str(q.dtype), **_facts_of_options(call),
         **dict(zip(FACTORS, call.factors(q.size(3)), strict=True)),
-        **_facts_of_options(call),
         "deterministic": is_deterministic(q, call.backends or allowed_backends(), call.deterministic),
+        "attn_mask": _described_bias(t.bias, q, k, pair),
+        "sinks": described(t.sinks, values=call.debug),
         "requires_grad": needs.q or needs.k or needs.v,
+        **{f"{name} requires_grad": getattr(needs, name) for name in ("bias", "sinks", "up")},
         # Where heads are exchanged, lse travels too: for the caller, or for the backward of compiled code.
         "returns_lse": needs_lse and may_exchange,
         "in_context": call.in_context,
         "compiled": needs_grads is None,
         # Where heads are exchanged, rows of an attn_mask travel; "auto" is a ring then. One query has one row.
         "attn_mask_has_rows": exchanges_heads and t.bias is not None and t.bias.size(2) != 1 and fewest > 1,
-    }
-    return facts
+    }  # fmt: skip
 
 
-def described(tensor: Tensor | None, *, values: bool = False) -> str:
-    """Dtype and shape of a tensor that must be equal on all ranks; `values` adds a checksum, waiting for the GPU."""
+def described(tensor: Tensor | None, shape: str = "", *, values: bool = False) -> str:
+    """Return dtype and shape of a tensor that must be equal on all ranks.
+
+    `values` adds a checksum, for which the host waits for the GPU.
+    """
     if tensor is None:
         return "none"
     checksum = f" {_torch.content_hash(tensor) % (1 << 32):08x}" if values else ""
-    return f"{_dtype(tensor)} {tuple(tensor.shape)}{checksum}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {shape or tuple(tensor.shape)}{checksum}"
 
 
 def _described_bias(bias: Tensor | None, q: Tensor, k: Tensor, pair: tuple[int, int] | None) -> str:
@@ -412,40 +390,14 @@ def _described_bias(bias: Tensor | None, q: Tensor, k: Tensor, pair: tuple[int, 
     full = zip("BH", bias.shape[:2], q.shape[:2], strict=True)
     dims = [dim if size != 1 or of_q == 1 else "1" for dim, size, of_q in full]
     is_local = pair is not None and bias.size(3) == k.size(2) and bias.size(3) not in (1, pair[1])
-    whose = f", {_OF_THIS_RANK}" if is_local else ""
-    return f"{_dtype(bias)} ({', '.join(dims)}, :, {bias.size(3)}){whose}"
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _refuse_equal_rows(call: Call, bias: Tensor | None, fewest: int) -> None:
-    """Refuse an attn_mask whose rows are equal on all ranks and differ from query to query; on every rank alike."""
-    if bias is None or call.ranks.size == 1 or fewest < 2:
-        return
-    refuse_transforms()
-    with _torch.no_modes(), torch.no_grad():
-        mine = [_torch.content_hash(bias), int(_vary(bias.detach()))]
-        hashes, vary = zip(*call.ranks.gather_integers(mine, bias.device), strict=True)
-    if len({*hashes}) == 1 and all(vary):
-        raise ValueError(
-            f"attn_mask {tuple(bias.shape)} is equal on all ranks, although its rows differ and each rank has other "
-            "queries: expected this rank's query rows, context_parallel_shard(mesh, [attn_mask], [-2]) of the whole"
-        )
-
-
-def _without_gradients(facts: Facts) -> Facts:
-    """The facts without those about gradients, which compiled code does not have."""
-    without = {name: str(facts[name]).replace(" grad", "") for name in ("attn_mask", "sinks", "up")}
-    return {**facts, "requires_grad": False, **without}
+    return described(bias, f"({', '.join(dims)}, :, {bias.size(3)})") + f", {_OF_THIS_RANK}" * is_local
 
 
 # Warnings
 
 
 def warn_once(ranks: SequenceRanks, kind: Hashable, text_of: str | Callable[[], str | None]) -> None:
-    """Warns of a probable mistake on this rank, at the first of its kind. No collective.
+    """Warn of a probable mistake on this rank, at the first of its kind. No collective.
 
     Args:
         text_of: the text, or a function that may read tensors and returns the text, None if there is no mistake.
@@ -461,19 +413,16 @@ def warn_once(ranks: SequenceRanks, kind: Hashable, text_of: str | Callable[[], 
         _compared.get(ranks.outer, ("warned", kind), check)
 
 
-def warn_of_zeros_and_ones(bias: Tensor, ranks: SequenceRanks) -> None:
-    """Warns of a floating attn_mask of zeros and ones, which are added to the logits; once for each kind."""
-    if bias.dtype == torch.bool or bias.requires_grad:
+def warn_of_zeros_and_ones(bias: Tensor) -> None:
+    """Warn of a floating attn_mask of zeros and ones, which are added to the logits. Reads the tensor."""
+    if bias.dtype == torch.bool or bias.requires_grad or not bias.numel() or capturing():
         return
-
-    def find() -> str | None:
-        if not bias.numel() or [float(edge) for edge in torch.aminmax(bias)] != [0, 1]:
-            return None
-        if not bool(((bias == 0) | (bias == 1)).all()):  # after the edges, since it takes memory
-            return None
-        return (
-            f"attn_mask {tuple(bias.shape)} of {bias.dtype} has zeros and ones only, which are added to the logits and "
-            "mask nothing: pass attn_mask.bool() if 1 stands for a key that is seen"
-        )
-
-    warn_once(ranks, ("zeros and ones", bias.dtype, bias.size(1), bias.size(2) == 1), find)
+    with _torch.no_modes(), torch.no_grad():
+        edges = [float(edge) for edge in torch.aminmax(bias)]
+        # After the edges, since it takes memory.
+        if edges == [0, 1] and bool(((bias == 0) | (bias == 1)).all()):
+            warnings.warn(
+                f"attn_mask {tuple(bias.shape)} of {bias.dtype} has zeros and ones only, which are added to the logits "
+                "and mask nothing: pass attn_mask.bool() if 1 stands for a key that is seen",
+                stacklevel=4,
+            )

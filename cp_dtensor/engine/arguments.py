@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor.engine.base import Tensors
@@ -14,8 +15,8 @@ from cp_dtensor.engine.handles import is_handle
 from cp_dtensor.spec.layouts import shard_lengths
 
 
-def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool) -> None:
-    """Refuses queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Refuse queries, keys and values whose types, (B, H, S, D) shapes, dtypes, devices or head counts do not fit."""
     given: tuple[object, ...] = (q, k, v)
     if not all(map(torch.is_tensor, given)):
         check_tensors(q=q, k=k, v=v)
@@ -24,15 +25,15 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: boo
 
 
 def check_tensors(owner: str | None = None, /, **tensors: object) -> None:
-    """Refuses anything but tensors, by name; `owner` is the public function, for the message."""
+    """Refuse anything but tensors, by name; `owner` is the public function, for the message."""
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             expected = "expected" if owner is None else f"{owner} expects"
             raise TypeError(f"{expected} {name} to be a torch.Tensor, got {type(tensor).__name__}")
 
 
-def check_devices(owner: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    """Refuses tensors on several devices, or on others than CPUs and CUDA devices; "meta" tensors have no values."""
+def check_devices(owner: str, tensors: Iterable[Tensor | None]) -> None:
+    """Refuse tensors on several devices, or on others than CPUs and CUDA devices; "meta" tensors have no values."""
     first = None
     for tensor in tensors:
         if tensor is None:
@@ -45,10 +46,10 @@ def check_devices(owner: str, tensors: Iterable[torch.Tensor | None]) -> None:
             )
 
 
-def refuse_dtensors(**tensors: torch.Tensor | None) -> None:
-    """Refuses DTensors where functions take local shards."""
+def refuse_dtensors(**tensors: Tensor | None) -> None:
+    """Refuse DTensors where functions take local shards."""
     for name, tensor in tensors.items():
-        placements = None if type(tensor) is torch.Tensor else getattr(tensor, "placements", None)
+        placements = None if type(tensor) is Tensor else getattr(tensor, "placements", None)
         if placements is not None:
             raise TypeError(
                 f"expected {name} to be a plain tensor, this rank's own, got a DTensor placed {placements}: "
@@ -79,13 +80,13 @@ def _refuse_unfit(
 
 
 def expect(fits: bool, expected: str, received: str) -> None:
-    """Refuses arguments that do not fit, by a ValueError."""
+    """Refuse arguments that do not fit, by a ValueError."""
     if not fits:
         raise ValueError(f"expected {expected}; {received}")
 
 
 def check_batch_size(q: torch.Size, call: Call) -> None:
-    """Refuses batches of another size than the context's buffers, if the layout partitions batch rows differently."""
+    """Refuse batches of another size than the context's buffers, if the layout partitions batch rows differently."""
     if call.batch_size not in (None, q[0]):
         raise ValueError(
             f"{call.layout} divides batch rows differently, so attention needs the batch size of the "
@@ -97,8 +98,8 @@ def check_batch_size(q: torch.Size, call: Call) -> None:
 _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
 
 
-def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
-    """Refuses arguments that fused operators do not support on sequence shards, while SDPA itself does."""
+def refuse_unsupported_sdpa(attn_mask: Tensor | None, dropout_p: float) -> None:
+    """Refuse arguments that fused operators do not support on sequence shards, while SDPA itself does."""
     mask = None if attn_mask is None else f"a mask of shape {tuple(attn_mask.shape)}, expected None"
     dropout = f"dropout_p={dropout_p}, expected 0.0" if dropout_p else None
     for name, received in (("attn_mask", mask), ("dropout", dropout)):
@@ -110,8 +111,8 @@ def refuse_unsupported_sdpa(attn_mask: torch.Tensor | None, dropout_p: float) ->
 
 
 def tensors_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None, up: torch.Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None, up: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     """Return the tensors of a call, as far as one rank can check them. `attn_mask` may be a handle of a mask."""
     mask = bias = None
@@ -122,8 +123,8 @@ def tensors_of(
     return Tensors(q, k, v, bias, None if sinks is None else checked_sinks(sinks, q), None, up, mask)
 
 
-def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """`sinks` (H,), one logit for each query head of q (B, H, S, D); refuses other types, heads and devices."""
+def checked_sinks(sinks: Tensor, q: Tensor) -> Tensor:
+    """Return `sinks` (H,), one logit for each query head of q (B, H, S, D); refuse other types, heads and devices."""
     check_tensors(sinks=sinks)
     received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
     expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
@@ -133,9 +134,9 @@ def checked_sinks(sinks: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return sinks
 
 
-def checked_context_sinks(sinks: object) -> torch.Tensor:
-    """The sinks of a context, checked as far as possible without queries: a plain floating tensor of one dim."""
-    if not isinstance(sinks, torch.Tensor):
+def checked_context_sinks(sinks: object) -> Tensor:
+    """Return the sinks of a context; refuse anything but a plain floating tensor of one dim."""
+    if not isinstance(sinks, Tensor):
         raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
     refuse_dtensors(sinks=sinks)
     if not sinks.is_floating_point() or sinks.dim() != 1:
@@ -146,17 +147,18 @@ def checked_context_sinks(sinks: object) -> torch.Tensor:
 
 
 def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:
-    """Refuses `attention`, which cannot have the sinks of its context; `function` can."""
+    """Refuse `attention`, which cannot have the sinks of its context; `function` can."""
     if has_sinks:
         raise NotImplementedError(
             f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
         )
 
 
-def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """`attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
+def four_dims_of_mask(attn_mask: Tensor, q: Tensor) -> Tensor:
+    """Return `attn_mask` as (B or 1, H or 1, S or 1, key positions or 1), not expanded.
 
-    Refuses other types and devices, and dims that do not broadcast to those of q.
+    Raises:
+        TypeError, ValueError: other types and devices, and dims that do not broadcast to those of q.
     """
     check_tensors(attn_mask=attn_mask)
     received = f"got {attn_mask.dtype} {tuple(attn_mask.shape)} on {attn_mask.device} for q {tuple(q.shape)}"
@@ -180,7 +182,7 @@ def four_dims_of_mask(attn_mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-def check_bias(q: torch.Tensor, bias: torch.Tensor, pair: tuple[int, int], call: Call | None = None) -> None:
+def check_bias(q: Tensor, bias: Tensor, pair: tuple[int, int], call: Call | None = None) -> None:
     """Refuse an attn_mask (four dims) without the keys of the whole sequence, or whose rows are not those of q.
 
     `call` is that of the ranks; None if the layout is known to be the same in every batch row. Where batch rows are
@@ -214,7 +216,7 @@ def check_bias(q: torch.Tensor, bias: torch.Tensor, pair: tuple[int, int], call:
 # Scale and seed
 
 
-def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """Return `(q, scale)` of equal logits with scale > 0: kernels mask before they scale, and -inf times 0 is NaN.
 
     A scale of None is 1 / sqrt(D); NaN and infinity are refused.
@@ -225,7 +227,7 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
     return (q * 0, 1.0) if scale == 0 else (q, scale)
 
 
-def drawn_seed(device: torch.device) -> torch.Tensor:
+def drawn_seed(device: torch.device) -> Tensor:
     """Draw the seed of dropout from the generator of the device, as torch's kernels do.
 
     Activation checkpointing restores it, and each replay of a CUDA graph draws another one.

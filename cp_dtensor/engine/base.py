@@ -42,10 +42,6 @@ class Tensors(NamedTuple):
     mask: Tensor | None = None
     """A handle of one more mask (`handles`), which may be new in every step."""
 
-    def modifiers(self, call: Call) -> Modifiers:
-        """Return the modifiers of a pass of a call."""
-        return call.modifiers(self.bias, self.sinks, self.seed, self.up)
-
 
 def need_lse(sinks: Tensor | None) -> bool:
     """Return whether backward reads the lse of this rank's rows, for the gradient of sinks."""

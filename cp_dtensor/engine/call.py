@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypedDict
 
-import torch
+from torch import Tensor
 
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -102,22 +102,18 @@ class Call(Sharding):
             TypeError, ValueError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
-        switches: dict[str, object] = {
-            "is_causal": is_causal, "deterministic": deterministic, "replay": replay, "debug": debug,
-        }  # fmt: skip
-        if {*map(type, switches.values())} != {bool}:
-            for name, value in switches.items():
-                checked_bool(name, value)
+        checked_bools(is_causal=is_causal, deterministic=deterministic, replay=replay, debug=debug)
         if mask is None and is_causal:
             mask = _CAUSAL
         elif mask is not None:
             mask = checked_mask(mask, is_causal)
         # Defaults need no check: one frame less each, in every call.
+        if not (scale is None and softcap == 0.0 and dropout_p == 0.0):
+            scale, softcap, dropout_p = checked_factors(scale=scale, softcap=softcap, dropout_p=dropout_p).values()
         return cls(
             ranks, _HEAD_TAIL if layout is None else checked_layout(layout), (), debug, False, "", mask, method,
             transport_by_name(rotate_method), None if seq_len is None else checked_pair(seq_len), None,
-            None if scale is None else checked_scale(scale), checked_softcap(softcap) if softcap != 0.0 else 0.0,
-            checked_dropout_p(dropout_p) if dropout_p != 0.0 else 0.0, (0, 0), deterministic, replay,
+            scale, softcap, dropout_p, (0, 0), deterministic, replay,
         )  # fmt: skip
 
     @property
@@ -130,15 +126,9 @@ class Call(Sharding):
         # The partition of DTensors is the same whatever their lengths.
         placed = None if self.placed is None else self.placed.resized(0, 0, 0)
         kept = replace(self, ranks=no_ranks, placed=placed, batch_size=None, replay=False, **_NUMBERS)
-        names = self.ranks.names
-        others = [
-            f", {name} {getattr(kept, name)!r}"
-            for name, default in _DEFAULTS.items()
-            if getattr(kept, name) != default and name not in ("method", "transport")
-        ]
-        text = (
-            f"operators {_OPERATORS}, {kept.method} ({kept.transport.name}) over {' x '.join(names)}{''.join(others)}"
-        )
+        names, others = self.ranks.names, [name for name in _DEFAULTS if getattr(kept, name) != _DEFAULTS[name]]
+        options = ", ".join(f"{name} {getattr(kept, name)!r}" for name in others if name != "transport")
+        text = f"operators {_OPERATORS} over {' x '.join(names)}, {kept.transport.name}, {options}"
         return _keys.key_of((names, kept), text)
 
     @property
@@ -155,9 +145,7 @@ class Call(Sharding):
         """True with dropout or softcap, which only our own kernels compute."""
         return self.dropout_p > 0 or self.softcap > 0
 
-    def modifiers(
-        self, bias: torch.Tensor | None, sinks: torch.Tensor | None, seed: torch.Tensor | None, up: torch.Tensor | None
-    ) -> Modifiers:
+    def modifiers(self, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, up: Tensor | None) -> Modifiers:
         """Return the modifiers of a pass with these tensors."""
         if bias is None and sinks is None and up is None and not self.changes_weights:
             return NO_MODIFIERS
@@ -208,19 +196,10 @@ def call_of(key: str, factors: list[float] | None = None, numbers: list[int] | N
     return replace(call, ranks=ranks, pair=pair, first=(first[0], first[1]), **by_name)
 
 
-def factors_of(
-    head_dim: int, *, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0
-) -> list[float]:
+def factors_of(head_dim: int, **options: Any) -> list[float]:
     """Return `Call.factors` of options, which are checked, in code that Dynamo traces."""
-    return [softmax_scale(head_dim, scale), checked_softcap(softcap), checked_dropout_p(dropout_p)]
-
-
-def checked_factors(
-    *, scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0
-) -> dict[str, float | None]:
-    """Return these options by name; refuse what is out of range."""
-    softcap, dropout_p = checked_softcap(softcap), checked_dropout_p(dropout_p)
-    return {"scale": checked_scale(scale), "softcap": softcap, "dropout_p": dropout_p}
+    scale, softcap, dropout_p = checked_factors(**options).values()
+    return [softmax_scale(head_dim, scale), softcap, dropout_p]
 
 
 # Checks of options
@@ -271,18 +250,18 @@ def checked_layout(layout: Layout | None) -> Layout:
     return layout
 
 
-def checked_bool(name: str, value: object) -> bool:
-    """Return `value`; refuse anything but a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"expected {name} to be True or False, got {value!r}")
-    return value
+def checked_bools(**options: object) -> None:
+    """Refuse options by name that are no bools."""
+    for name, value in options.items():
+        if value is not True and value is not False:
+            raise TypeError(f"expected {name} to be True or False, got {value!r}")
 
 
 def checked_mask(mask: object, is_causal: bool) -> Mask | None:
     """Return the intersection of a call's mask and `is_causal`, None for neither; refuse other than mask values."""
     if mask is not None and not isinstance(mask, Mask):
         got = f"the class {mask.__name__}" if isinstance(mask, type) else type(mask).__name__
-        hint = "; pass tensors as attn_mask" if isinstance(mask, torch.Tensor) else ""
+        hint = "; pass tensors as attn_mask" if isinstance(mask, Tensor) else ""
         raise TypeError(f"expected mask to be a Mask such as SlidingWindow(1024, 0), got {got}{hint}")
     return both_masks(mask, Causal()) if is_causal else mask
 
@@ -294,30 +273,19 @@ def both_masks(one: Mask | None, other: Mask | None) -> Mask | None:
     return mask_intersection(one, other)
 
 
-def checked_dropout_p(dropout_p: float) -> float:
-    """Return `dropout_p`; refuse anything but a probability."""
-    if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
-        raise TypeError(f"expected dropout_p to be a number between 0 and 1, got {dropout_p!r}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
-    return float(dropout_p)
-
-
-def checked_softcap(softcap: float) -> float:
-    """Return `softcap`; refuse anything but a finite number of at least 0."""
-    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
-        raise TypeError(f"expected softcap to be a number, 0.0 for none, got {softcap!r}")
+def checked_factors(*, scale: Any = None, softcap: float = 0.0, dropout_p: float = 0.0) -> dict[str, Any]:
+    """Return these options by name, in this order; refuse what is no number or out of range."""
+    if isinstance(scale, (bool, str, Tensor)):  # the gradient of a tensor would be lost
+        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(f"expected scale to be a number or None, got {got}")
+    for name, value in (("softcap", softcap), ("dropout_p", dropout_p)):
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"expected {name} to be a number, got {value!r}")
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"expected softcap to be a finite number of at least 0.0, which is none, got {softcap}")
-    return float(softcap)
-
-
-def checked_scale(scale: object) -> Any:
-    """Return `scale`; refuse what is no number. Its gradient would be lost if it were a tensor."""
-    if isinstance(scale, (bool, str, torch.Tensor)):
-        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, torch.Tensor) else repr(scale)
-        raise TypeError(f"expected scale to be a number or None, got {got}")
-    return scale
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
+    return {"scale": scale, "softcap": float(softcap), "dropout_p": float(dropout_p)}
 
 
 def softmax_scale(head_dim: int, scale: float | None) -> float:
@@ -356,7 +324,7 @@ def checked_lengths(layout: Layout, seq_len: int | Iterable[int] | None) -> tupl
     if seq_len is None:
         return ()
     several: Any = seq_len
-    if not isinstance(several, Iterable) or isinstance(several, torch.Tensor):
+    if not isinstance(several, Iterable) or isinstance(several, Tensor):
         several = (several,)
     lengths = {checked_length(length) for length in several}
     for length in lengths:

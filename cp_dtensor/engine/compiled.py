@@ -9,7 +9,7 @@ capture found.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,15 +18,15 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors as Saved
 from cp_dtensor._torch.autograd import differentiated_once, refuse_traced_transforms
-from cp_dtensor._torch.tensors import split_rows, wide_dtype
+from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.select import allowed_backends
 from cp_dtensor.attention.lse import dense_lse, empty_lse, rounded_lse
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.arguments import drawn_seed, positive_scale
 from cp_dtensor.engine.base import Done, Tensors, need_lse
 from cp_dtensor.engine.call import Call, call_of
-from cp_dtensor.engine.contexts import live, pending
-from cp_dtensor.engine.handles import fake_handle, handle_of, keep_beside, kept_beside, value_of
+from cp_dtensor.engine.contexts import Left
+from cp_dtensor.engine.handles import fake_handle, keep_beside, kept_beside
 from cp_dtensor.engine.planner import planned
 from cp_dtensor.engine.run import run, run_backward
 
@@ -66,17 +66,6 @@ def attend_traced(
     return out, rounded_lse(lse)
 
 
-@dataclass(eq=False)
-class _Left:
-    """What a live forward leaves for its backward."""
-
-    done: Done
-    asked: tuple[str, Call] | None
-    """Key and call of the context that was asked."""
-    begun_in: int | None
-    """The backward in which this forward was a recompute."""
-
-
 def _keeps_rows(done: Done, q: Tensor) -> bool:
     """Return whether the rows of other ranks are kept: if the plan saves them, unless a CUDA graph is captured.
 
@@ -87,19 +76,16 @@ def _keeps_rows(done: Done, q: Tensor) -> bool:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, key, factors, numbers, needs_lse, needs_backward = arguments
-    t, call, asked = Tensors(*tensors), call_of(key, factors, numbers), None
-    is_live = call.is_live or t.mask is not None
-    if call.context:
-        asked = call.context, live(call.context, t.q.size(2), t.k.size(2))
-        call = call.under(asked[1])
+    t, call = Tensors(*tensors), call_of(key, factors, numbers)
+    found = Left.by(call, t.q, t.k)
     # Also where rows are kept: all ranks send LSE, and a single rank may lose its rows before backward.
     gives_lse = needs_lse or needs_backward
-    out, lse, saved, done = run(call, t, gives_lse)
+    out, lse, saved, done = run(found.call, t, gives_lse)
     out, lse = _row_after_row(out), dense_lse(lse) if gives_lse else lse.new_empty(0)
     left = t.q.new_empty(0, dtype=torch.int64)
-    if is_live:
-        begun_in = pending.begin(*asked) if asked and needs_backward else None
-        left = handle_of(_Left(done, asked if needs_backward else None, begun_in), for_copies=needs_backward)
+    if call.is_live or t.mask is not None:
+        found.done = done
+        left = found.handle(needs_backward)
     if needs_backward:
         keep_beside(left, (done, saved if _keeps_rows(done, t.q) else ()))
     return out, lse, left
@@ -123,22 +109,14 @@ def _fake_live_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
     grad_out, out, lse, left, *tensors, key, factors, numbers, needed = arguments
     t, (done, rows) = Tensors(*tensors), kept_beside(left) or (None, ())
-    if left.numel():
-        found: _Left = value_of(left)
+    found = Left.of(left, in_backward=True)
+    if found is not None:
         done = found.done
-        if found.asked is not None:
-            pending.end(*found.asked, found.begun_in)
     if done is None:  # a copy in a CUDA graph: the same plan as in forward, found without communication
         done = planned(call_of(key, factors, numbers), t)
     saved = rows if _keeps_rows(done, t.q) else ()
-    if not saved:
-        q, k, v, whole_out, whole_lse = (split_rows(x, done.rows) for x in (t.q, t.k, t.v, out, dense_lse(lse)))
-        with _torch.below_autograd(), done:
-            values = done.values(t.modifiers(done.call))
-            saved = done.plan.remake_saved(q, k, v, whole_out, whole_lse, values)
     grads = run_backward(done, t, saved, grad_out, (out, lse), tuple(needed))
-    of_qkv = [_row_after_row(grad) for grad in grads[:3] if grad is not None]
-    return *of_qkv, *(t.q.new_empty(0) if grad is None else grad for grad in grads[3:])
+    return *map(_row_after_row, grads[:3]), *(t.q.new_empty(0) if grad is None else grad for grad in grads[3:])
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:

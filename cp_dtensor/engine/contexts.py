@@ -15,13 +15,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor.attention.backends.select import allowed_backends
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
+from cp_dtensor.engine.base import Done
 from cp_dtensor.engine.call import Call, both_masks, checked_factors, checked_mask
+from cp_dtensor.engine.handles import handle_of, value_of
 from cp_dtensor.spec.layouts import HeadTail, Layout, Segment
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
@@ -59,7 +61,7 @@ class OpenContext:
     call: Call
     buffers: tuple[Any, ...] = ()
     """Its buffers, as shards in place."""
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     """(query heads,), logits of all SDPA inside."""
     is_constant: bool = False
     """True if mask, layout and lengths are constants of compiled code, as those of a module are."""
@@ -163,23 +165,17 @@ _unseen: list[OpenContext] = []
 
 
 @contextmanager
-def listed(context: OpenContext) -> Iterator[None]:
-    """List a context while open, if this is a thread whose state others cannot read."""
-    if _torch.in_main_thread() or _torch.in_autograd_thread():
-        yield
-        return
-    _unseen.append(context)
-    try:
-        yield
-    finally:
-        _unseen.remove(context)
-
-
-@contextmanager
 def opened(context: OpenContext) -> Iterator[None]:
     """Make this the context of the thread while open."""
-    with _torch.thread_state(_OPEN, (context, _torch.current_backward())):
-        yield
+    is_unseen = not (_torch.in_main_thread() or _torch.in_autograd_thread())
+    if is_unseen:
+        _unseen.append(context)
+    try:
+        with _torch.thread_state(_OPEN, (context, _torch.current_backward())):
+            yield
+    finally:
+        if is_unseen:
+            _unseen.remove(context)
 
 
 def warn_of_other_threads() -> None:
@@ -273,82 +269,97 @@ def inherited(owner: str, call: Call, *, layout: bool, mask: bool, traced: bool 
 # Contexts that compiled code asks
 
 
-def live(key: str, q_local: int, kv_local: int) -> Call:
-    """Return the call of the context with this key in which compiled code runs.
-
-    Args:
-        key: of an `OpenContext`.
-        q_local, kv_local: this rank's numbers of queries and keys.
-
-    Raises:
-        RuntimeError: there is no such context; in a recompute: there have been several.
-    """
-    context, entered_in = _torch.get_thread_state(_OPEN) or (None, None)
-    if _torch.current_backward() not in (None, entered_in):  # a recompute
-        return pending.only(key, q_local, kv_local)
-    if context is None or context.key != key:
-        raise RuntimeError(
-            "this code was compiled inside of context_parallel, and runs outside of any context with the same options"
-        )
-    found: Call = context.call
-    return found
+_pending: Counter[tuple[str, Call]] = Counter()
+"""Forward passes of compiled code whose backward has not come, by key and call of the context that they asked."""
+_MOST_PENDING = 256
+"""Contexts that are kept in `_pending`: some forwards never have a backward."""
+_lock = threading.Lock()
 
 
-class _Pending:
-    """Counts, for each context, the forward passes of compiled code whose backward has not come.
+@dataclass(eq=False)
+class Left:
+    """What a forward of compiled code leaves for its backward. A handle names it."""
+
+    call: Call
+    """With mask, layout and lengths of the open context, if the call asks one."""
+    asked: tuple[str, Call] | None = None
+    """Key and call of the context that was asked."""
+    done: Done | None = None
+    """Of attention."""
+    begun_in: int | None = None
+    """The backward in which the forward was a recompute."""
+
+    @classmethod
+    def by(cls, call: Call, q: Tensor, k: Tensor) -> Left:
+        """Ask the context of a call, if it has one, for mask, layout and lengths.
+
+        Raises:
+            RuntimeError: the context is not open; in a recompute: there have been several.
+        """
+        if not call.context:
+            return cls(call)
+        around = _live(call.context, q.size(2), k.size(2))
+        return cls(call.under(around), (call.context, around))
+
+    def handle(self, needs_backward: bool) -> Tensor:
+        """Return the handle of this. Where a context was asked, the pass is pending until its backward."""
+        if needs_backward and self.asked is not None:
+            self.begun_in = _torch.current_backward()
+            if self.begun_in is None:  # a recompute stands for a pass that is pending
+                with _lock:
+                    _pending[self.asked] += 1
+                    if len(_pending) > _MOST_PENDING:
+                        del _pending[next(iter(_pending))]
+        return handle_of(self, for_copies=needs_backward)
+
+    @staticmethod
+    def of(handle: Tensor, *, in_backward: bool = False) -> Left | None:
+        """Return what a handle names, None for an empty tensor. `in_backward`: the pass is no longer pending."""
+        if not handle.numel():
+            return None
+        left: Left = value_of(handle)
+        # A reentrant checkpoint recomputes in one backward, begins another, and has run forward without gradients.
+        is_its_backward = in_backward and left.begun_in in (None, _torch.current_backward())
+        if is_its_backward and left.asked is not None and not _torch.backward_may_come_again():
+            with _lock:
+                _pending[left.asked] -= 1
+                if _pending[left.asked] <= 0:
+                    del _pending[left.asked]
+        return left
+
+
+def _live(key: str, q_local: int, kv_local: int) -> Call:
+    """Return the call of the context with this key in which compiled code runs; lengths are this rank's.
 
     A recompute inside of a backward cannot tell which forward it repeats. Where all pending ones are of equal contexts,
     theirs is used; otherwise the recompute is refused. (An effectful operator would not help: torch recomputes it, too,
     in checkpoints.)
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._passes: Counter[tuple[str, Call]] = Counter()
-
-    def begin(self, key: str, asked: Call) -> int | None:
-        """Count a forward pass, unless it is a recompute in a backward; return that backward, for `end`."""
-        running = _torch.current_backward()
-        if running is None:
-            with self._lock:
-                self._passes[key, asked] += 1
-        return running
-
-    def end(self, key: str, asked: Call, begun_in: int | None) -> None:
-        """Count the backward of a forward pass, unless it keeps its graph for another one."""
-        # A reentrant checkpoint recomputes in one backward, begins another, and has run forward without gradients.
-        if begun_in not in (None, _torch.current_backward()) or _torch.backward_may_come_again():
-            return
-        with self._lock:
-            self._passes[key, asked] -= 1
-            if self._passes[key, asked] <= 0:
-                del self._passes[key, asked]
-
-    def only(self, key: str, q_local: int, kv_local: int) -> Call:
-        """Return the call of the one context with this key and these local lengths that has pending passes.
-
-        Raises:
-            RuntimeError: there are several, or none.
-        """
-        with self._lock:
-            found = [asked for each, asked in self._passes if each == key]
-        if len({replace(asked, lengths=(), batch_size=None) for asked in found}) == 1:  # they differ in lengths only
-            declared = [asked for asked in found if _declares(asked, q_local) and _declares(asked, kv_local)]
-            found = declared or found[-1:]  # older ones may never have a backward
-        if len(found) != 1:
+    context, entered_in = _torch.get_thread_state(_OPEN) or (None, None)
+    if _torch.current_backward() in (None, entered_in):
+        if context is None or context.key != key:
             raise RuntimeError(
-                "attention is computed again in a backward, by code that was compiled inside of context_parallel; "
-                f"there have been {len(found) or 'no'} contexts with the same options whose backward has not come, and "
-                "it cannot be told which of them this is: keep attention (selective checkpointing with a policy that "
-                "saves cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
+                "this code was compiled inside of context_parallel, and runs outside of any context with the same "
+                "options"
             )
-        return found[0]
+        call: Call = context.call
+        return call
+    with _lock:
+        found = [asked for each, asked in _pending if each == key]
+    if len({replace(asked, lengths=(), batch_size=None) for asked in found}) == 1:  # they differ in lengths only
+        declared = [asked for asked in found if _declares(asked, q_local) and _declares(asked, kv_local)]
+        found = declared or found[-1:]  # older ones may never have a backward
+    if len(found) != 1:
+        raise RuntimeError(
+            "attention is computed again in a backward, by code that was compiled inside of context_parallel; "
+            f"there have been {len(found) or 'no'} contexts with the same options whose backward has not come, and "
+            "it cannot be told which of them this is: keep attention (selective checkpointing with a policy that "
+            "saves cp_dtensor.ATTENTION_OPS), or checkpoint around what is compiled"
+        )
+    return found[0]
 
 
 def _declares(call: Call, local: int) -> bool:
     """Return whether a declared length of a context gives this rank as many tokens."""
     layout, ranks = call.layout, call.ranks
     return any(layout.local_length(length, ranks.rank, ranks.size) == local for length in call.lengths)
-
-
-pending = _Pending()

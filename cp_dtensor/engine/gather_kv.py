@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
 from cp_dtensor._torch.cache import capturing
@@ -34,7 +35,7 @@ from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
 from cp_dtensor.spec.logs import log_once
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 """K and V or their gradients: (B, Hkv, T, D) and (B, Hkv, T, Dv)."""
 
 
@@ -53,8 +54,8 @@ class KVGather:
     debug: bool = False
     """True if the ranks compare at every pass that they make the same calls."""
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
-        """Local (B, H, T, D) and (B, H, T, Dv) to contiguous (B, H, rows, D) and (B, H, rows, Dv); a collective."""
+    def gather(self, k: Tensor, v: Tensor) -> Pair:
+        """Gather local (B, H, T, D) and (B, H, T, Dv) to contiguous (B, H, rows, D) and (B, H, rows, Dv)."""
         if self._is_empty(k):
             return k.new_zeros(*k.shape[:2], self.rows, k.size(3)), v.new_zeros(*v.shape[:2], self.rows, v.size(3))
         self._begin(k, v, backward=False)
@@ -66,8 +67,8 @@ class KVGather:
                 all_k, all_v = (F.pad(x, (0, 0, 0, self.rows - self.seq_len)) for x in (all_k, all_v))
             return all_k.view(k.dtype), all_v.view(v.dtype)
 
-    def reduce_gradients(self, grad_k: torch.Tensor, grad_v: torch.Tensor, local: int) -> Pair:
-        """Gradients of gathered K/V to those of this rank's `local` tokens, summed over the ranks."""
+    def reduce_gradients(self, grad_k: Tensor, grad_v: Tensor, local: int) -> Pair:
+        """Return gradients of this rank's `local` tokens: those of gathered K/V, summed over the ranks."""
         out_k, out_v = (grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
         if self._is_empty(grad_k):
             return out_k, out_v
@@ -82,22 +83,22 @@ class KVGather:
                 out.copy_(rows)
         return out_k, out_v
 
-    def _begin(self, k: torch.Tensor, v: torch.Tensor, backward: bool) -> None:
-        """Counts a pass before it exchanges anything."""
+    def _begin(self, k: Tensor, v: Tensor, backward: bool) -> None:
+        """Count a pass before it exchanges anything."""
         signature = _signature(self.layout, self.seq_len, k.shape[:2], (k.size(3), v.size(3)), k.dtype)
         begin_pass(self.ranks, signature, k, backward=backward, debug=self.debug)
 
-    def _is_empty(self, k: torch.Tensor) -> bool:
-        """True if no element is gathered, on any rank."""
+    def _is_empty(self, k: Tensor) -> bool:
+        """Return whether no element is gathered, on any rank."""
         return 0 in (*k.shape[:2], self.seq_len)
 
     @property
     def _longest(self) -> int:
-        """Tokens of the longest shard."""
+        """Return the tokens of the longest shard."""
         return max(shard_lengths(self.layout, self.seq_len, self.ranks.size))
 
-    def _read_shared_memory(self, k: torch.Tensor, v: torch.Tensor) -> Pair | None:
-        """The first way of the module's docstring; None, on every rank alike, where it does not apply."""
+    def _read_shared_memory(self, k: Tensor, v: Tensor) -> Pair | None:
+        """Gather by the first way of the module's docstring; None, on every rank alike, where it does not apply."""
         if self.ranks.inner is not None or len(self.layout.batch_groups(k.size(0))) > 1:
             return None
         group = self.ranks.outer
@@ -115,8 +116,8 @@ class KVGather:
             raise
         return all_k.squeeze(1).unflatten(0, k.shape[:2]), all_v.squeeze(1).unflatten(0, v.shape[:2])
 
-    def _all_gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
-        """The second way of the module's docstring."""
+    def _all_gather(self, k: Tensor, v: Tensor) -> Pair:
+        """Gather by the second way of the module's docstring."""
         packed = k.new_empty(self._longest, *k.shape[:2], k.size(3) + v.size(3))
         for rows, shard in zip(_split_kv(packed[: k.size(2)], k.size(3)), (k, v), strict=True):
             rows.copy_(shard)
@@ -126,8 +127,8 @@ class KVGather:
             self._select_rows(source, out, to_shards=False)
         return all_k, all_v
 
-    def _select_rows(self, source: torch.Tensor, out: torch.Tensor, to_shards: bool) -> None:
-        """Copies rows (dim 2) of `source` to `out` by `_row_index`, which may differ between batch groups."""
+    def _select_rows(self, source: Tensor, out: Tensor, to_shards: bool) -> None:
+        """Copy rows (dim 2) of `source` to `out` by `_row_index`, which may differ between batch groups."""
         for group, (start, stop) in enumerate(self.layout.batch_groups(source.size(0))):
             index = cached(_row_index, source.device, self.layout, self.seq_len, self.ranks.size, group, to_shards)
             torch.index_select(source[start:stop], 2, index, out=out[start:stop])
@@ -137,17 +138,15 @@ class GatherKV(RankFunction):
     """`KVGather.gather`, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, gather: KVGather) -> Pair:
-        """Gathers K/V."""
+    def forward(ctx: Any, k: Tensor, v: Tensor, gather: KVGather) -> Pair:
+        """Gather K/V."""
         ctx.gather, ctx.local = gather, k.size(2)
         return gather.gather(k, v)
 
     @staticmethod
     @differentiated_once
-    def backward(
-        ctx: Any, _saved: Tensors, grad_k: torch.Tensor, grad_v: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Sums gradients over the ranks."""
+    def backward(ctx: Any, _saved: Tensors, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum gradients over the ranks."""
         refuse_batches(grad_k, grad_v)
         return *ctx.gather.reduce_gradients(grad_k, grad_v, ctx.local), None
 
@@ -156,13 +155,13 @@ class GatherKV(RankFunction):
 def _signature(
     layout: Layout, seq_len: int, batch_and_heads: tuple[int, ...], dims: tuple[int, int], dtype: torch.dtype
 ) -> Signature:
-    """The signature of FlexAttention, which is equal on all ranks."""
+    """Return the signature of FlexAttention, which is equal on all ranks."""
     batch, heads = batch_and_heads
     return Signature(f"FlexAttention to {seq_len:,} keys, batch {batch}, {heads} heads of {dims}, {dtype}, {layout}")
 
 
-def _split_kv(rows: torch.Tensor, width: int) -> Pair:
-    """Rows (T, B, H, D + Dv) as views (B, H, T, D) and (B, H, T, Dv); `width` is D.
+def _split_kv(rows: Tensor, width: int) -> Pair:
+    """Return rows (T, B, H, D + Dv) as views (B, H, T, D) and (B, H, T, Dv); `width` is D.
 
     >>> [tuple(x.shape) for x in _split_kv(torch.zeros(5, 1, 2, 7), 4)]
     [(1, 2, 5, 4), (1, 2, 5, 3)]
@@ -172,8 +171,8 @@ def _split_kv(rows: torch.Tensor, width: int) -> Pair:
 
 def _row_index(
     device: torch.device, layout: Layout, seq_len: int, world_size: int, group: int, to_shards: bool
-) -> torch.Tensor:
-    """(ranks * longest shard,) positions of padded shards, 0 for padding, with `to_shards`; else (positions,) rows."""
+) -> Tensor:
+    """Return, `to_shards`, (ranks * longest shard,) positions of padded shards (0: padding), else (positions,) rows."""
     longest = max(shard_lengths(layout, seq_len, world_size))
     shards = [positions_of(layout.segments(seq_len, rank, world_size, group), device) for rank in range(world_size)]
     rows = torch.cat([torch.arange(each.numel(), device=device) + rank * longest for rank, each in enumerate(shards)])
@@ -190,8 +189,8 @@ def _log_gather(layout: Layout, seq_len: int, world_size: int, how: str) -> None
     log_once("engine", logging.INFO, f"{text}, and torch's kernel computes this rank's queries")
 
 
-def _sum_over_ranks(blocks: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
-    """(ranks, ...) of each rank to this rank's (...), summed over the ranks in float32 or wider."""
+def _sum_over_ranks(blocks: Tensor, ranks: SequenceRanks) -> Tensor:
+    """Exchange (ranks, ...) of each rank for this rank's (...), summed over the ranks in float32 or wider."""
     wide = wide_dtype(blocks)
     blocks = blocks.unflatten(0, (ranks.outer.size(), ranks.inner_size))
     if ranks.inner is None:
@@ -201,8 +200,8 @@ def _sum_over_ranks(blocks: torch.Tensor, ranks: SequenceRanks) -> torch.Tensor:
     return _exchange(blocks, ranks.outer).sum(0, dtype=wide)
 
 
-def _exchange(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-to-all of (ranks, ...): block i goes to rank i, and block i of the result comes from rank i."""
+def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange (ranks, ...): block i goes to rank i, and block i of the result comes from rank i."""
     blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
     all_to_all_single(received.flatten(), blocks.flatten(), group, "an exchange of dK/dV")
@@ -215,7 +214,7 @@ _MAX_RANGES = 8
 
 @lru_cached  # equal calls must get the same object: the exchange's tables are looked up by its identity
 def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRows | None:
-    """All ranks' rows of one head, which every rank receives; None if a shard is not a few contiguous ranges."""
+    """Return all ranks' rows of one head, which every rank receives; None if a shard has many ranges."""
     shards = [layout.segments(seq_len, rank, world_size) for rank in range(world_size)]
     if not all(len(shard) <= _MAX_RANGES and all(each.is_contiguous for each in shard) for shard in shards):
         return None
@@ -226,8 +225,8 @@ def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRo
 # Small tensors on devices
 
 
-def cached(make: Callable[..., torch.Tensor], device: torch.device, *key: Any) -> torch.Tensor:
-    """`make(device, *key)`, a small tensor, from an LRU cache; a graph being captured computes what is not there."""
+def cached(make: Callable[..., Tensor], device: torch.device, *key: Any) -> Tensor:
+    """Return `make(device, *key)`, a small tensor, from an LRU cache; while a graph is captured, only what is there."""
     value = _cache.get((make, device, *key))
     if value is None:
         if capturing():
@@ -237,4 +236,4 @@ def cached(make: Callable[..., torch.Tensor], device: torch.device, *key: Any) -
     return value.read()
 
 
-_cache = LRUCache[Shared[torch.Tensor]](pins=capturing)
+_cache = LRUCache[Shared[Tensor]](pins=capturing)

@@ -135,7 +135,7 @@ Parts = tuple[type, tuple[object, ...]]
 
 
 def parts_of(value: Any) -> Any:
-    """The parts of a layout or mask, recursively; other values as they are."""
+    """Return the parts of a layout or mask, recursively; other values as they are."""
     if isinstance(value, (Layout, Mask)):
         has_fields: bool = is_dataclass(value)
         if not has_fields:
@@ -150,7 +150,7 @@ def parts_of(value: Any) -> Any:
 
 
 def made_of(parts: Any) -> Any:
-    """The inverse of `parts_of`."""
+    """Make a value of its parts: the inverse of `parts_of`."""
     if not isinstance(parts, tuple) or not parts:
         return parts
     if not isinstance(parts[0], type):

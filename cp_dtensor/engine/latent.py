@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
@@ -38,23 +39,21 @@ class ExpandedStep(Step):
     """The step of all heads."""
     rows: tuple[Span, ...]
     """The rows of the step that tiles read. Tiles of this step refer to these rows, one range after the other."""
-    latent: torch.Tensor
+    latent: Tensor
     """(B, 1, T, R), the latents of these rows."""
-    rotary: torch.Tensor
+    rotary: Tensor
     """(B, 1, T, Dr), their rotary keys."""
-    up: torch.Tensor
+    up: Tensor
     """(h, Dn + Dv, R), of these heads."""
 
 
 def rows_of_tiles(step: Step) -> tuple[Span, ...]:
-    """The ranges of key rows that the tiles of a step read."""
+    """Return the ranges of key rows that the tiles of a step read."""
     return tuple(joined_spans(tile.kv for tile in step.tiles))
 
 
-def expanded_steps(
-    steps: Steps, latents: Iterable[tuple[torch.Tensor, torch.Tensor]], up: torch.Tensor
-) -> Iterator[ExpandedStep]:
-    """Yields a step for each group of heads in each step.
+def expanded_steps(steps: Steps, latents: Iterable[tuple[Tensor, Tensor]], up: Tensor) -> Iterator[ExpandedStep]:
+    """Yield a step for each group of heads in each step.
 
     Args:
         steps: steps of one key/value head, whose rows are latents.
@@ -84,7 +83,7 @@ def _length(rows: tuple[Span, ...]) -> int:
 
 
 def _place(span: Span, rows: tuple[Span, ...]) -> Span:
-    """The place of a span among some rows, one of which contains it.
+    """Return the place of a span among some rows, one of which contains it.
 
     >>> _place((6, 8), ((0, 2), (5, 9)))
     (3, 5)
@@ -101,15 +100,15 @@ class LatentGradients(KeyValueGradients):
     """Sums of the gradients of latents and rotary keys, from those of the keys and values of each group of heads."""
 
     def __init__(
-        self, latent: torch.Tensor, rotary: torch.Tensor, state_dtype: torch.dtype, transfers: GradTransfers | None,
-        heads: int, grad_up: torch.Tensor | None,
+        self, latent: Tensor, rotary: Tensor, state_dtype: torch.dtype, transfers: GradTransfers | None,
+        heads: int, grad_up: Tensor | None,
     ) -> None:  # fmt: skip
         super().__init__(latent, rotary, state_dtype, transfers)
         self._heads, self._grad_up = heads, grad_up
         self._sums: Tensors = ()
 
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
-        """Contracts the gradients of a group of heads; those of the whole step are added with its last group."""
+        """Contract the gradients of a group of heads; those of the whole step are added with its last group."""
         assert isinstance(step, ExpandedStep)
         first, last = step.heads
         grad_up = None if self._grad_up is None else self._grad_up[first:last]
@@ -133,8 +132,8 @@ class LatentGradients(KeyValueGradients):
         self._sums = ()
         super().add(step.whole, *of_whole)
 
-    def _whole(self, parts: list[Part], latent: torch.Tensor) -> torch.Tensor:
-        """The sum of the parts, of all batch rows and all rows; zero where there are none."""
+    def _whole(self, parts: list[Part], latent: Tensor) -> Tensor:
+        """Return the sum of the parts, of all batch rows and all rows; zero where there are none."""
         batch, _, length, _ = latent.shape
         (tensor, *_) = parts[0].tensors
         if len(parts) == 1 and parts[0][:2] == ((0, batch), (0, length)):
@@ -153,21 +152,19 @@ class LatentRingPlan(RingPlan):
         return 1
 
     def steps(
-        self, planned: Steps, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
+        self, planned: Steps, transfers: KvTransfers | None, k: Tensor, v: Tensor, modifiers: Modifiers
     ) -> Iterable[Step]:
         assert modifiers.up is not None
         received = super().keys_and_values
         return expanded_steps(planned, (received(step, transfers, k, v) for step in planned), modifiers.up)
 
-    def keys_and_values(
-        self, step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self, step: Step, transfers: KvTransfers | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(step, ExpandedStep)
         with label("expand latents, heads {}", step.heads):
             return expand_latents(step.latent, step.rotary, step.up, self.spec.head_dim)
 
     def key_value_gradients(
-        self, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, transfers: GradTransfers | None
+        self, k: Tensor, v: Tensor, modifiers: Modifiers, transfers: GradTransfers | None
     ) -> KeyValueGradients:
         assert modifiers.up is not None
         return LatentGradients(k, v, self.state_dtype, transfers, modifiers.up.size(0), modifiers.grad_up)
@@ -181,14 +178,12 @@ class ExpandedPlan(Plan):
     saves_rows_of_others: bool
     """As that of `inner`."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
         expanded = self._expanded(q, k, v, values.modifiers)
         out, lse, saved = self.inner.forward(q, *expanded, _of_expanded(values), needs_lse)
         return out, lse, (k, *saved)
 
-    def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
-    ) -> Gradients:
+    def backward(self, grad_out: Tensor, saved: Tensors, values: Values, grad_bias: Tensor | None) -> Gradients:
         latent, *of_inner = saved
         up = values.modifiers.up
         assert up is not None
@@ -197,17 +192,13 @@ class ExpandedPlan(Plan):
             of_latent, of_rotary = contract_gradients(grad_k, grad_v, latent, up, values.modifiers.grad_up)
         return grad_q, of_latent, of_rotary.to(up.dtype)
 
-    def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, values: Values
-    ) -> Tensors:
+    def remake_saved(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, values: Values) -> Tensors:
         return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, values.modifiers), out, lse, values)
 
     def abandon(self, ranks: SequenceRanks) -> None:
         self.inner.abandon(ranks)
 
-    def _expanded(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expanded(self, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers) -> tuple[Tensor, Tensor]:
         assert modifiers.up is not None
         with on_device(q.device):
             return expand_latents(k, v, modifiers.up, q.size(3))

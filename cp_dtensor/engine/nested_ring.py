@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import cut
@@ -30,7 +30,7 @@ class NestedRingPlan(Ring):
     inner: tuple[RingPlan | None, ...]
     """For each hop of the outer plan; None where no query of the inner axis attends to any of the keys."""
 
-    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
+    def results(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> list[Part]:
         inner, values = self.inner[step.hop], _within(shared.values)
         if inner is None:
             return []
@@ -39,7 +39,7 @@ class NestedRingPlan(Ring):
         partial = inner.forward(shared.q, k, v, values, True)[:2]
         return [_whole_part(shared.q, partial)]
 
-    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
+    def gradients(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> GradientParts:
         inner, (grad_out, out, lse) = self.inner[step.hop], shared.rows
         if inner is None:
             return [], [], []
@@ -52,10 +52,8 @@ class NestedRingPlan(Ring):
         for inner in filter(None, self.inner):
             inner.abandon(_inner_ranks(ranks))
 
-    def keys_and_values(
-        self, step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a step. Rows that were not sent are zero: interval-masked tiles may multiply them by zero."""
+    def keys_and_values(self, step: Step, transfers: KvTransfers | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of a step, with zeros for rows that were not sent: masked tiles may multiply them by zero."""
         step_k, step_v = super().keys_and_values(step, transfers, k, v)
         plan = self.tile_plan
         if step.transfer is not None and self.spec.masking is not Masking.BY_SHAPE:
@@ -68,13 +66,13 @@ class NestedRingPlan(Ring):
         return step_k, step_v
 
 
-def _whole_part(rows_of: torch.Tensor, tensors: Tensors) -> Part:
-    """A part of all batch rows and rows of (B, H, S, D)."""
+def _whole_part(rows_of: Tensor, tensors: Tensors) -> Part:
+    """Return a part of all batch rows and rows of (B, H, S, D)."""
     return Part((0, rows_of.size(0)), (0, rows_of.size(2)), tensors)
 
 
 def _within(values: Values) -> Values:
-    """The values of a ring over the inner axis."""
+    """Return the values of a ring over the inner axis."""
     return values._replace(ranks=_inner_ranks(values.ranks))
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch
+from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import on_device
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.select import (
@@ -29,7 +30,7 @@ from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.engine.agreement import agreed_pair
+from cp_dtensor.engine.agreement import agreed_pair, warn_of_zeros_and_ones
 from cp_dtensor.engine.arguments import check_batch_size
 from cp_dtensor.engine.base import Done, Plan, Tensors
 from cp_dtensor.engine.call import Call, plan_fields
@@ -92,55 +93,45 @@ def planned(
     if found is None or call.debug:
         pair = agreed_pair(call, t, needs_lse, needs_grads)
         if found is None:
-            found = plans.add(key, _planned(call, pair, properties, allowed))
+            found = _planned(call, pair, properties, allowed)
+            if t.bias is not None:
+                warn_of_zeros_and_ones(t.bias)
+            if not capturing():  # ranks compare nothing then, so a later call must not find the plan
+                plans.add(key, found)
     plan, pair, signature, calls = found
     scale = 1.0 / math.sqrt(q.size(3)) if call.scale is None else call.scale
     return Done(call, plan, pair, scale, signature, calls, rows)
 
 
 def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], allowed: Allowed) -> _Planned:
-    q_shape, mask = properties[0], call.mask or Full()
+    q_shape, mask, ranks = properties[0], call.mask or Full(), call.ranks
     check_batch_size(q_shape, call)
     spec = call_spec(call.partition(pair, q_shape[0]), mask, *properties)
     if spec.deterministic:
         spec = masked_by_shape(spec, allowed)
-    backend = choose_backend(expanded(spec), allowed)
-    plan = plan_call(spec, call.method, call.transport, backend, call.ranks)
-    if is_logged("engine"):
-        _log_plan(plan, spec, call, pair)
-    calls = () if _is_alone(spec) else calls_of(call.ranks)
-    return replayed(plan) if call.replay else plan, pair, _signature(spec, call, pair, mask), calls
-
-
-def _signature(spec: CallSpec, call: Call, pair: tuple[int, int], mask: Mask) -> Signature:
-    """The signature of a call: what is equal on all ranks and decides what they exchange."""
-    layout = "DTensors" if call.placed is not None else str(call.layout)
-    return Signature(
+    plan = plan_call(spec, call.method, call.transport, choose_backend(expanded(spec), allowed), ranks)
+    # What is equal on all ranks and decides what they exchange.
+    signature = Signature(
         f"attention of {pair[0]:,} queries to {pair[1]:,} keys, batch {spec.batch_size}, {spec.q_heads}:"
-        f"{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, method {call.method!r}, {layout}, {mask}"
+        f"{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, method {call.method!r}, "
+        f"{'DTensors' if call.placed is not None else call.layout}, {mask}"
     )
+    if is_logged("engine"):
+        sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
+        how = f"{_described(plan)} (rotate_method {call.transport.name!r})"
+        log_once("engine", logging.INFO, f"{signature.text}, on {sizes} ranks: {how}")
+    if call.replay:
+        plan = replayed(plan, spec.device_type)
+    return plan, pair, signature, () if _is_alone(spec) else calls_of(ranks)
 
 
 def _is_alone(spec: CallSpec) -> bool:
-    """True if one rank has all rows."""
+    """Return whether one rank has all rows."""
     return len(spec.partition.groups()[0].kv_by_rank) == 1
 
 
-def _log_plan(plan: Plan, spec: CallSpec, call: Call, pair: tuple[int, int]) -> None:
-    """Logs the method, layout, transport and backend of a call like no earlier one."""
-    ranks = call.ranks
-    sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
-    layout, mask = (text if len(text) <= 80 else f"{text[:60]}...)" for text in (str(call.layout), str(spec.mask)))
-    log_once(
-        "engine", logging.INFO,
-        f"attention of {pair[0]:,} queries to {pair[1]:,} keys on {sizes} ranks, batch {spec.batch_size}, "
-        f"{spec.q_heads}:{spec.kv_heads} heads of {spec.dims}, {spec.dtype}, {mask}, {layout}: "
-        f"{_described(plan)} (method={call.method!r}, rotate_method={call.transport.name!r})",
-    )  # fmt: skip
-
-
 def _described(plan: Plan) -> str:
-    """A plan in words."""
+    """Return a plan in words."""
     if isinstance(plan, ExpandedPlan):
         return f"latents expanded before sending, {_described(plan.inner)}"
     if isinstance(plan, UlyssesPlan):
@@ -159,32 +150,21 @@ def call_spec(
     device: torch.device, has_bias: bool = False, changes_weights: bool = False, deterministic: bool = False,
     value_dim: int | None = None,
 ) -> CallSpec:  # fmt: skip
-    """The `CallSpec` of shards of these shapes.
-
-    With `value_dim`, the head dim of values, k and v are latents and rotary keys.
-    """
+    """Return the `CallSpec` of shards of these shapes. With `value_dim`, k and v are latents and rotary keys."""
     masking = masking_of(partition, mask, has_bias, changes_weights, deterministic)
     return CallSpec(
-        partition=partition,
-        mask=as_plain(mask) if masking is Masking.BY_SHAPE else mask,
-        batch_size=q[0],
-        q_heads=q[1],
-        kv_heads=k[1],
-        head_dim=q[3],
-        v_head_dim=v[3] if value_dim is None else value_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        masking=masking,
-        device=str(device),
+        partition=partition, mask=as_plain(mask) if masking is Masking.BY_SHAPE else mask, batch_size=q[0],
+        q_heads=q[1], kv_heads=k[1], head_dim=q[3], v_head_dim=v[3] if value_dim is None else value_dim,
+        dtype=str(dtype).removeprefix("torch."), masking=masking, device=str(device),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        latent_dims=None if value_dim is None else (k[3], v[3]),
-        deterministic=deterministic,
-    )
+        latent_dims=None if value_dim is None else (k[3], v[3]), deterministic=deterministic,
+    )  # fmt: skip
 
 
 def plan_call(
     spec: CallSpec, method: str, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
 ) -> Plan:
-    """The plan for a method that fits the ranks; "auto" takes the one that is predicted to be fastest.
+    """Return the plan for a method that fits the ranks; "auto" takes the one that is predicted to be fastest.
 
     Of latents, "auto" may expand them before K/V are sent, as a rank that is alone does; other methods send latents.
     """
@@ -223,7 +203,7 @@ def _predicted_fastest(spec: CallSpec, transport: TransportMethod, ranks: Sequen
 def plan_ring(
     spec: CallSpec, transport: TransportMethod, backend: AttentionBackend, group: dist.ProcessGroup | None, rank: int
 ) -> RingPlan:
-    """A ring of the ranks of the partition. `group` is None for a rank that is alone."""
+    """Return a ring of the ranks of the partition. `group` is None for a rank that is alone."""
     device = torch.device(spec.device)
     alone = group is None or group.size() == 1
     with on_device(device):
@@ -240,7 +220,7 @@ def plan_ring(
 def plan_ulysses(
     spec: CallSpec, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
 ) -> UlyssesPlan:
-    """By heads over the inner axis, as a ring over the outer one; by heads alone if there is only one axis."""
+    """Return a plan by heads over the inner axis, as a ring over the outer one if there are two."""
     axis, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, ranks.outer)
     rank, ring_rank = axis.rank(), 0 if ring is None else ring.rank()
     device = torch.device(spec.device)
@@ -269,7 +249,7 @@ def plan_ulysses(
 def exchange_stages(
     heads: HeadPartition, merged: MergedPartition, ring_rank: int
 ) -> tuple[tuple[HeadRows, HeadRows], ...]:
-    """For each stage the rows and heads of the ranks: of queries, and of keys and values."""
+    """Return for each stage the rows and heads of the ranks: of queries, and of keys and values."""
     query_rows, key_rows = merged.rows(ring_rank)
     by_stage = [
         tuple(heads.kv_groups(rank, stage) for rank in range(heads.world_size)) for stage in range(heads.stages)
@@ -283,7 +263,7 @@ def exchange_stages(
 def plan_nested_ring(
     spec: CallSpec, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
 ) -> NestedRingPlan:
-    """A ring over the outer axis of rings over the inner one."""
+    """Return a ring over the outer axis of rings over the inner one."""
     assert ranks.inner is not None
     inner_size, inner_rank = ranks.inner.size(), ranks.inner.rank()
     # Direct hops between ranks with the same inner rank. All heads at once: each hop is a whole inner ring.
@@ -299,7 +279,7 @@ def plan_nested_ring(
 
 @lru_cached
 def _has_tiles(spec: CallSpec) -> bool:
-    """True if any rank's queries attend to any rank's keys; alike on each rank."""
+    """Return whether any rank's queries attend to any rank's keys; alike on each rank."""
     tiling = spec.tiling
     ranks = range(tiling.world_size)
     return any(tiling.tiles_against(rank, source) for rank in ranks for source in ranks)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.cache import GroupCache, capturing
@@ -61,11 +62,11 @@ class ReplayedPlan(Plan):
     identity: object = field(default_factory=object)
     """Stands for the plan in keys, since the hash of a plan takes longer than a replay."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
         modifiers = values.modifiers
         sinks = () if modifiers.sinks is None else (modifiers.sinks,)
 
-        def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sinks: torch.Tensor) -> Tensors:
+        def compute(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensors:
             own = values._replace(modifiers=replace(modifiers, sinks=sinks[0])) if sinks else values
             out, lse, saved = self.inner.forward(q, k, v, own, needs_lse)
             return out, lse, *saved
@@ -73,27 +74,23 @@ class ReplayedPlan(Plan):
         out, lse, *saved = self._run(needs_lse, compute, (q, k, v, *sinks), values)
         return out, lse, tuple(saved)
 
-    def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
-    ) -> Gradients:
+    def backward(self, grad_out: Tensor, saved: Tensors, values: Values, grad_bias: Tensor | None) -> Gradients:
         assert grad_bias is None
 
-        def compute(grad_out: torch.Tensor, *saved: torch.Tensor) -> Gradients:
+        def compute(grad_out: Tensor, *saved: Tensor) -> Gradients:
             return self.inner.backward(grad_out, saved, values, None)
 
         dq, dk, dv = self._run("backward", compute, (grad_out, *saved), values)
         return dq, dk, dv
 
-    def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, values: Values
-    ) -> Tensors:
+    def remake_saved(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, values: Values) -> Tensors:
         return self.inner.remake_saved(q, k, v, out, lse, values)
 
     def abandon(self, ranks: SequenceRanks) -> None:
         self.inner.abandon(ranks)
 
     def _run(self, kind: Hashable, function: Callable[..., Tensors], arguments: Tensors, values: Values) -> Tensors:
-        """`function(*arguments)`, eagerly or by a graph."""
+        """Run `function(*arguments)`, eagerly or by a graph."""
         like = arguments[0]
         if capturing() or 0 in like.shape[:2]:  # a graph of the user's, or nothing to launch
             return function(*arguments)
@@ -119,7 +116,7 @@ class ReplayedPlan(Plan):
 
 
 def _captured(function: Callable[..., Tensors], arguments: Tensors) -> Replay | None:
-    """The graph of a pass; None, with a warning, if it cannot be captured, such as where memory is short."""
+    """Return the graph of a pass; None, with a warning, if it cannot be captured, as where memory is short."""
     try:
         return Replay(function, arguments)
     except RuntimeError as error:
@@ -129,13 +126,13 @@ def _captured(function: Callable[..., Tensors], arguments: Tensors) -> Replay | 
 
 
 def _current_workspaces(ranks: SequenceRanks) -> tuple[Workspace | None, ...]:
-    """The symmetric buffers of the ranks."""
+    """Return the symmetric buffers of the ranks."""
     groups = (ranks.outer,) if ranks.inner is None else (ranks.outer, ranks.inner)
     return tuple(map(current_workspace, groups))
 
 
-def _followed_workspaces(ranks: SequenceRanks, like: torch.Tensor) -> tuple[Workspace | None, ...]:
-    """The symmetric buffers of the ranks, for whose earlier use the current stream waits."""
+def _followed_workspaces(ranks: SequenceRanks, like: Tensor) -> tuple[Workspace | None, ...]:
+    """Return the symmetric buffers of the ranks, for whose earlier use the current stream waits."""
     used = _current_workspaces(ranks)
     for each in used:
         if each is not None:
@@ -144,16 +141,18 @@ def _followed_workspaces(ranks: SequenceRanks, like: torch.Tensor) -> tuple[Work
 
 
 def _references(used: tuple[Workspace | None, ...]) -> tuple[ref[Workspace] | None, ...]:
-    """Weak references, which are equal for the same buffers and do not keep their memory."""
+    """Return weak references, which are equal for the same buffers and do not keep their memory."""
     return tuple([None if each is None else ref(each) for each in used])
 
 
-def replayed(plan: Plan) -> ReplayedPlan:
-    """A plan that replays the passes of another plan.
+def replayed(plan: Plan, device_type: str) -> ReplayedPlan:
+    """Return a plan that replays the passes of another plan.
 
     Raises:
-        NotImplementedError: the ranks do not exchange all rows through shared memory.
+        NotImplementedError: CPU tensors, or ranks that do not exchange all rows through shared memory.
     """
+    if device_type != "cuda":
+        raise NotImplementedError(f"replay=True makes CUDA graphs: expected CUDA tensors, got those on {device_type}")
     if _uses_collectives(plan):
         raise NotImplementedError(
             "replay=True needs ranks that share GPU memory, with rotate_method 'auto' or 'symm_mem': got a call whose "
@@ -163,7 +162,7 @@ def replayed(plan: Plan) -> ReplayedPlan:
 
 
 def _uses_collectives(plan: Plan) -> bool:
-    """True if a plan exchanges rows otherwise than through shared memory."""
+    """Return whether a plan exchanges rows otherwise than through shared memory."""
     if isinstance(plan, UlyssesPlan):
         return isinstance(plan.exchange, CollectiveHeads) or any(map(_uses_collectives, plan.inner))
     assert isinstance(plan, Ring)
@@ -171,11 +170,7 @@ def _uses_collectives(plan: Plan) -> bool:
 
 
 def refuse_unreplayable(call: Call, t: CallTensors) -> None:
-    """Refuses calls that `replay=True` does not take."""
-    if not t.q.is_cuda:
-        raise NotImplementedError(
-            f"replay=True makes CUDA graphs: expected CUDA tensors, got those on {t.q.device.type}"
-        )
+    """Refuse calls that `replay=True` does not take."""
     is_of_a_batch = call.mask is not None and _is_of_a_batch(call.mask)
     given = {
         "attn_mask": t.bias is not None,
@@ -190,7 +185,7 @@ def refuse_unreplayable(call: Call, t: CallTensors) -> None:
 
 
 def _is_of_a_batch(mask: Mask) -> bool:
-    """True if a mask depends on the data of a batch: documents, padding, and masks found by evaluating a function."""
+    """Return whether a mask depends on the data of a batch: documents, padding, and masks of evaluated functions."""
     if isinstance(mask, (Batched, Intersection, Union)):
         return any(map(_is_of_a_batch, mask.masks))
     return isinstance(mask, (Documents, Keys, Bands))

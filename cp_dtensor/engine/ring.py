@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cp_dtensor._torch import label
 from cp_dtensor._torch.autograd import Tensors
@@ -34,9 +35,7 @@ GradientParts = tuple[list[Part], list[Part], list[Part]]
 class KeyValueGradients:
     """Sums of dK and dV of this rank: from its own tiles and, one step later, from other ranks."""
 
-    def __init__(
-        self, k: torch.Tensor, v: torch.Tensor, state_dtype: torch.dtype, transfers: GradTransfers | None
-    ) -> None:
+    def __init__(self, k: Tensor, v: Tensor, state_dtype: torch.dtype, transfers: GradTransfers | None) -> None:
         self._k, self._v = k, v
         self.state_dtype = state_dtype
         self._sum_k, self._sum_v = Accumulator(k, state_dtype), Accumulator(v, state_dtype)
@@ -44,7 +43,7 @@ class KeyValueGradients:
         self._in_flight: Step | None = None
 
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
-        """Adds the gradients of a step's tiles, or sends them to the ranks that own these keys."""
+        """Add the gradients of a step's tiles, or sends them to the ranks that own these keys."""
         if step.transfer is None:
             self._add_own(step, parts_k, parts_v)
             return
@@ -62,8 +61,8 @@ class KeyValueGradients:
         self._receive()
         self._in_flight = step
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """dK and dV, complete."""
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return dK and dV, complete."""
         self._receive()
         return self._sum_k.result()[0], self._sum_v.result()[0]
 
@@ -91,13 +90,13 @@ class KeyValueGradients:
 class Pass(NamedTuple):
     """Values that all tiles of a forward or backward share. Tensors: (B, H, S, ...), this rank's query rows."""
 
-    q: torch.Tensor
+    q: Tensor
     values: Values
     rows: Tensors = ()
     """Of backward: grad_out, out and lse."""
-    delta: torch.Tensor | None = None
+    delta: Tensor | None = None
     """Of backward, if backends of tiles take it: torch's kernels compute it themselves, for each tile."""
-    grad_bias: torch.Tensor | None = None
+    grad_bias: Tensor | None = None
     """Of backward: the gradient of the bias is added to it, unless it is None."""
 
 
@@ -124,14 +123,14 @@ class Ring(Plan):
         return False
 
     @abstractmethod
-    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
-        """Partial results `(out, lse)` of a step of forward, for some query heads; k and v are those of the step."""
+    def results(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> list[Part]:
+        """Compute partial results `(out, lse)` of a step of forward, for some query heads and the step's k and v."""
 
     @abstractmethod
-    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
-        """Shares of dq, dk and dv of a step of backward, for some query heads; k and v are those of the step."""
+    def gradients(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> GradientParts:
+        """Compute shares of dq, dk and dv of a step of backward, for some query heads and the step's k and v."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
         arguments, modifiers = (q, k, v), values.modifiers
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
             out = q.new_empty((*q.shape[:3], self.spec.v_head_dim))
@@ -158,10 +157,8 @@ class Ring(Plan):
         out, lse = modifiers.completed(out, lse)
         return out, lse, (*arguments, out, lse)
 
-    def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
-    ) -> Gradients:
-        """Gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
+    def backward(self, grad_out: Tensor, saved: Tensors, values: Values, grad_bias: Tensor | None) -> Gradients:
+        """Compute the gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
 
         Sums over tiles and ranks are in `state_dtype` and are rounded once. The share of a rank in the dK/dV of another
         travels in the dtype of K/V, in which the kernels produce it.
@@ -194,21 +191,19 @@ class Ring(Plan):
             return grad_q.result()[0], *grad_kv.result()
 
     def steps(
-        self, planned: Steps, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
+        self, planned: Steps, transfers: KvTransfers | None, k: Tensor, v: Tensor, modifiers: Modifiers
     ) -> Iterable[Step]:
-        """The steps to compute, one after the other, in place of those of the plan."""
+        """Return the steps to compute, one after the other, in place of those of the plan."""
         return planned
 
     def key_value_gradients(
-        self, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, transfers: GradTransfers | None
+        self, k: Tensor, v: Tensor, modifiers: Modifiers, transfers: GradTransfers | None
     ) -> KeyValueGradients:
-        """The sums to which backward adds the shares of dK and dV of each step."""
+        """Return the sums to which backward adds the shares of dK and dV of each step."""
         return KeyValueGradients(k, v, self.state_dtype, transfers)
 
-    def keys_and_values(
-        self, step: Step, transfers: KvTransfers | None, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a step's tiles: its heads of the own shard, or what its transfer brings, once received."""
+    def keys_and_values(self, step: Step, transfers: KvTransfers | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of a step's tiles: its heads of the own shard, or what its transfer brings, once received."""
         if step.transfer is None:
             k, v = cut_all((k, v), None, step.heads, None)
             return k, v
@@ -219,7 +214,7 @@ class Ring(Plan):
         return k, v
 
     def group(self, ranks: SequenceRanks) -> dist.ProcessGroup | None:
-        """The axis around which K/V travel; None for one rank, whose K/V do not travel."""
+        """Return the axis around which K/V travel; None for one rank, whose K/V do not travel."""
         return None if self.tile_plan.world_size == 1 else ranks.outer
 
     def abandon(self, ranks: SequenceRanks) -> None:
@@ -239,7 +234,7 @@ class RingPlan(Ring):
     def computes_delta(self) -> bool:
         return self.backend.takes_modifiers
 
-    def results(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> list[Part]:
+    def results(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> list[Part]:
         backend, parts = self.backend, []
         for tile in step.tiles:
             tile_q = cut(shared.q, tile.batch, heads, tile.q)
@@ -251,7 +246,7 @@ class RingPlan(Ring):
             parts.append(Part(tile.batch, tile.q, partial))
         return parts
 
-    def gradients(self, step: Step, heads: Span, k: torch.Tensor, v: torch.Tensor, shared: Pass) -> GradientParts:
+    def gradients(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> GradientParts:
         grad_out, out, lse = shared.rows
         backend = self.own_backward if step.transfer is None else self.backend
         parts_q, parts_k, parts_v = [], [], []
@@ -273,7 +268,7 @@ class RingPlan(Ring):
 
 
 def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, shared: Pass) -> AttentionBackend:
-    """The backend, with the modifiers and the delta of one tile."""
+    """Return the backend with the modifiers and the delta of one tile."""
     modifiers = shared.values.modifiers
     if modifiers.concern_tiles:
         modifiers = modifiers.part(tile.batch, heads, tile.q)

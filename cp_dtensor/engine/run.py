@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors as Saved
 from cp_dtensor._torch.tensors import joined_rows, no_autocast, on_device, split_rows
-from cp_dtensor.attention.lse import rounded_lse
+from cp_dtensor.attention.lse import dense_lse, rounded_lse
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
-from cp_dtensor.engine.agreement import warn_of_zeros_and_ones
 from cp_dtensor.engine.arguments import check_bias
-from cp_dtensor.engine.base import Done, Gradients, Tensors, zeros_for_sums
+from cp_dtensor.engine.base import Done, Tensors, zeros_for_sums
 from cp_dtensor.engine.call import Call, both_masks
 from cp_dtensor.engine.handles import value_of
 from cp_dtensor.engine.planner import planned
@@ -66,13 +65,9 @@ def run(
         call = replace(call, mask=both_masks(own, call.mask), pair=pair or call.pair)
         if rows > 1:
             t = t._replace(q=split_rows(t.q, rows), k=split_rows(t.k, rows), v=split_rows(t.v, rows))
-    if call.replay and not t.q.is_cuda:  # alike on every rank
-        refuse_unreplayable(call, t)
     done = planned(call, t, rows, needs_lse, needs_grads)
-    if t.bias is not None:
-        if call.placed is None:
-            check_bias(t.q, t.bias, done.pair, call)
-        warn_of_zeros_and_ones(t.bias, call.ranks)
+    if t.bias is not None and call.placed is None:
+        check_bias(t.q, t.bias, done.pair, call)
     if call.replay:
         refuse_unreplayable(call, t)
     # Nothing is refused from here on. The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the
@@ -83,7 +78,8 @@ def run(
     done.begin(q)
     # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
     with no_autocast(q), _torch.below_autograd(), done:
-        out, lse, saved = done.plan.forward(q, k, v, done.values(t.modifiers(call)), needs_lse)
+        values = done.values(call.modifiers(t.bias, t.sinks, t.seed, t.up))
+        out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
     if rows > 1:
         out, lse = joined_rows(out, rows), joined_rows(lse, rows) if needs_lse else lse
     return out, lse, saved, done
@@ -92,15 +88,15 @@ def run(
 def run_backward(
     done: Done, t: Tensors, saved: Saved, grad_out: Tensor, results: tuple[Tensor, Tensor] | None,
     needed: tuple[bool, bool, bool] = (False, False, False),
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute the gradients of q, k, v, bias, sinks and up, in their dtypes.
 
     Args:
         done: that of the forward, which the pass reads besides its arguments.
-        t: the tensors of the forward; q, k and v are not read.
-        saved: those that the plan has saved.
+        t: the tensors of the forward; q, k and v are not read if there are `saved`.
+        saved: the tensors that the plan saved; () if they were not kept, and are made again from `t` and `results`.
         grad_out: (B, H, S, Dv).
-        results: out and lse, if sinks need a gradient.
+        results: out and lse, if sinks need a gradient or nothing is `saved`.
         needed: True for each of bias, sinks and up whose gradient is asked for; None is returned for others.
     """
     grad_bias = zeros_for_sums(t.bias) if needed[0] and t.bias is not None else None
@@ -108,42 +104,29 @@ def run_backward(
     grad_sinks = None
     if t.bias is not None:
         t = t._replace(bias=t.bias.resolve_neg())
-    modifiers = t.modifiers(done.call)
+    modifiers = done.call.modifiers(t.bias, t.sinks, t.seed, t.up)
     if modifiers is not NO_MODIFIERS:  # the plan adds no gradients of sinks, which concern merged rows only
         modifiers = replace(modifiers, sinks=None, grad_up=grad_up)
+    out, lse = results or (grad_out, grad_out)
     rows = done.rows
     if rows > 1:
-        grad_out, results = (
-            split_rows(grad_out, rows),
-            results and (split_rows(results[0], rows), split_rows(results[1], rows)),
-        )
+        grad_out, out, lse = split_rows(grad_out, rows), split_rows(out, rows), split_rows(lse, rows)
     done.begin(grad_out, backward=True)
     with no_autocast(grad_out), _torch.below_autograd(), done:
+        values = done.values(modifiers)
+        if not saved:
+            q, k, v = split_rows(t.q, rows), split_rows(t.k, rows), split_rows(t.v, rows)
+            saved = done.plan.remake_saved(q, k, v, out, dense_lse(lse), values)
         if needed[1] and t.sinks is not None and results is not None:
-            grad_sinks = _gradient_of_sinks(t.sinks, grad_out, *results)
-        grads = done.plan.backward(grad_out.resolve_neg(), saved, done.values(modifiers), grad_bias)
-    of_bias = None if grad_bias is None or t.bias is None else grad_bias.to(t.bias.dtype)
-    of_up = None if grad_up is None or t.up is None else grad_up.to(t.up.dtype)
+            # Each rank's share is that of its own tokens, as for any parameter, also where others computed these rows.
+            with on_device(grad_out.device):
+                of_rows = sinks_gradient(t.sinks, rounded_lse(lse), attention_delta(grad_out, out))
+                grad_sinks = of_rows.to(t.sinks.dtype)
+        grads = done.plan.backward(grad_out.resolve_neg(), saved, values, grad_bias)
     if rows > 1:
         grads = joined_rows(grads[0], rows), joined_rows(grads[1], rows), joined_rows(grads[2], rows)
-    return *grads, of_bias, grad_sinks, of_up
-
-
-def run_backward_again(
-    call: Call, t: Tensors, grad_out: Tensor, out: Tensor, lse: Tensor
-) -> Gradients:  # fmt: skip
-    """Compute the gradients of q, k and v from the inputs and results of a forward that has left nothing."""
-    done = planned(call, t)
-    with done:
-        saved = done.plan.remake_saved(t.q, t.k, t.v, out, lse, done.values())
-    grad_q, grad_k, grad_v = run_backward(done, t, saved, grad_out, None)[:3]
-    return cast(Gradients, (grad_q, grad_k, grad_v))
-
-
-def _gradient_of_sinks(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Return the share of this rank's rows in the gradient of the sinks (H,), from the results of the call.
-
-    Each rank's share is that of its own tokens, as for any parameter, also where other ranks computed these rows.
-    """
-    with on_device(out.device):
-        return sinks_gradient(sinks, rounded_lse(lse), attention_delta(grad_out, out)).to(sinks.dtype)
+    if grad_bias is not None and t.bias is not None:
+        grad_bias = grad_bias.to(t.bias.dtype)
+    if grad_up is not None and t.up is not None:
+        grad_up = grad_up.to(t.up.dtype)
+    return *grads, grad_bias, grad_sinks, grad_up

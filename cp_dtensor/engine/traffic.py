@@ -36,7 +36,7 @@ def counted(
 
 
 def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None) -> Span:
-    """Bytes over the outer and the inner axis of a method of attention, a key of `estimates`."""
+    """Return the bytes over the outer and the inner axis of a method of attention, a key of `estimates`."""
     if method.startswith(EXPANDED):
         return attention_bytes(expanded(spec), method.removeprefix(EXPANDED), outer_size, inner_size)
     if method == "ulysses":
@@ -53,13 +53,13 @@ def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: in
 
 
 def _ring_rows(spec: CallSpec) -> list[int]:
-    """By rank: rows of K/V in forward and again in backward, and of their gradients, which come from their readers."""
+    """Return by rank the rows of K/V, in forward and again in backward, and of gradients, which come from readers."""
     reading = spec.tiling.reading
     return [2 * come + back for come, back in zip(reading.received_rows(), reading.sent_rows(), strict=True)]
 
 
 def _nested_rows(spec: CallSpec, outer_size: int, inner_size: int) -> Span:
-    """The most rows over the outer and the inner axis: each outer rank's K/V go around a ring within the inner axis."""
+    """Return the most rows over each axis: each outer rank's K/V go around a ring within the inner axis."""
     by_place = [
         replace(spec, partition=OuterPartition(spec.partition, inner_size, place)) for place in range(inner_size)
     ]
@@ -78,7 +78,7 @@ def _nested_rows(spec: CallSpec, outer_size: int, inner_size: int) -> Span:
 
 
 def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> int:
-    """Bytes over the axis on which rows are exchanged for heads, of the busiest of all ranks."""
+    """Return the bytes over the axis on which rows are exchanged for heads, of the busiest of all ranks."""
     group = spec.partition.groups()[0]
     queries, keys = (
         [sum(segment.length for segment in segments) for segments in by_rank]

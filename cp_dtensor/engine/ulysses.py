@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors
@@ -32,8 +33,8 @@ class StageBias:
     Memory: all ranks' rows of the bias of this rank's heads (of all heads, if they are alike).
     """
 
-    def __init__(self, bias: torch.Tensor, of_queries: HeadRows, group: dist.ProcessGroup) -> None:
-        """A collective, unless all rows are alike: `bias` (B or 1, H or 1, S or 1, T or 1)."""
+    def __init__(self, bias: Tensor, of_queries: HeadRows, group: dist.ProcessGroup) -> None:
+        """Exchange the rows of `bias` (B or 1, H or 1, S or 1, T or 1), unless all are alike."""
         self._group, self._queries = group, of_queries
         self._batch = (0, bias.size(0))
         self._heads = of_queries.heads[group.rank()]
@@ -50,8 +51,8 @@ class StageBias:
         ((arrived,),) = CollectiveHeads().to_heads([[as_numbers]], [[kind]], group).receive()
         self.bias = arrived.view(torch.bool) if bias.dtype == torch.bool else arrived
 
-    def add_gradient(self, grad: torch.Tensor, total: torch.Tensor) -> None:
-        """Adds the stage's gradient to this rank's rows of `total`. A collective, unless all rows are alike.
+    def add_gradient(self, grad: Tensor, total: Tensor) -> None:
+        """Add the stage's gradient to this rank's rows of `total`. A collective, unless all rows are alike.
 
         Where rows or heads are alike, `total` has this rank's share, and the sum over ranks is the gradient.
         """
@@ -86,12 +87,12 @@ class UlyssesPlan(Plan):
 
     saves_rows_of_others = True
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, values: Values, needs_lse: bool) -> Result:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
         (group, ring), modifiers = _axes(values.ranks), values.modifiers
         out = _row_after_row(q, modifiers.value_dim(q, v))
         floats_of_lse = 2 if modifiers.split_lse else 1
         lse = _row_after_row(q, max(self._lse_copies, floats_of_lse), self.state_dtype) if needs_lse else None
-        saved: list[torch.Tensor] = []
+        saved: list[Tensor] = []
         with on_device(q.device):
             modifiers_by_stage = [_of_stage(modifiers, queries, q.size(0), group)[0] for queries, _ in self.stages]
             arriving = self.exchange.to_heads([[q], [k, v]], self.stages, group)
@@ -123,9 +124,9 @@ class UlyssesPlan(Plan):
 
     @contextmanager
     def _streams(
-        self, q: torch.Tensor, group: dist.ProcessGroup
+        self, q: Tensor, group: dist.ProcessGroup
     ) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
-        """Two streams on which stages are computed in turns, joined in the end; None is the current one."""
+        """Yield two streams on which stages are computed in turns, joined in the end; None is the current one."""
         overlaps = self.overlaps_stages and not _torch.is_before_capture(q.device)
         side = self.exchange.side_stream(q, group) if overlaps else None
         if side is None:
@@ -138,9 +139,7 @@ class UlyssesPlan(Plan):
         finally:
             main.wait_stream(side)
 
-    def backward(
-        self, grad_out: torch.Tensor, saved: Tensors, values: Values, grad_bias: torch.Tensor | None
-    ) -> Gradients:
+    def backward(self, grad_out: Tensor, saved: Tensors, values: Values, grad_bias: Tensor | None) -> Gradients:
         group, ring = _axes(values.ranks)
         count, rest = divmod(len(saved), len(self.stages))
         assert rest == 0, "every stage saves equally many tensors"
@@ -169,9 +168,7 @@ class UlyssesPlan(Plan):
             _finish(leaving)
             return grad_q, self._summed(grad_k), self._summed(grad_v)
 
-    def remake_saved(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, values: Values
-    ) -> Tensors:
+    def remake_saved(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, values: Values) -> Tensors:
         group, ring = _axes(values.ranks)
         results_stages = [stage[:1] * 2 for stage in self.stages]
         with on_device(q.device):
@@ -180,7 +177,7 @@ class UlyssesPlan(Plan):
             inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
             arriving = self.exchange.to_heads([[out], [self._as_rows(lse)]], results_stages, group)
             results = [arriving.receive() for _ in self.inner]
-            saved: list[torch.Tensor] = []
+            saved: list[Tensor] = []
             for inner, (stage_q, stage_k, stage_v), ((stage_out,), (rows,)) in zip(
                 self.inner, inputs, results, strict=True
             ):
@@ -193,8 +190,8 @@ class UlyssesPlan(Plan):
         """Copies of each LSE value in the exchange, so that a row of a head fills the exchange's granule."""
         return max(1, self.exchange.granule // self.state_dtype.itemsize)
 
-    def _as_rows(self, lse: torch.Tensor) -> torch.Tensor:
-        """(B, H, S) or (B, H, S, 2) to (B, H, S, copies), which is exchanged."""
+    def _as_rows(self, lse: Tensor) -> Tensor:
+        """Return (B, H, S) or (B, H, S, 2) as (B, H, S, copies), which is exchanged."""
         if not is_split(lse):
             return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
         return lse.repeat(1, 1, 1, max(1, self._lse_copies // 2))
@@ -204,32 +201,32 @@ class UlyssesPlan(Plan):
         self.exchange.abandon(group)
         self.inner[0].abandon(ring)
 
-    def _grad_of_units(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def _grad_of_units(self, like: Tensor, group: dist.ProcessGroup) -> Tensor:
         rows = sum(self.stages[0][1].rows.lengths[group.rank()])
         return like.new_empty(like.size(0), rows, self.heads.kv_group_count, like.size(3)).transpose(1, 2)
 
-    def _summed(self, grad_units: torch.Tensor) -> torch.Tensor:
-        """The gradient of key/value heads from that of their copies."""
+    def _summed(self, grad_units: Tensor) -> Tensor:
+        """Return the gradient of key/value heads from that of their copies."""
         if self.heads.replication == 1:
             return grad_units
         copies = grad_units.unflatten(1, (self.heads.kv_heads, self.heads.replication))
         return copies.sum(2, dtype=self.state_dtype).to(grad_units.dtype)
 
 
-def _lse_of(rows: torch.Tensor, floats: int) -> torch.Tensor:
-    """The LSE, of one float or two, from exchanged rows (B, H, S, copies)."""
+def _lse_of(rows: Tensor, floats: int) -> Tensor:
+    """Return the LSE, of one float or two, from exchanged rows (B, H, S, copies)."""
     return rows[..., 0].contiguous() if floats == 1 else dense_lse(rows[..., :2])
 
 
 def _axes(ranks: SequenceRanks) -> tuple[dist.ProcessGroup, SequenceRanks]:
-    """The axis of the exchange, and that of the ring; without a ring, ranks that inner plans do not use."""
+    """Return the axis of the exchange and that of the ring: without a ring, ranks that inner plans do not use."""
     return (ranks.outer, ranks) if ranks.inner is None else (ranks.inner, SequenceRanks(ranks.outer))
 
 
 def _of_stage(
     modifiers: Modifiers, queries: HeadRows, batch: int, group: dist.ProcessGroup
 ) -> tuple[Modifiers, StageBias | None]:
-    """The modifiers of a stage's heads, for all rows. A collective if there is a bias."""
+    """Return the modifiers of a stage's heads, for all rows. A collective if there is a bias."""
     if modifiers is NO_MODIFIERS:
         return modifiers, None
     heads = queries.heads[group.rank()]
@@ -245,10 +242,10 @@ def _finish(leaving: list[Callable[[], None]]) -> None:
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """None is the current stream, which needs no context."""
+    """Return a context of a stream; None is the current one, which needs none."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _row_after_row(like: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An empty (B, H, S, dim) in memory (B, S, H, dim), as exchanged rows arrive."""
+def _row_after_row(like: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty (B, H, S, dim) in memory (B, S, H, dim), as exchanged rows arrive."""
     return like.new_empty(like.size(0), like.size(2), like.size(1), dim, dtype=dtype).transpose(1, 2)

@@ -219,7 +219,7 @@ def test_queries_of_a_whole_buffer_s_length_are_refused(ranks: int) -> None:
         q = copies.tensor_split(ranks, 2)[rank]
         options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "layout": Contiguous()}
         with context_parallel(group(), **options):
-            with pytest.raises(ValueError, match=rf"got 12 queries on each of {ranks} ranks, .* seq_len="):
+            with pytest.raises(ValueError, match=rf"got 12 local tokens on each of {ranks} ranks, .* seq_len="):
                 F.scaled_dot_product_attention(copies, copies, copies)
             F.scaled_dot_product_attention(q, q, q)
             F.scaled_dot_product_attention(q, copies, copies)  # of whole keys it makes no difference

@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True), forward and backward, for every form of attention call, on real processes."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -68,10 +69,6 @@ def functions(rank: int) -> None:
     set_rotate_method("auto")
 
 
-def test_functions(two_processes: Processes) -> None:
-    two_processes.run(functions)
-
-
 def step_in_context(function: Function, shards: Shards, mesh: DeviceMesh, **options: Any) -> None:
     length = shards.whole[0].size(2)
     context = context_parallel(mesh, buffers=[torch.arange(length)], buffer_seq_dims=[0], **options)
@@ -81,6 +78,7 @@ def step_in_context(function: Function, shards: Shards, mesh: DeviceMesh, **opti
 
 
 def contexts(rank: int) -> None:
+    """One function, compiled outside of contexts and in several kinds of them, is right each time."""
     fresh()
     mesh = world()
     function = compiled(causal)
@@ -101,11 +99,6 @@ def contexts(rank: int) -> None:
             outside.check_results(function(*(each.clone() for each in outside.inputs())))
 
 
-def test_contexts(two_processes: Processes) -> None:
-    """One function, compiled outside of contexts and in several kinds of them, is right each time."""
-    two_processes.run(contexts)
-
-
 def lengths(rank: int) -> None:
     fresh()
     mesh = world()
@@ -124,10 +117,6 @@ def lengths(rank: int) -> None:
     with no_compilation():
         for length in LENGTHS:  # of most, the two ranks have different shares
             step(length)
-
-
-def test_lengths_that_change(two_processes: Processes) -> None:
-    two_processes.run(lengths)
 
 
 def dtensors(rank: int, on: Shard) -> None:
@@ -203,10 +192,6 @@ def modules(rank: int) -> None:
             assert_close(got, eager, (first, second))
 
 
-def test_modules_of_the_parallel_style(two_processes: Processes) -> None:
-    two_processes.run(modules)
-
-
 def backends_and_forms(rank: int) -> None:
     fresh()
     mesh = world()
@@ -228,10 +213,6 @@ def backends_and_forms(rank: int) -> None:
         assert_close(compiled(encoder)(hidden), encoder(hidden), "encoder layer")
 
 
-def test_backends_and_other_forms(two_processes: Processes) -> None:
-    two_processes.run(backends_and_forms)
-
-
 def graphs_of_make_fx(rank: int) -> None:
     """Of real tensors, by default: attention is one operator there too, and no collectives that nobody waits for."""
     fresh()
@@ -249,5 +230,6 @@ def graphs_of_make_fx(rank: int) -> None:
         assert "c10d" not in graph.code
 
 
-def test_graphs_of_make_fx(two_processes: Processes) -> None:
-    two_processes.run(graphs_of_make_fx)
+@pytest.mark.parametrize("body", [functions, contexts, lengths, modules, backends_and_forms, graphs_of_make_fx])
+def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

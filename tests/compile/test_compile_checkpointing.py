@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support.compile_checks import Function, Shards, causal, compiled, counted_forwards, fresh, no_compilation
@@ -68,10 +69,6 @@ def inside_of_compiled_code(rank: int) -> None:
                 assert calls == ["forward", *again, "backward"], (name, kind, calls)
 
 
-def test_inside_of_compiled_code(two_processes: Processes) -> None:
-    two_processes.run(inside_of_compiled_code)
-
-
 def around_compiled_code(rank: int) -> None:
     fresh()
     mesh = init_device_mesh("cpu", (2,))
@@ -89,10 +86,6 @@ def around_compiled_code(rank: int) -> None:
         step()
 
 
-def test_around_compiled_code(two_processes: Processes) -> None:
-    two_processes.run(around_compiled_code)
-
-
 def uncompiled(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     shards = Shards(rank)
@@ -108,10 +101,6 @@ def uncompiled(rank: int) -> None:
         out = checkpoint(causal, *inputs, use_reentrant=False, context_fn=context_fn)
         shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
     assert len(kept) > 1  # its tiles
-
-
-def test_the_same_policy_uncompiled(two_processes: Processes) -> None:
-    two_processes.run(uncompiled)
 
 
 def autocast_in_bfloat16(rank: int) -> None:
@@ -134,5 +123,6 @@ def autocast_in_bfloat16(rank: int) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_autocast(two_processes: Processes) -> None:
-    two_processes.run(autocast_in_bfloat16)
+@pytest.mark.parametrize("body", [inside_of_compiled_code, around_compiled_code, uncompiled, autocast_in_bfloat16])
+def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,10 +29,9 @@ from cp_dtensor import (
     HeadTail,
     Layout,
     Mask,
-    SlidingWindow,
     context_parallel,
 )
-from cp_dtensor.engine.contexts import pending
+from cp_dtensor.engine import contexts as engine_contexts
 
 LENGTH, RANKS = 14, 2
 CAUSAL = (-1, 0)
@@ -64,28 +65,22 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *edges: torch.Tens
     return packed_attention(q, k, v, *edges, CAUSAL)[0] * 1.0
 
 
-def contexts(rank: int) -> None:
+def modules(rank: int) -> None:
+    """In a checkpoint, compiled by Inductor; documents of other lengths need no compilation."""
     fresh()
-    before = dict(pending._passes)  # other tests may have left passes without a backward
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    for method in ("ring", "ulysses"):
-        function = compiled(attend)
-        for index, mask in enumerate(STEPS):
-            step = Step(rank, mask)
-            with context_parallel(mesh, seq_len=LENGTH, method=method):
-                if index < 2:  # Dynamo takes the number of documents for a constant until it has changed
-                    out = function(*step.leaves, *step.edges)
-                else:
-                    with no_compilation():
-                        out = function(*step.leaves, *step.edges)
-            step.check(out)  # backward after the context
-        with context_parallel(mesh, seq_len=LENGTH, method=method, mask=SlidingWindow(20, 0)):
-            step.check(function(*step.leaves, *step.edges))
-    assert pending._passes == before
+    function = compiled(
+        parallelize_module(Attention(), dist.group.WORLD, ContextParallel(seq_len=LENGTH)), backend="inductor"
+    )
+    for index, mask in enumerate(STEPS):
+        step = Step(rank, mask)
+        # Dynamo takes the number of documents for a constant until it has changed.
+        with no_compilation() if index == 2 else nullcontext():
+            step.check(checkpoint(function, *step.leaves, *step.edges, use_reentrant=False))
 
 
-def test_contexts(two_processes: Processes) -> None:
-    two_processes.run(contexts)
+class Attention(nn.Module):
+    def forward(self, *args: Any) -> torch.Tensor:
+        return attend(*args)
 
 
 def layouts_of_one_context(rank: int) -> None:
@@ -103,61 +98,6 @@ def layouts_of_one_context(rank: int) -> None:
         step.check(out)
 
 
-def test_layouts_of_one_context(two_processes: Processes) -> None:
-    two_processes.run(layouts_of_one_context)
-
-
-class Block(nn.Module):
-    """Attention as training code has it, with something before and behind."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *edges: torch.Tensor) -> torch.Tensor:
-        return self.attention(q * 1.0, k, v, *edges) * 1.0
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.attention = attention
-
-
-class Attention(nn.Module):
-    def forward(self, *args: Any) -> torch.Tensor:
-        return attend(*args)
-
-
-def modules(rank: int) -> None:
-    fresh()
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    block = Block(parallelize_module(Attention(), mesh, ContextParallel(seq_len=LENGTH)))
-    for function in (compiled(block), lambda *args: checkpoint(compiled(block), *args, use_reentrant=False)):
-        for mask in STEPS:
-            step = Step(rank, mask)
-            step.check(function(*step.leaves, *step.edges))
-
-
-def test_modules(two_processes: Processes) -> None:
-    two_processes.run(modules)
-
-
-def recomputed(rank: int) -> None:
-    """By checkpoints inside of compiled code, whose backward comes after the context."""
-    fresh()
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-
-    def inside(*args: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(attend, *args, use_reentrant=False)
-        return result * 1.0
-
-    function = compiled(inside)
-    for mask in STEPS:
-        step = Step(rank, mask)
-        with context_parallel(mesh, seq_len=LENGTH):
-            out = function(*step.leaves, *step.edges)
-        step.check(out)
-
-
-def test_recomputed(two_processes: Processes) -> None:
-    two_processes.run(recomputed)
-
-
 def kept(rank: int) -> None:
     """By selective checkpoints; backwards come in another order, and when edges have been written to."""
     fresh()
@@ -167,7 +107,7 @@ def kept(rank: int) -> None:
         result: torch.Tensor = checkpoint(attend, *args, use_reentrant=False, context_fn=keeping)
         return result * 1.0
 
-    before = dict(pending._passes)
+    before = dict(engine_contexts._pending)
     for function in (compiled(inside), compiled(attend)):
         steps = [Step(rank, mask) for mask in STEPS]
         outs = []
@@ -177,25 +117,7 @@ def kept(rank: int) -> None:
             step.edges[0].zero_()
         for step, out in reversed([*zip(steps, outs, strict=True)]):
             step.check(out)
-        assert pending._passes == before
-
-
-def test_kept(two_processes: Processes) -> None:
-    two_processes.run(kept)
-
-
-def by_inductor(rank: int) -> None:
-    fresh()
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    function = compiled(attend, backend="inductor")
-    for mask in STEPS:
-        step = Step(rank, mask)
-        with context_parallel(mesh, seq_len=LENGTH):
-            step.check(function(*step.leaves, *step.edges))
-
-
-def test_by_inductor(two_processes: Processes) -> None:
-    two_processes.run(by_inductor)
+        assert engine_contexts._pending == before
 
 
 def edges_made_in_compiled_code(rank: int) -> None:
@@ -219,10 +141,6 @@ def edges_made_in_compiled_code(rank: int) -> None:
     assert_close(got, shard(whole, HeadTail(), rank, RANKS), "out")
 
 
-def test_edges_made_in_compiled_code(two_processes: Processes) -> None:
-    two_processes.run(edges_made_in_compiled_code)
-
-
 def without_lengths(rank: int) -> None:
     fresh()
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
@@ -231,5 +149,6 @@ def without_lengths(rank: int) -> None:
         compiled(attend)(*step.leaves, *step.edges)
 
 
-def test_without_lengths(two_processes: Processes) -> None:
-    two_processes.run(without_lengths)
+@pytest.mark.parametrize("body", [modules, layouts_of_one_context, kept, edges_made_in_compiled_code, without_lengths])
+def test_compiled(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

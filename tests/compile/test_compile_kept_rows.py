@@ -70,10 +70,6 @@ def no_backward(rank: int) -> None:
         assert not rows
 
 
-def test_freed_without_backward(two_processes: Processes) -> None:
-    two_processes.run(no_backward)
-
-
 def in_contexts(rank: int) -> None:
     """Lengths are found by the operator here, so its third result is on the host."""
     fresh()
@@ -129,10 +125,6 @@ def checkpointed_calls(rank: int) -> None:
                 assert alive(rows) == 0
 
 
-def test_activation_checkpointing(two_processes: Processes) -> None:
-    two_processes.run(checkpointed_calls)
-
-
 def other_tensors_arrive(rank: int) -> None:
     """What hooks have packed and unpacked: on copies nothing is kept, on aliases everything."""
     fresh()
@@ -164,10 +156,6 @@ def other_tensors_arrive(rank: int) -> None:
                 assert alive(rows) == 0
 
 
-def test_saved_tensor_hooks(two_processes: Processes) -> None:
-    two_processes.run(other_tensors_arrive)
-
-
 def lse_comes_home(rank: int) -> None:
     """Wherever backward may come, since it may find no rows; else if it is asked for."""
     fresh()
@@ -193,10 +181,6 @@ def lse_comes_home(rank: int) -> None:
             assert exchanges == without_grad
 
 
-def test_lse_comes_home_where_it_is_needed(two_processes: Processes) -> None:
-    two_processes.run(lse_comes_home)
-
-
 def in_graphs_or_not(rank: int) -> None:
     """What a CUDA graph keeps from being kept, in forward, in backward or in both."""
     fresh()
@@ -218,10 +202,6 @@ def in_graphs_or_not(rank: int) -> None:
             assert exchanges == [*FORWARD, *again, *BACKWARD]
 
 
-def test_cuda_graphs_keep_nothing(two_processes: Processes) -> None:
-    two_processes.run(in_graphs_or_not)
-
-
 def graphs_of_one_rank(rank: int) -> None:
     """One rank alone has made CUDA graphs, of whatever: its forward sends what those of the others do."""
     fresh()
@@ -231,10 +211,6 @@ def graphs_of_one_rank(rank: int) -> None:
         out = function(*shards.inputs())
     shards.check_results(out)
     assert exchanges == FORWARD
-
-
-def test_what_a_forward_sends_is_no_affair_of_one_rank(two_processes: Processes) -> None:
-    two_processes.run(graphs_of_one_rank)
 
 
 def backward_in_another_thread(rank: int) -> None:
@@ -260,5 +236,11 @@ def backward_in_another_thread(rank: int) -> None:
     assert len(results) == 2
 
 
-def test_other_threads(two_processes: Processes) -> None:
-    two_processes.run(backward_in_another_thread)
+@pytest.mark.parametrize(
+    "body", [
+        no_backward, checkpointed_calls, other_tensors_arrive, lse_comes_home, in_graphs_or_not, graphs_of_one_rank,
+        backward_in_another_thread
+    ]
+)  # fmt: skip
+def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

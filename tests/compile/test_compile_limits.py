@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,11 @@ from cp_dtensor import (
     context_parallel_unshard,
     enable_context_parallel_dispatcher,
     ring_attention,
+    varlen_attention,
+)
+from cp_dtensor.integrations.ring_flash_attn import (
+    llama3_flash_attn_prepare_cu_seqlens,
+    llama3_flash_attn_varlen_func,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,10 +82,6 @@ def refusals(rank: int) -> None:
         compiled(lambda q: ring_attention(q, q, q, mesh=mesh, seq_len=100))(q)  # found at run time
 
 
-def test_refusals(two_processes: Processes) -> None:
-    two_processes.run(refusals)
-
-
 def second_derivatives(rank: int) -> None:
     """Refused, compiled (as operators that run as they are; what AOTAutograd traces has none) and not.
 
@@ -102,10 +104,6 @@ def second_derivatives(rank: int) -> None:
                 grad_q.sum().backward()
 
 
-def test_second_derivatives(two_processes: Processes) -> None:
-    two_processes.run(second_derivatives)
-
-
 def some_ranks_compile(rank: int) -> None:
     """As happens where those with other lengths reach Dynamo's recompile_limit."""
     fresh()
@@ -123,10 +121,6 @@ def some_ranks_compile(rank: int) -> None:
         function(*shards.inputs())
 
 
-def test_some_ranks_compile(two_processes: Processes) -> None:
-    two_processes.run(some_ranks_compile)
-
-
 def other_threads(rank: int) -> None:
     fresh()
     group = dist.new_group()  # another test may have warned for the group of all
@@ -137,10 +131,6 @@ def other_threads(rank: int) -> None:
         with pytest.warns(UserWarning, match="in a thread without a context"):
             result = thread.submit(function, *shards.inputs()).result()
     assert_close(result, causal(*shards.inputs()), "a thread outside of the context")
-
-
-def test_other_threads_are_in_no_context(two_processes: Processes) -> None:
-    two_processes.run(other_threads)
 
 
 def contexts_while_another_thread_compiles(rank: int) -> None:
@@ -163,10 +153,6 @@ def contexts_while_another_thread_compiles(rank: int) -> None:
     assert expected
 
 
-def test_contexts_while_another_thread_compiles(two_processes: Processes) -> None:
-    two_processes.run(contexts_while_another_thread_compiles)
-
-
 def unsharding(rank: int) -> None:
     """Between graphs, there and back; never in one that is recorded."""
     fresh()
@@ -187,10 +173,6 @@ def unsharding(rank: int) -> None:
             assert_close(found, torch.full_like(x, factor), grad)
     with pytest.raises(NotImplementedError, match="context_parallel_unshard cannot be part of a graph"):
         make_fx(lambda x: twice(x, "replicated"))(mine)
-
-
-def test_unsharding(two_processes: Processes) -> None:
-    two_processes.run(unsharding)
 
 
 def parts_and_stances(rank: int) -> None:
@@ -220,10 +202,6 @@ def parts_and_stances(rank: int) -> None:
         mirrored.check(whole)
         with pytest.raises(ValueError, match="attention needs the batch size of the buffers, 2"):
             whole(*(each[:1] for each in mirrored.inputs()))
-
-
-def test_code_in_parts_and_stances(two_processes: Processes) -> None:
-    two_processes.run(parts_and_stances)
 
 
 def other_groups(rank: int) -> None:
@@ -292,3 +270,39 @@ assert eval_frame._callback_from_stance.__module__ == "torch._dynamo.eval_frame"
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def packed_functions(rank: int) -> None:
+    """Edges are integers; what prepares documents that ranks cut runs between graphs."""
+    fresh()
+    q = torch.randn(6, 2, 8, dtype=torch.float64)
+
+    def by_documents(q: torch.Tensor, edges: Any) -> torch.Tensor:
+        return varlen_attention(q * 2, q, q, mesh=dist.group.WORLD, cu_seqlens=edges)
+
+    with pytest.raises(Exception, match="in compiled code, expects cu_seqlens to be integers"):
+        compiled(by_documents)(q, torch.tensor([0, 5, 12]))
+    *told, local_k_slice = llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 5, 12]), True, rank, 2)
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return llama3_flash_attn_varlen_func(q * 2, q, q, *told, 1, local_k_slice, causal=True) * 2
+
+    results = []
+    with warnings.catch_warnings():  # Dynamo looks at .grad of what goes from graph to graph
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        for function in (attend, torch.compile(attend, backend="eager")):
+            leaf = q.clone().requires_grad_()
+            out = function(leaf)
+            results.append((out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))))
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "body", [
+        refusals, second_derivatives, some_ranks_compile, other_threads, contexts_while_another_thread_compiles,
+        unsharding, parts_and_stances, packed_functions
+    ]
+)  # fmt: skip
+def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

@@ -7,15 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compile_checks import compiled, fresh, no_compilation
-from support.hidden_rows import exact
 from support.masked_problems import MaskedProblem, Tensors
 from support.problems import assert_close, shard
 from support.processes import Processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from cp_dtensor import Balanced, HeadTail, context_parallel, context_parallel_attention
-from cp_dtensor.engine.contexts import pending
+from cp_dtensor import Balanced, HeadTail, context_parallel
+from cp_dtensor.engine import contexts as engine_contexts
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.masks import Causal, Full, Mask, PrefixLM, SlidingWindow
 
@@ -52,86 +51,6 @@ def check(out: torch.Tensor, leaves: Tensors, grad_out: torch.Tensor, expected: 
     names = ("out", "dq", "dk", "dv", "dbias")[: len(expected)]
     for name, got, wanted in zip(names, (out, *grads), expected, strict=True):
         assert_close(got, wanted, f"{name}, {what}")
-
-
-def functions(rank: int) -> None:
-    fresh()
-    mesh = world()
-    for method in ("ring", "ulysses"):
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, method: str = method) -> torch.Tensor:
-            return context_parallel_attention(q, k, v, mesh=mesh, mask=mask, method=method, enable_gqa=True)
-
-        for mask in MASKS[1:]:
-            leaves, grad_out, expected = leaves_of(problem(mask), rank, 1)
-            check(compiled(attend)(*leaves, mask), leaves, grad_out, expected, (method, mask))
-            with no_compilation():
-                check(compiled(attend)(*leaves, mask), leaves, grad_out, expected, (method, mask, "again"))
-
-
-def test_masks_of_functions(two_processes: Processes) -> None:
-    two_processes.run(functions)
-
-
-def with_sinks(rank: int) -> None:
-    fresh()
-    mesh = world()
-    case = MaskedProblem(LENGTH, LENGTH, Causal(), 2, 4, 2, sinks=True)
-    whole, drawn = case.draw(1), case.draw_sinks(1)
-    assert drawn is not None
-    *expected, _, of_rows = (shard(x, HeadTail(), rank, RANKS) for x in case.reference(*whole, sinks=drawn))
-    q, k, v, grad_out = case.shard(whole, HeadTail(), rank, RANKS)
-    for method in ("ring", "ulysses"):
-
-        def attend(*leaves: torch.Tensor, method: str = method) -> torch.Tensor:
-            q, k, v, sinks = leaves
-            return context_parallel_attention(
-                q, k, v, sinks=sinks, mesh=mesh, is_causal=True, method=method, enable_gqa=True
-            )
-
-        for learned in (True, False):
-            leaves = (*(tensor.clone().requires_grad_() for tensor in (q, k, v)), drawn.clone().requires_grad_(learned))
-            share = (of_rows.sum((0, 2)),) if learned else ()
-            check(compiled(attend)(*leaves), leaves, grad_out, (*expected, *share), (method, learned))
-
-
-def test_sinks_of_functions(two_processes: Processes) -> None:
-    two_processes.run(with_sinks)
-
-
-def biased(rank: int) -> None:
-    fresh()
-    mesh = world()
-    for method in ("ring", "ulysses"):
-
-        def attend(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, method: str = method
-        ) -> torch.Tensor:
-            return context_parallel_attention(
-                q, k, v, mesh=mesh, attn_mask=bias, is_causal=True, method=method, enable_gqa=True
-            )
-
-        for bias in ("boolean s", "additive hs"):
-            leaves, grad_out, expected = leaves_of(problem(Causal(), bias), rank, 2)
-            check(compiled(attend)(*leaves), leaves, grad_out, expected, (method, bias))
-        leaves, grad_out, expected = with_hidden_rows(rank)
-        with no_compilation():
-            check(compiled(attend)(*leaves), leaves, grad_out, expected, (method, "hidden rows"))
-
-
-def with_hidden_rows(rank: int) -> tuple[Tensors, torch.Tensor, Tensors]:
-    """`leaves_of` an additive bias that hides all keys of every other row by the least float."""
-    *qkv, grad_out, bias = problem(Causal(), "additive hs").draw(3)
-    bias[:, :, ::2] = torch.finfo(bias.dtype).min
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    out, _, *grads = exact(*qkv, grad_out, bias, seen)
-    expected = tuple(shard(x, HeadTail(), rank, RANKS) for x in (out, *grads))
-    leaves = tuple(shard(x, HeadTail(), rank, RANKS).clone().requires_grad_() for x in (*qkv, bias))
-    return leaves, shard(grad_out, HeadTail(), rank, RANKS), expected
-
-
-def test_biases_of_functions(two_processes: Processes) -> None:
-    two_processes.run(biased)
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -245,7 +164,7 @@ def reentrant(rank: int) -> None:
 
 def with_nothing_outstanding(rank: int, body: Callable[[int], None]) -> None:
     """Processes are shared, and passes whose backward is refused stay pending."""
-    with mock.patch.dict(pending._passes, clear=True):
+    with mock.patch.dict(engine_contexts._pending, clear=True):
         body(rank)
 
 

@@ -126,10 +126,6 @@ def graphs_of_make_fx(rank: int) -> None:
         assert "c10d" not in graph.code
 
 
-def test_graphs_of_make_fx(two_processes: Processes) -> None:
-    two_processes.run(graphs_of_make_fx)
-
-
 def layouts_of_one_length(rank: int) -> None:
     """Each context has other documents and a layout made for them; neither is a constant of the compiled code."""
     fresh()
@@ -157,10 +153,6 @@ def layouts_of_one_length(rank: int) -> None:
                 assert_close(got, shard(whole_result, layout, rank, 2), (layout, name))
 
 
-def test_layouts_that_change_from_step_to_step(two_processes: Processes) -> None:
-    two_processes.run(layouts_of_one_length)
-
-
 def outside_and_inside(rank: int) -> None:
     fresh()
     whole, mask = draw(40), block_mask(window, 40)
@@ -175,11 +167,8 @@ def outside_and_inside(rank: int) -> None:
                     assert_close(code(*local, mask, None), shard(expected, HeadTail(), rank, 2), "inside")
 
 
-def test_a_function_is_compiled_for_outside_and_for_inside(two_processes: Processes) -> None:
-    two_processes.run(outside_and_inside)
-
-
 def masks_of_many_steps(rank: int) -> None:
+    """Masks that the compiled function makes or gets as an argument; their shapes stay."""
     fresh()
     whole = draw(40)
     local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
@@ -198,11 +187,6 @@ def masks_of_many_steps(rank: int) -> None:
             with no_compilation() if again else warnings.catch_warnings():
                 assert_close(making(*local, limit), expected, "made inside")
                 assert_close(given(*local, mask, None), expected, "made outside")
-
-
-def test_masks_that_change_from_step_to_step(two_processes: Processes) -> None:
-    """Masks that the compiled function makes or gets as an argument; their shapes stay."""
-    two_processes.run(masks_of_many_steps)
 
 
 def gradients(rank: int, layout: Layout, length: int) -> None:
@@ -246,10 +230,6 @@ def uncompiled(rank: int) -> None:
                     assert_close(out * 3.0, expected, "uncompiled")
 
 
-def test_uncompiled_calls_do_not_compile_again(two_processes: Processes) -> None:
-    two_processes.run(uncompiled)
-
-
 def promises(rank: int) -> None:
     fresh()
     whole, mask = draw(32), block_mask(window, 32)
@@ -270,5 +250,8 @@ def promises(rank: int) -> None:
     assert not any(taken[0].get(name) for name in options if name != "BLOCK_M")
 
 
-def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(two_processes: Processes) -> None:
-    two_processes.run(promises)
+@pytest.mark.parametrize(
+    "body", [graphs_of_make_fx, layouts_of_one_length, outside_and_inside, masks_of_many_steps, uncompiled, promises]
+)
+def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

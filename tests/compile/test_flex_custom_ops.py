@@ -40,10 +40,6 @@ def refusals(rank: int) -> None:
         fails("does not take the mask of its context", lambda: of_one_length(q, block_mask(window, 16)))
 
 
-def test_refusals(two_processes: Processes) -> None:
-    two_processes.run(refusals)
-
-
 def each_rank_alone(rank: int) -> None:
     fresh()
     q = torch.randn(1, 2, 8, 4, dtype=torch.float64) + rank
@@ -52,10 +48,6 @@ def each_rank_alone(rank: int) -> None:
         code(q)
         with RingAttnMode.disable(), pytest.raises(Exception, match="left to each rank alone"):
             code(q)
-
-
-def test_code_of_a_context_is_not_taken_where_each_rank_attends_alone(two_processes: Processes) -> None:
-    two_processes.run(each_rank_alone)
 
 
 def one_rank_differs(rank: int) -> None:
@@ -97,5 +89,6 @@ def context_token(layout: Layout) -> str:
     return Call.of(dist.group.WORLD, layout=layout).key
 
 
-def test_operators(two_processes: Processes) -> None:
-    two_processes.run(operators)
+@pytest.mark.parametrize("body", [refusals, each_rank_alone, operators])
+def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

@@ -19,21 +19,12 @@ from support.processes import Processes
 from support.ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 
-from cp_dtensor import HeadTail, context_parallel_attention, ring_attention, ulysses_attention, varlen_attention
+from cp_dtensor import HeadTail, ring_attention, ulysses_attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.engine import planner
-from cp_dtensor.engine.call import Call
-from cp_dtensor.integrations.long_context import LongContextAttentionQKVPacked, set_seq_parallel_pg
-from cp_dtensor.integrations.ring_flash_attn import (
-    llama3_flash_attn_prepare_cu_seqlens,
-    llama3_flash_attn_varlen_qkvpacked_func,
-    zigzag_ring_flash_attn_qkvpacked_func,
-    zigzag_ring_flash_attn_varlen_qkvpacked_func,
-)
 
 RANKS = 2
-Options = dict[str, Any]
 
 
 @pytest.fixture
@@ -82,59 +73,6 @@ def test_a_call_that_says_so_is_computed_by_our_kernels(attend: Any, calls_of_ou
             dist.barrier()
 
     run_ranks(RANKS, body)
-
-
-def by_layer(rank: int, qkv: torch.Tensor, options: Options) -> None:
-    mesh = set_seq_parallel_pg(RANKS, 1, rank, RANKS, device_type="cpu")
-    LongContextAttentionQKVPacked(mesh=mesh)(qkv.unsqueeze(0), **options)
-
-
-def by_llama3(rank: int, qkv: torch.Tensor, options: Options) -> None:
-    told = llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 5, 8]), False, rank, RANKS)
-    llama3_flash_attn_varlen_qkvpacked_func(qkv, *told[:4], 1, told[4], **options)
-
-
-def by_functions(_rank: int, qkv: torch.Tensor, options: Options) -> None:
-    dense = [tensor.transpose(0, 1).unsqueeze(0) for tensor in qkv.unbind(1)]
-    context_parallel_attention(*dense, mesh=dist.group.WORLD, **options)
-
-
-ENTRIES: dict[str, Callable[[int, torch.Tensor, Options], object]] = {
-    "context_parallel_attention": by_functions,
-    "varlen_attention": lambda _rank, qkv, options: varlen_attention(
-        *qkv.unbind(1), mesh=dist.group.WORLD, cu_seqlens=[0, 8], **options
-    ),
-    "ring_flash_attn": lambda _rank, qkv, options: zigzag_ring_flash_attn_qkvpacked_func(qkv.unsqueeze(0), **options),
-    "ring_flash_attn, documents": lambda _rank, qkv, options: zigzag_ring_flash_attn_varlen_qkvpacked_func(
-        qkv, [0, 4], 4, **options
-    ),
-    "llama3": by_llama3,
-    "long_context": by_layer,
-}
-
-
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_every_entry_passes_it_on(entry: Callable[[int, torch.Tensor, Options], object]) -> None:
-    original, said = Call.of, []
-
-    def recording(*args: Any, **options: Any) -> Call:
-        call = original(*args, **options)
-        said.append(call.deterministic)
-        return call
-
-    qkv = torch.randn(4, 3, 2, 8)
-    with mock.patch.object(Call, "of", recording):
-        for options in ({}, {"deterministic": True}):
-            run_ranks(RANKS, lambda rank, options=options: entry(rank, qkv + rank, options))
-    assert said == [False] * RANKS + [True] * RANKS
-
-
-def test_it_is_part_of_what_compiled_code_stands_for() -> None:
-    def body(_rank: int) -> list[str]:
-        return [Call.of(dist.group.WORLD, method="ring", **options).key for options in ({}, {"deterministic": True})]
-
-    ((plain, deterministic),) = run_ranks(1, body)
-    assert deterministic == f"{plain}, deterministic True"
 
 
 def deterministic_or_not(rank: int) -> None:

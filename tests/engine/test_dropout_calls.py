@@ -20,7 +20,6 @@ from cp_dtensor import (
     Layout,
     Mask,
     MirroredBatch,
-    SlidingWindow,
     Striped,
     context_parallel,
     context_parallel_attention,
@@ -98,11 +97,7 @@ def test_every_way_to_split_drops_the_same(
     ("layout", "length", "method", "mask", "expected"),
     [
         (HeadTail(), 128, "ring", Causal(), True),
-        (HeadTail(), 128, "ring", SlidingWindow(37, 0), True),  # which begins within a run
         (HeadTail(), 128, "ring", Documents([0, 5, 45, 103, 128], within=Causal()), True),
-        (Contiguous(), 96, "ring", Documents([0, 37, 51, 96]), True),
-        (HeadTail(), 128, "ulysses", Causal(), True),
-        (Striped(16), 128, "ring", Causal(), True),
         (HeadTail(), 120, "ring", Causal(), False),
         (HeadTail(), 120, "ulysses", Causal(), True),  # which has the whole sequence
         (Striped(2), 128, "ring", Causal(), False),
@@ -159,25 +154,6 @@ def test_a_seed_reproduces_it_and_calls_differ() -> None:
         assert not torch.equal(results[0][0], results[0][1])
 
     on_one_rank(body)
-
-
-def test_the_expectation_is_attention_without_dropout() -> None:
-    q, k, v, grad_out = drawn()
-    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    def body() -> tuple[torch.Tensor, torch.Tensor]:
-        torch.manual_seed(0)
-        leaf = v.clone().requires_grad_()
-        outs = torch.stack([sdpa(q, k, leaf) for _ in range(400)])
-        mean = outs.mean(0)
-        mean.backward(grad_out)
-        return mean.detach(), leaf.grad
-
-    mean, grad = on_one_rank(body)
-    leaf = v.clone().requires_grad_()
-    F.scaled_dot_product_attention(q, k, leaf, enable_gqa=True).backward(grad_out)
-    assert (mean - expected).abs().mean() < 0.03  # one call is 0.3 away
-    assert (grad - leaf.grad).abs().mean() < 0.1
 
 
 def test_gradients_are_those_of_what_was_dropped() -> None:

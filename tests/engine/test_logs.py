@@ -66,8 +66,8 @@ def test_a_kind_of_call_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
     auto, ring, ulysses = lines(caplog, "engine")
     assert auto == '"auto" takes ring, as always on CPUs'
     assert ring == (
-        "attention of 18 queries to 18 keys on 2 ranks, batch 1, 4:4 heads of 8, float32, Full(), HeadTail(): "
-        "ring of 2, K/V by allgather, tiles by FLASH_ATTENTION (method='auto', rotate_method='auto')"
+        "attention of 18 queries to 18 keys, batch 1, 4:4 heads of 8, float32, method 'auto', HeadTail(), Full(), on 2 "
+        "ranks: ring of 2, K/V by allgather, tiles by FLASH_ATTENTION (rotate_method 'auto')"
     )
     assert "Documents" in ulysses
     assert "heads exchanged by collectives in 1 stages, then one rank's rows, tiles by INTERVALS" in ulysses

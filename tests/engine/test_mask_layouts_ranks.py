@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from support.cases import examples
 from support.masked_checks import WAYS, MaskedCase, check_masked
-from support.masked_problems import MaskedProblem, fits
-from support.method_checks import RING_ULYSSES, ULYSSES_RING, check
-from support.problems import Problem, shard
+from support.masked_problems import MaskedProblem
+from support.method_checks import RING_ULYSSES, ULYSSES_RING, check_all
+from support.problems import Problem
 from support.ranks import run_ranks
-from support.ring_checks import check_against_reference
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
     Balanced,
@@ -50,32 +45,7 @@ LAYOUTS = [
 UNEVEN = [BalancedBlocks((1, 2, 3, 4, 5, 1, 1, 1, 9, 0), 4, LENGTH), BalancedBlocks((1, 2), 32, LENGTH)]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: repr(layout)[:48])
 each_layout_and_uneven = pytest.mark.parametrize("layout", LAYOUTS + UNEVEN, ids=lambda layout: repr(layout)[:48])
-each_rotation = pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
 CAUSAL = Problem(LENGTH, LENGTH, batch=2, q_heads=4, kv_heads=2, is_causal=True)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
-    edges = sorted(draw(st.lists(st.integers(0, 30), min_size=1, max_size=6)))
-    seq_len = edges[-1] + draw(st.integers(0, 5))
-    mask = draw(st.sampled_from([Causal(), PrefixLM(7), Documents(edges, within=Causal())]))
-    assume(fits(mask, seq_len, seq_len, 1))
-    return draw(st.sampled_from([PerDocument(edges, seq_len=seq_len), Balanced(mask, seq_len)])), seq_len
-
-
-@settings(max_examples=examples(60))
-@given(layouts(), st.integers(1, 4))
-def test_unshard_is_the_inverse_of_shard(case: tuple[Layout, int], world_size: int) -> None:
-    layout, seq_len = case
-    whole = torch.arange(2 * seq_len).view(2, seq_len)
-
-    def body(rank: int) -> None:
-        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1], layout)
-        assert torch.equal(mine, shard(whole, layout, rank, world_size, 1))
-        assert torch.equal(context_parallel_unshard(dist.group.WORLD, [mine], [-1], layout)[0], whole)
-        assert torch.equal(local_positions(dist.group.WORLD, seq_len, layout), mine[0])
-
-    run_ranks(world_size, body)
 
 
 @pytest.mark.parametrize("grad", ["replicated", "partial"])
@@ -98,33 +68,20 @@ def test_gradients_through_shard_and_unshard(layout: Layout, grad: str) -> None:
     torch.testing.assert_close(sum(run_ranks(3, body)), alone.grad, rtol=1e-10, atol=1e-10)
 
 
-@each_rotation
+METHODS = [
+    (("cp",), (4,), {"method": "ring", "rotate_method": "allgather"}),
+    (("cp",), (3,), {"method": "ring", "rotate_method": "alltoall", "debug": True}),
+    (("cp",), (4,), {"method": "ulysses"}), (ULYSSES_RING, (2, 2), {"method": "hybrid"}),
+    (("cp_node", "cp_gpu"), (2, 2), {"method": "ring"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "shape", "options"), METHODS, ids=str)
 @each_layout_and_uneven
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_causal_attention_equals_one_device(world_size: int, layout: Layout, rotate_method: str) -> None:
-    check_against_reference(CAUSAL, world_size, layout, rotate_method=rotate_method)
-
-
-@each_layout_and_uneven
-def test_full_attention_equals_one_device(layout: Layout) -> None:
-    check_against_reference(Problem(LENGTH, LENGTH), 3, layout)
-
-
-@each_layout_and_uneven
-def test_ulysses_equals_one_device(layout: Layout) -> None:
-    check(CAUSAL, layout, ("cp",), (4,), method="ulysses")
-
-
-@each_layout_and_uneven
-@pytest.mark.parametrize("names", [RING_ULYSSES, ULYSSES_RING, ("cp_node", "cp_gpu")], ids=str)
-@pytest.mark.parametrize("method", ["ring", "hybrid"])
-def test_two_axes_equal_one_device(method: str, names: tuple[str, ...], layout: Layout) -> None:
-    check(CAUSAL, layout, names, (2, 2), method=method)
-
-
-@each_layout_and_uneven
-def test_debug_mode_and_given_lengths_agree(layout: Layout) -> None:
-    check_against_reference(CAUSAL, 2, layout, debug=True)
+def test_attention_equals_one_device(
+    layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    check_all([CAUSAL, Problem(LENGTH, LENGTH)], layout, names, shape, **options)
 
 
 @each_layout
@@ -143,7 +100,11 @@ def test_shards_of_other_lengths_are_refused_on_every_rank(layout: Layout, q_len
             (q_len, kv_len),
             rf"rank 1 says \({LENGTH}, {LENGTH}\), the others 'refused: {q_len} and {kv_len}",
         )
-        refused(rf"got {wrong} local tokens on rank 0 of 2, expected 19: .* of 37 tokens", others, both)
+        refused(
+            rf"got {wrong} local tokens on rank 0 of 2, expected 19 of 37 tokens in this .* of this length only",
+            others,
+            both,
+        )
         refused(rf"length does not fit: got {wrong} local tokens .* expected 19", others, both, seq_len=LENGTH)
         same = r"key length: got 11 tokens, but this \w+ divides .* 37 tokens only"
         refused(same, same, (19, 6), seq_len=(LENGTH, 11))
@@ -174,26 +135,8 @@ def test_whole_tensors_of_other_lengths_are_refused(layout: Layout) -> None:
     run_ranks(1, body)
 
 
-@each_layout
-def test_a_context_attends_to_the_whole_sequence(layout: Layout) -> None:
-    q, k, v, _ = CAUSAL.draw(seed=0)
-    k, v = (tensor.repeat_interleave(2, 1) for tensor in (k, v))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    expected = sdpa(q, k, v, is_causal=True)
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (3,))
-        buffers = [tensor.clone() for tensor in (q, k, v)]
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2], layout=layout):
-            out = sdpa(*buffers, is_causal=True)
-        torch.testing.assert_close(out, shard(expected, layout, rank, 3), rtol=1e-10, atol=1e-10)
-        assert all(torch.equal(buffer, tensor) for buffer, tensor in zip(buffers, (q, k, v), strict=True))
-
-    run_ranks(3, body)
-
-
 PACKED = Documents(CU_SEQLENS, within=Causal())
-MASKS = [PACKED, Documents(CU_SEQLENS), PrefixLM(9), SlidingWindow(6, 2), Batched([PACKED, Causal()])]
+MASKS = [PACKED, PrefixLM(9), Batched([PACKED, Causal()])]
 
 
 @pytest.mark.parametrize(("shape", "names"), [((3,), ("cp",)), ((2, 2), RING_ULYSSES)], ids=str)

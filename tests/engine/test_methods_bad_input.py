@@ -183,6 +183,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "is_causal": ({"is_causal": True}, "mask: rank {place} says \"Causal(alignment='top_left')\", the others 'Full()'"),
     "mask": ({"mask": PrefixLM(4)}, "mask: rank {place} says 'PrefixLM(length=4)', the others 'Full()'"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p: rank {place} says 0.5, the others 0.0"),
+    "softcap": ({"softcap": 0.5}, "softcap: rank {place} says 0.5, the others 0.0"),
     "attn_mask": (
         {"attn_mask": torch.zeros(2, 8)},
         "attn_mask: rank {place} says 'float32 (B, 1, :, 8)', the others 'none'",

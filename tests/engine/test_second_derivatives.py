@@ -139,21 +139,3 @@ def test_batches_of_gradients_are_refused_before_any_collective(method: str) -> 
 
     with recorded_collectives() as collectives:
         run_ranks(4, body)
-
-
-@pytest.mark.parametrize("what", ["unshard", "keys of FlexAttention"])
-def test_so_are_those_of_what_is_summed_over_ranks(what: str) -> None:
-    def body(rank: int) -> None:
-        k, v = (torch.randn(1, 2, 2, 4, requires_grad=True) for _ in range(2))
-        if what == "unshard":
-            found = context_parallel_unshard(dist.group.WORLD, [k, v], [2, 2], HeadTail(), grad="partial")
-        else:
-            found = GatherKV.apply(k, v, KVGather(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather()))
-        grads = [torch.ones(3, *x.shape) for x in found]
-        before = kinds(collectives, rank)
-        with pytest.raises(NotImplementedError, match="one gradient at a time, got a batch of them"):
-            torch.autograd.grad(found, (k, v), grads, is_grads_batched=True)
-        assert kinds(collectives, rank) == before
-
-    with recorded_collectives() as collectives:
-        run_ranks(4, body)

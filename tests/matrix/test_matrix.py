@@ -44,6 +44,8 @@ def test_fronts_by_features(name: str, feature: str) -> None:
 
 
 FEATURES_OF_WORLDS = ("causal", "documents", "sinks", "checkpoint")
+IN_COMPILED_CODE = ("softcap", "bool_bias", "float_bias", "scale<0", "gqa", "lse", "window", "bf16")
+"""Constants, arguments and results of the operator, for fronts that reach it in different ways."""
 GPUS = torch.cuda.device_count()
 MARKS = {
     "compiled(2)": pytest.mark.slow,
@@ -58,7 +60,10 @@ MARKS = {
 def test_fronts_by_worlds(name: str, world_name: str, request: pytest.FixtureRequest) -> None:
     world = WORLDS[world_name]
     base = Case() if world.device == "cpu" else Case(device="cuda", dtype="bfloat16", head_dim=64, lengths=(384, 384))
-    found = {feature: case_of(name, (feature,), world.size, base) for feature in FEATURES_OF_WORLDS}
+    features = FEATURES_OF_WORLDS
+    if world_name == "compiled(2)" and name in ("function", "ulysses", "mla", "provider"):
+        features += IN_COMPILED_CODE
+    found = {feature: case_of(name, (feature,), world.size, base) for feature in features}
     cases = {feature: case for feature, case in found.items() if case is not None}
     if not world.fixture:
         for feature, case in cases.items():

@@ -153,9 +153,11 @@ def check_compiled(_rank: int, name: str, case: Case, world: World) -> None:
                 leaves = {name: leaf for name, leaf in x.items() if leaf.requires_grad}
                 with front.around(each, mesh, x):
                     pending.append((each, leaves, grad_out, call(front, each, mesh, x, function)))
-            for each, leaves, grad_out, out in pending:
+            for each, leaves, grad_out, result in pending:
+                out, lse = result if each.needs_lse else (result, None)
                 out.backward(grad_out)
                 results = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+                results |= {} if lse is None else {"lse": lse.detach()}
                 compare(each, mesh, results, front)
 
 

@@ -2,14 +2,16 @@
 
 import random
 import time
-from functools import cache
+from functools import cache, partial
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.dtensor_checks import CP, DP, TP, Placements, R, check_equals_full_tensors, torch_before_2_12
+from support.method_checks import RING_ULYSSES, ULYSSES_RING, place
 from support.problems import Problem, assert_close, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
@@ -26,128 +28,95 @@ from cp_dtensor import (
     MirroredBatch,
     Striped,
     context_parallel,
+    context_parallel_attention,
     context_parallel_shard,
     enable_context_parallel_dispatcher,
-    ring_attention,
 )
+from cp_dtensor.engine import planner
+from cp_dtensor.plan.partition import head_stages
 
 LAYOUTS = (Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch())
-TRANSPORTS = ("allgather", "alltoall")
+Names = tuple[str, ...]
+
+
+@cache  # the processes serve many tests; see `check_equals_full_tensors`
+def mesh_of(names: Names) -> DeviceMesh:
+    return init_device_mesh("cpu", (4,) if len(names) == 1 else (2, 2), mesh_dim_names=names)
 
 
 def random_problem(draw: random.Random) -> Problem:
-    kv_heads = draw.randint(1, 3)
-    q_len = draw.randint(1, 40)
+    kv_heads, q_len = draw.choice([1, 2, 3, 4, 8]), draw.randint(1, 40)
     return Problem(
-        q_len=q_len,
-        kv_len=draw.choice([q_len, q_len, draw.randint(1, 40)]),
-        batch=draw.randint(1, 3),
-        q_heads=kv_heads * draw.randint(1, 3),
-        kv_heads=kv_heads,
-        head_dim=draw.choice([4, 8]),
-        is_causal=draw.random() < 0.5,
-        scale=draw.choice([None, 0.3]),
-    )
+        q_len=q_len, kv_len=draw.choice([q_len, q_len, draw.randint(1, 40)]), batch=draw.randint(1, 3),
+        q_heads=kv_heads * draw.randint(1, 4), kv_heads=kv_heads, head_dim=draw.choice([4, 8]),
+        is_causal=draw.random() < 0.5, scale=draw.choice([None, 0.3]),
+    )  # fmt: skip
 
 
-# ring_attention
-
-
-def _ring_cases(rank: int, layout: Layout, transport: str, problems: list[Problem]) -> None:
-    world_size = dist.get_world_size()
-    for seed, problem in enumerate(problems):
-        *qkv, grad_out = problem.draw(seed)
-        q, k, v = (shard(tensor, layout, rank, world_size).requires_grad_() for tensor in qkv)
-        out, _ = ring_attention(
-            q, k, v, mesh=dist.group.WORLD, is_causal=problem.is_causal, scale=problem.scale, enable_gqa=True,
-            layout=layout, rotate_method=transport, return_lse=True,
-            seq_len=(problem.q_len, problem.kv_len),
-        )  # fmt: skip
-        out.backward(shard(grad_out, layout, rank, world_size))
-        for actual, whole in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
-            assert_close(actual, shard(whole, layout, rank, world_size), (problem, layout, transport))
-
-
-SMALL = [  # fewer tokens than ranks or chunks
-    Problem(q_len, kv_len, batch=2, is_causal=is_causal)
-    for (q_len, kv_len), is_causal in product([(1, 1), (3, 3), (7, 7), (2, 9), (9, 2)], [False, True])
+# Fewer tokens than ranks or chunks.
+LENGTHS = [(1, 1), (3, 3), (7, 7), (2, 9), (9, 2)]
+SMALL = [
+    Problem(*each, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
+    for each, is_causal in product(LENGTHS, (False, True))
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ring_attention_of_any_lengths(four_processes: Processes, layout: Layout, transport: str) -> None:
-    draw = random.Random(f"{layout} {transport}")
-    four_processes.run(_ring_cases, layout, transport, [*SMALL, *(random_problem(draw) for _ in range(15))])
+def _cases(rank: int, names: Names, method: str, transport: str, cases: list[tuple[Problem, Layout, int]]) -> None:
+    mesh = mesh_of(names)
+    here = place(list(mesh.get_coordinate() or []), names, tuple(mesh.shape))
+    for seed, (problem, layout, stages) in enumerate(cases):
+        *qkv, grad_out = problem.draw(seed)
+        q, k, v = (shard(tensor, layout, here, 4).requires_grad_() for tensor in qkv)
+        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        with mock.patch.object(planner, "head_stages", staging):
+            out, _ = context_parallel_attention(
+                q, k, v, mesh=mesh, method=method, is_causal=problem.is_causal, scale=problem.scale,
+                enable_gqa=True, layout=layout, rotate_method=transport, return_lse=True,
+                seq_len=(problem.q_len, problem.kv_len),
+            )  # fmt: skip
+        out.backward(shard(grad_out, layout, here, 4))
+        for actual, whole in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
+            assert_close(actual, shard(whole, layout, here, 4), (problem, layout, stages, names, method))
+
+
+@pytest.mark.parametrize(
+    ("names", "method", "transport"),
+    [
+        (("cp",), "ring", "allgather"), (("cp",), "ring", "alltoall"), (("cp",), "ulysses", "auto"),
+        (RING_ULYSSES, "hybrid", "auto"), (ULYSSES_RING, "hybrid", "alltoall"), (RING_ULYSSES, "ring", "auto"),
+        (("cp_node", "cp_gpu"), "auto", "alltoall"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_any_problem_by_any_method(four_processes: Processes, names: Names, method: str, transport: str) -> None:
+    draw = random.Random(f"{names} {method} {transport}")
+    problems = [*SMALL, *(random_problem(draw) for _ in range(20))]
+    cases = [(each, draw.choice(LAYOUTS), draw.randint(1, 4)) for each in problems]
+    four_processes.run(_cases, names, method, transport, cases)
 
 
 # DTensors with uneven shards
 
 
-def _dtensor_cases(rank: int, seed: int) -> None:
+def _dtensors(rank: int, seed: int) -> None:
     draw = random.Random(seed)
-    meshes = _meshes()
     with enable_context_parallel_dispatcher():
         for _ in range(12):
-            problem, shape = random_problem(draw), draw.choice([*meshes])
-            placements = [[draw.choice([R, DP, TP, CP, CP]) for _ in shape] for _ in "qkv"]
-            placements[draw.randrange(3)][0] = CP
-            check_equals_full_tensors(rank, shape, problem, tuple(map(tuple, placements)), mesh=meshes[shape])
-
-
-@cache  # see check_equals_full_tensors; the processes serve many tests
-def _meshes() -> dict[tuple[int, ...], DeviceMesh]:
-    return {shape: init_device_mesh("cpu", shape) for shape in [(4,), (2, 2)]}
+            names = draw.choice([("cp",), RING_ULYSSES, ULYSSES_RING, ("ulysses", "tp"), ("cp", "cp2")])
+            placements: list[Placements] = [tuple(draw.choice([R, DP, TP, CP, CP]) for _ in names) for _ in "qkv"]
+            placements[draw.randrange(3)] = (CP, *placements[0][1:])
+            problem = draw.choice([random_problem(draw), random_problem(draw), draw.choice(SMALL)])
+            inputs = (placements[0], placements[1], placements[2])
+            check_equals_full_tensors(rank, tuple(mesh_of(names).shape), problem, inputs, mesh=mesh_of(names))
 
 
 @torch_before_2_12
 @pytest.mark.parametrize("seed", range(4))
 def test_dtensors_with_uneven_shards(four_processes: Processes, seed: int) -> None:
-    four_processes.run(_dtensor_cases, seed)
+    four_processes.run(_dtensors, seed)
 
 
-def _dtensors_shorter_than_the_mesh(rank: int) -> None:
-    cases: list[tuple[tuple[Placements, ...], Placements]] = [
-        (((CP,),) * 3, (CP,)), (((CP, CP),) * 3, (CP, CP)), (((TP, CP), (TP, R), (TP, R)), (TP, CP)),
-    ]  # fmt: skip
-    meshes = _meshes()
-    with enable_context_parallel_dispatcher():
-        for problem, (inputs, out) in product(SMALL, cases):
-            shape = (4,) if len(out) == 1 else (2, 2)
-            check_equals_full_tensors(rank, shape, problem, inputs, out, mesh=meshes[shape])
-
-
-@torch_before_2_12
-def test_dtensors_shorter_than_the_mesh(four_processes: Processes) -> None:
-    four_processes.run(_dtensors_shorter_than_the_mesh)
-
-
-# Contexts over one axis of a mesh
-
-
-def _context_over_one_axis(rank: int, cp_axis: int) -> None:
-    names = ("cp", "dp") if cp_axis == 0 else ("dp", "cp")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    for transport, is_causal in product(TRANSPORTS, (False, True)):
-        problem = Problem(13, 13, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
-        *whole, grad_out = problem.draw(seed=mesh["dp"].get_local_rank())  # other data for each replica
-        expected = reference(problem, *whole, grad_out)
-        buffers = [tensor.clone() for tensor in (*whole, grad_out)]
-        with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[2] * 4, rotate_method=transport):
-            q, k, v, grad = (buffer.clone() for buffer in buffers)
-            for tensor in (q, k, v):
-                tensor.requires_grad_()
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-        out.backward(grad)
-        wanted = context_parallel_shard(mesh["cp"], expected, [2] * 4)
-        for actual, want in zip((out, q.grad, k.grad, v.grad), wanted, strict=True):
-            assert_close(actual, want, (transport, problem))
-        assert all(map(torch.equal, buffers, (*whole, grad_out)))
-
-
-@pytest.mark.parametrize("cp_axis", [0, 1])
-def test_a_context_over_one_axis_of_a_mesh_leaves_replicas_alone(four_processes: Processes, cp_axis: int) -> None:
-    four_processes.run(_context_over_one_axis, cp_axis)
+# Tensor parallel
 
 
 class Attention(nn.Module):
@@ -196,43 +165,7 @@ def test_tensor_parallel_attention_under_context_parallel(
     four_processes.run(_tensor_parallel_attention, as_module, local_heads)
 
 
-# Ranks that disagree or fail
-
-
-def _disagreement(rank: int, what: str) -> str:
-    length, scale, layout = 4, 0.5, HeadTail()
-    is_causal, dropout_p = rank == 2 and what == "mask", 0.1 if rank == 2 and what == "dropout_p" else 0.0
-    if rank == 2 and what == "scale":
-        scale = 0.25
-    if rank == 2 and what == "layout":
-        layout = Contiguous()
-    dtype = torch.float64 if rank == 2 and what == "dtype" else torch.float32
-    q = torch.zeros(1, 1, length, 4, dtype=dtype)
-    with (
-        pytest.raises(ValueError, match="disagree") as caught,
-        context_parallel(dist.group.WORLD, layout=layout, debug=True),
-    ):
-        F.scaled_dot_product_attention(q, q, q, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", ["mask", "dropout_p", "scale", "layout", "dtype"])
-def test_debug_names_the_rank_that_disagrees_on_every_rank(four_processes: Processes, what: str) -> None:
-    for message in four_processes.run(_disagreement, what):
-        assert f"disagree about {what}: rank 2 says" in message
-
-
-def _lengths_of_no_layout(rank: int) -> str:
-    q = torch.zeros(1, 1, 5 if rank == 3 else 4, 4)
-    with pytest.raises(ValueError, match="pass seq_len=") as caught:
-        ring_attention(q, q, q, mesh=dist.group.WORLD)
-    return str(caught.value)
-
-
-def test_lengths_that_no_layout_gives_are_refused_on_every_rank(four_processes: Processes) -> None:
-    messages = four_processes.run(_lengths_of_no_layout)
-    assert len(set(messages)) == 1
-    assert "rank 3 says (20, 20), the others (16, 16)" in messages[0]
+# Ranks that fail
 
 
 def _one_rank_raises(rank: int) -> None:
