@@ -41,7 +41,7 @@ from cp_dtensor.api.explain import (
 from cp_dtensor.api.functional import cast_by_autocast
 from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
-from cp_dtensor.api.provider import attention_of_shards
+from cp_dtensor.api.sdpa import attention_of_shards
 from cp_dtensor.api.sharding import (
     checked_buffers,
     checked_sequence,
@@ -131,13 +131,13 @@ __all__ = [  # noqa: RUF022, grouped by purpose
 
 
 def ranks_of_context() -> SequenceRanks | None:
-    """The ranks of the innermost open context of this thread; None outside of contexts."""
+    """Return the ranks of the innermost open context of this thread; None outside of contexts."""
     context = innermost()
     return None if context is None else context.call.ranks
 
 
 def default_rotate_method() -> str:
-    """The KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
+    """Return the KV transport that `set_rotate_method` has set for this process; "auto" if nothing has."""
     return transport_by_name(None).name
 
 
@@ -145,7 +145,7 @@ def ring_attention_by_backend(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, mask: Mask, layout: Layout,
     scale: float | None = None, seq_len: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`ring_attention` whose tiles one backend computes, whatever `torch.nn.attention.sdpa_kernel` allows.
+    """Compute `ring_attention` whose tiles one backend computes, whatever `torch.nn.attention.sdpa_kernel` allows.
 
     Args:
         backend: name of a `torch.nn.attention.SDPBackend`, such as "FLASH_ATTENTION".
