@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.collectives import kinds, recorded_collectives
 from support.compile_checks import fresh
 from support.masked_problems import MaskedProblem
 from support.problems import assert_close, shard
@@ -120,29 +119,6 @@ def test_of_a_module(method: str) -> None:
         assert plain.sinks.grad is None
 
     run_ranks(RANKS, body)
-
-
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "a list": ({"sinks": [0.0] * 4}, TypeError, "expected sinks to be a torch.Tensor .* got list"),
-    "integers": ({"sinks": torch.zeros(4, dtype=torch.int64)}, ValueError, r"floating dtype .* got torch.int64 \(4,\)"),
-    "two dims": ({"sinks": torch.zeros(1, 4)}, ValueError, r"shape \(query heads,\), got torch.float32 \(1, 4\)"),
-    "not a bool": ({"deterministic": "yes"}, TypeError, "expected deterministic to be True or False, got 'yes'"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values_are_refused_on_creation(name: str) -> None:
-    options, error, message = BAD[name]
-
-    def body(_rank: int) -> None:
-        with pytest.raises(error, match=message):
-            context_parallel(dist.group.WORLD, **options)
-        with pytest.raises(error, match=message):
-            ContextParallel(**options)
-
-    with recorded_collectives() as calls:
-        run_ranks(RANKS, body)
-    assert kinds(calls) == []
 
 
 def test_bad_values_are_refused_at_a_call() -> None:

@@ -44,15 +44,6 @@ def test_dtensors_over_its_own_and_other_ranks_mean_their_full_tensors() -> None
     run_ranks(4, _own_ranks_and_more)
 
 
-def _one_rank(rank: int) -> None:
-    context = context_parallel(init_device_mesh("cpu", (1,)))  # a job that was configured not to shard
-    assert check_equals_full_tensors(rank, (1,), CAUSAL, ((CP,),) * 3, context=context) == (CP,)
-
-
-def test_in_a_context_of_one_rank_dtensors_mean_their_full_tensors() -> None:
-    run_ranks(1, _one_rank)
-
-
 def _one_rank_with_mask_and_heads_over_others(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
     *whole, _ = CAUSAL.draw(seed=0)
