@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel, context_parallel_shard
 
@@ -137,26 +137,6 @@ def test_nested_checkpoints(outer: bool, inner: bool) -> None:
         return checkpoint(twice, hidden, use_reentrant=outer)
 
     assert_as_alone(run, sharded(run, HeadTail(), inside=False))
-
-
-@REENTRANT
-def test_checkpoint_sequential(use_reentrant: bool) -> None:
-    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        return checkpoint_sequential([block] * 4, 2, hidden, use_reentrant=use_reentrant)
-
-    results = sharded(run, HeadTail(), inside=False)
-    assert_as_alone(run, results)
-    assert results[0][3] > 4, "nothing was recomputed"
-
-
-@BACKWARD_INSIDE
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_early_stop(early_stop: bool, inside: bool) -> None:
-    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
-            return checkpoint(block, hidden, use_reentrant=False)
-
-    assert_as_alone(run, sharded(run, HeadTail(), inside))
 
 
 @BACKWARD_INSIDE

@@ -139,24 +139,6 @@ def test_meta_tensors_are_left_to_torch() -> None:
     run_ranks(2, body)
 
 
-def test_compiled_functions_are_compiled_once_more_in_a_region() -> None:
-    problem = Problem(q_len=LENGTH, kv_len=LENGTH)
-    whole = problem.draw(0)
-    expected = reference(problem, *whole)[0]
-    compiled = torch.compile(lambda q, k, v: imported_by_name(q, k, v), backend="eager")
-    assert_close(compiled(*whole[:3]), expected)
-
-    def body(rank: int) -> None:
-        with context(seq_len=LENGTH):
-            assert_close(
-                compiled(*(shard(each, HeadTail(), rank, 2) for each in whole[:3])),
-                shard(expected, HeadTail(), rank, 2),
-            )
-
-    run_ranks(2, body)
-    assert_close(compiled(*whole[:3]), expected)
-
-
 def attention(batch_first: bool, is_causal: bool) -> nn.Module:
     class SelfAttention(nn.MultiheadAttention):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -119,14 +119,3 @@ def _seq_shards_over_other_ranks(rank: int) -> None:
 
 def test_sequence_shards_over_other_ranks_are_refused() -> None:
     run_ranks(4, check_refused, NotImplementedError, "sharded alike over batch", _seq_shards_over_other_ranks)
-
-
-def _mixed_in_a_context(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    q, k, v = distributed(SELF.draw(seed=0)[:3], mesh["tp"], ((TP,),) * 3)
-    with context_parallel(mesh["cp"]):
-        F.scaled_dot_product_attention(q, k.to_local(), v.to_local())
-
-
-def test_plain_tensors_among_dtensors_are_refused() -> None:
-    run_ranks(4, check_refused, ValueError, "all to be DTensors", _mixed_in_a_context)

@@ -36,7 +36,6 @@ from cp_dtensor import (
     context_parallel,
     context_parallel_flex_attention,
 )
-from cp_dtensor.engine import gather_kv
 from cp_dtensor.spec.balanced_layouts import PerDocument
 
 CASES = {
@@ -113,24 +112,6 @@ def test_torchs_own_kernel(case: str, layout: Layout) -> None:
         torch.testing.assert_close(aux.lse.double(), shard(lse, layout, rank, 3), rtol=0, atol=1e-5)
 
     run_ranks(3, body)
-
-
-def test_the_rotate_method_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    used, original = [], gather_kv.gathers_by_symm_mem
-    monkeypatch.setattr(
-        gather_kv, "gathers_by_symm_mem", lambda method, *others: used.append(method.name) or original(method, *others)
-    )
-
-    def body(_rank: int, rotate_method: str | None) -> None:
-        q = torch.ones(1, 1, 4, 4)
-        out = context_parallel_flex_attention(q, q, q, mesh=dist.group.WORLD, seq_len=8, rotate_method=rotate_method)
-        torch.testing.assert_close(out, q)
-
-    for rotate_method in ("allgather", "alltoall", None):
-        run_ranks(2, body, rotate_method)
-    assert used == ["allgather"] * 2 + ["alltoall"] * 2 + ["auto"] * 2
-    with pytest.raises(ValueError, match="unknown rotate method: got 'ring'"):
-        run_ranks(2, body, "ring")
 
 
 @pytest.mark.parametrize("layout", [MirroredBatch(), Striped(3)], ids=repr)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.collectives import kinds, recorded_collectives
 from support.masked_problems import MaskedProblem
 from support.problems import shard
 from support.ranks import run_ranks
@@ -170,19 +169,6 @@ def test_sharding(layout: Layout) -> None:
         assert torch.equal(local_positions(world, LENGTH), other)
 
     run_ranks(RANKS, body)
-
-
-def test_lengths_that_the_layout_does_not_divide_are_refused_alone() -> None:
-    def body(rank: int) -> None:
-        with (
-            context_parallel(dist.group.WORLD, layout=Balanced(MASK, LENGTH)),
-            pytest.raises(ValueError, match="got 8 tokens, but this Balanced divides sequences of 12"),
-        ):
-            context_parallel_shard(dist.group.WORLD, [torch.ones(8)], [0])
-
-    with recorded_collectives(of_first_calls=True) as calls:
-        run_ranks(RANKS, body)
-    assert kinds(calls) == ["AllGather"]  # the ranks compare their contexts on entry
 
 
 def test_modules_inside_of_modules() -> None:

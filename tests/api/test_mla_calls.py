@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.collectives import errors_by_rank, kinds, recorded_collectives
 from support.latent_problems import LatentCase, LatentProblem, check_latents
 from support.problems import shard
@@ -26,7 +25,6 @@ from cp_dtensor import (
     context_parallel,
     context_parallel_mla,
 )
-from cp_dtensor.engine import latent as latents
 
 RANKS = 3
 MASK = Documents([0, 5, 12, 24], within=Causal())
@@ -189,43 +187,3 @@ def test_autocast_casts_the_weight_too() -> None:
         assert {leaf.grad.dtype for leaf in leaves if leaf.grad is not None} == {torch.float32}
 
     run_ranks(2, body)
-
-
-@pytest.mark.parametrize("way", [("ring", "allgather"), ("ring", "alltoall"), ("ulysses", None)], ids=str)
-@pytest.mark.parametrize("ranks", [4])
-@pytest.mark.parametrize("most", [1, latents.EXPANDED_BYTES], ids=["head by head", "all heads"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_errors_are_at_most_one_and_a_half_times_those_of_one_device(
-    dtype: torch.dtype, most: int, ranks: int, way: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(latents, "EXPANDED_BYTES", most)
-    problem = LatentProblem(
-        256, 256, Causal(), 1, 4, head_dim=48, rotary_dim=16, value_dim=32, latent_dim=64
-    )  # fmt: skip
-    wide = [tensor * (0.125 if index == 3 else 1.0) for index, tensor in enumerate(problem.draw(0))]
-    tensors = tuple(tensor.to(dtype) for tensor in wide)
-    expected, of_up = problem.results(tuple(tensor.double() for tensor in tensors))
-    *leaves, grad_out = (tensor.clone().requires_grad_() for tensor in tensors)
-    q, latent, k_rope, up = leaves
-    projected = F.linear(latent, up).unflatten(2, (4, -1)).transpose(1, 2)
-    k = torch.cat((projected[..., :32], k_rope.unsqueeze(1).expand(-1, 4, -1, -1)), -1)
-    out = F.scaled_dot_product_attention(q, k, projected[..., 32:], is_causal=True)
-    alone = (out, *torch.autograd.grad(out, leaves, grad_out))
-
-    def body(rank: int) -> tuple[torch.Tensor, ...]:
-        *mine, local_grad = problem.shards(tensors, HeadTail(), rank, ranks)
-        local = [tensor.requires_grad_() for tensor in mine]
-        result = context_parallel_mla(
-            *local[:3], up=local[3], mesh=dist.group.WORLD, is_causal=True, method=way[0], rotate_method=way[1]
-        )
-        return result.detach(), *torch.autograd.grad(result, local, local_grad)
-
-    found = run_ranks(ranks, body)
-    for index, (whole, of_one) in enumerate(zip((*expected[:4], of_up), alone, strict=True)):
-        if index == 4:
-            error = (sum(each[4].double() for each in found) - whole).norm()
-        else:
-            dim = 2 if index < 2 else 1
-            parts = [found[rank][index].double() - shard(whole, HeadTail(), rank, ranks, dim) for rank in range(ranks)]
-            error = torch.stack([part.norm() for part in parts]).norm()
-        assert error <= 1.5 * (of_one.double() - whole).norm(), index
