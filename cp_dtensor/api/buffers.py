@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ _open_shards: dict[int, list[InPlaceShard]] = {}
 
 
 def is_shard_now(tensor: object) -> bool:
-    """True if this is a tensor that is a buffer of an open context."""
+    """Return whether this is a tensor that is a buffer of an open context."""
     return id(tensor) in _open_shards
 
 
@@ -60,14 +60,14 @@ class InPlaceShard:
             self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
 
     def lengths(self) -> list[int]:
-        """The length of the shard on each rank."""
+        """Return the length of the shard on each rank."""
         buffer = self.buffer
         whole, size = self.whole_shape[buffer.dim], buffer.ranks.size
         return [buffer.layout.local_length(whole, rank, size) for rank in range(size)]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly."""
+        """Make the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly."""
         tensor, key = self.buffer.tensor, id(self.buffer.tensor)
         with _lock:
             shards = _open_shards.get(key, [])
@@ -94,7 +94,7 @@ class InPlaceShard:
                         local.register_post_accumulate_grad_hook(_warn_of_late_gradient)
 
     def release_whole(self) -> None:
-        """Frees the whole contents of a buffer that is not to be restored."""
+        """Free the whole contents of a buffer that is not to be restored."""
         buffer = self.buffer
         if not buffer.restore and not self._sharded_for_good:
             self._sharded_for_good = True
@@ -118,7 +118,7 @@ def _warn_of_late_gradient(shard: torch.Tensor) -> None:
 
 
 def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
-    """ids of the buffers to leave sharded; refuses a buffer listed twice, and one that is no buffer."""
+    """Return the ids of the buffers to leave sharded; refuse a buffer listed twice, and one that is no buffer."""
     if isinstance(no_restore, torch.Tensor):
         raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
     listed = [*map(id, buffers)]
@@ -135,7 +135,7 @@ def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]
 
 
 def check_in_place(tensors: list[torch.Tensor], dims: list[int], of: SequenceRanks) -> None:
-    """Refuses tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
+    """Refuse tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad:
             raise ValueError(
@@ -162,7 +162,7 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], of: SequenceRan
 
 
 def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
-    """Facts of the buffers of a context that must be equal on all ranks; reads all buffers."""
+    """Read the buffers of a context and return facts of them, which must be equal on all ranks."""
     facts: dict[str, object] = {"the number of buffers": len(buffers)}
     for index, buffer in enumerate(buffers):
         tensor = buffer.tensor
@@ -172,7 +172,7 @@ def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
 
 
 def refuse_shards_of_other_dims(shards: tuple[InPlaceShard, ...], call: Call, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Refuses queries (..., S, D) of no declared length that have a buffer's share in another dim than S.
+    """Refuse queries (..., S, D) of no declared length that have a buffer's share in another dim than S.
 
     Either the buffer has another sequence dim, or q is (batch, sequence, heads, head_dim). Where nothing but the share
     says so, it may be the number of heads, so that is warned of. Only shares that are equal on all ranks count, so that
@@ -211,22 +211,24 @@ def refuse_shards_of_other_dims(shards: tuple[InPlaceShard, ...], call: Call, q:
 
 
 def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> torch.Tensor:
-    """A rank's part of a whole tensor, in local order; new and contiguous."""
-    parts = [
-        rows.index_select(dim, positions)
-        for rows, positions in _rows_and_positions(indexable(tensor), tensor.size(dim), layout, rank, world_size)
-    ]
-    shard = parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Return a rank's part of a whole tensor, in local order; new and contiguous."""
+    source, groups = indexable(tensor), layout.batch_groups(tensor.size(0))
+    positions = positions_by_group(layout, tensor.size(dim), rank, world_size, tensor.size(0), tensor.device)
+    if len(groups) == 1:
+        shard = source.index_select(dim, positions[0])
+    else:
+        rows = [source[start:stop] for start, stop in groups]
+        shard = torch.cat([part.index_select(dim, each) for part, each in zip(rows, positions, strict=True)])
     return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
 
 
 def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
-    """The inverse of `take_shard`: writes a rank's part into its places of a whole tensor."""
-    whole, shard = indexable(whole), indexable(shard)
-    first = 0
-    for rows, positions in _rows_and_positions(whole, whole.size(dim), layout, rank, world_size):
-        rows.index_copy_(dim, positions, shard if rows is whole else shard[first : first + rows.size(0)])
-        first += rows.size(0)
+    """Write a rank's part, as `take_shard` returns it, into its places of a whole tensor."""
+    source, groups = indexable(shard), layout.batch_groups(whole.size(0))
+    positions = positions_by_group(layout, whole.size(dim), rank, world_size, whole.size(0), whole.device)
+    for (start, stop), each in zip(groups, positions, strict=True):
+        rows = source if len(groups) == 1 else source[start:stop]
+        indexable(whole)[start:stop].index_copy_(dim, each, rows)
 
 
 @lru_cached
@@ -234,15 +236,18 @@ def _segments(layout: Layout, seq_len: int, rank: int, world_size: int, group: i
     return layout.segments(seq_len, rank, world_size, group)
 
 
-def _rows_and_positions(
-    tensor: torch.Tensor, seq_len: int, layout: Layout, rank: int, world_size: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each group of batch rows of one layout: a view of these rows, and the rank's positions in them."""
-    groups = layout.batch_groups(tensor.size(0))
-    return [
-        (
-            tensor if len(groups) == 1 else tensor[start:stop],
-            positions_of(_segments(layout, seq_len, rank, world_size, index), tensor.device),
-        )
-        for index, (start, stop) in enumerate(groups)
-    ]
+def positions_by_group(
+    layout: Layout, seq_len: int, rank: int, world_size: int, batch_size: int, device: torch.device | str | None
+) -> list[torch.Tensor]:
+    """Return a rank's global positions in each group of batch rows of one layout: (local tokens,) int64."""
+    by_group = []
+    for group in range(len(layout.batch_groups(batch_size))):  # no comprehension, which would be a frame of each entry
+        by_group.append(positions_of(_segments(layout, seq_len, rank, world_size, group), device))
+    return by_group
+
+
+def rows_of_batch(by_group: list[torch.Tensor], groups: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return positions by group as (local tokens,) if there is one group, else as (batch, local tokens)."""
+    if len(groups) == 1:
+        return by_group[0]
+    return torch.cat([each.expand(stop - start, -1) for each, (start, stop) in zip(by_group, groups, strict=True)])

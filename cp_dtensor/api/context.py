@@ -47,7 +47,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class context_parallel(ContextDecorator):
-    """Inside of the `with` block, the sequence is sharded over the ranks of `mesh`.
+    """Shard the sequence over the ranks of `mesh` inside of the `with` block.
 
     On entry, each tensor of `buffers` becomes this rank's shard, in place. Inside, `F.scaled_dot_product_attention`,
     also in torch's modules such as `nn.MultiheadAttention(..., need_weights=False)`, takes plain tensors as this rank's
@@ -62,8 +62,7 @@ class context_parallel(ContextDecorator):
     entered at every call of the function.
 
     Args:
-        mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
-            dims. Of these the one whose name begins with "ulysses" is the inner axis, otherwise the second.
+        mesh, method, rotate_method, deterministic, replay: as for `context_parallel_attention`.
         buffers: tensors of any dtype, whole and equal on every rank: all that have a sequence dim, also position ids
             and RoPE tables, and the very objects that the code inside uses (a slice or a copy is another tensor). Shift
             labels before they are sharded. Tensors that require grad are refused: `context_parallel_shard` is
@@ -74,21 +73,13 @@ class context_parallel(ContextDecorator):
         buffer_seq_dims: the sequence dim of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit; their whole contents
             are freed on entry.
-        method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: the keys that each query sees in all SDPA inside, by global position, such as `Documents(cu_seqlens)`. A
-            key is seen if this mask and the `is_causal` and `attn_mask` of the call all allow it. An `attn_mask` has
-            this rank's query rows, in `layout` order, and the keys of the whole sequence, in the order of positions;
-            it may be one of `buffers`. None: no mask.
+        mask: as for `context_parallel_attention`, for all SDPA inside; None: no mask. An `attn_mask` may be one of
+            `buffers`.
         layout: the tokens of each rank; None is `HeadTail()`. Functions and modules of this package inside, over
             the same ranks, take mask and layout over where they have `mask=None` (`Full()`: no mask) or `layout=None`.
-        rotate_method: the KV transport of rings: "auto", "symm_mem", "allgather" or "alltoall" (see
-            `set_rotate_method`); None is the process default.
         seq_len: a global length, or a tuple of several, that attention runs over besides those of the buffers.
-        sinks: (H,), any floating dtype: a logit of each of this rank's query heads that counts in the softmax
-            denominator of all SDPA inside (see `context_parallel_attention`). Its gradient is the share of this rank's
-            queries. Refused for DTensors over these ranks, `varlen_attn`, FlexAttention and in compiled code.
-        deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn`.
-        replay: True: passes of SDPA that come again are replayed as CUDA graphs (see `context_parallel_attention`).
+        sinks: as for `context_parallel_attention`, for all SDPA inside. Refused for DTensors over these ranks,
+            `varlen_attn`, FlexAttention and in compiled code.
         debug: True: on every entry the ranks compare configuration and buffers, at every attention call what must
             agree, and at passes of attention and exits that all do the same; a disagreement names the rank. False: at
             the first entry and the first attention call of each kind.
@@ -144,7 +135,7 @@ class context_parallel(ContextDecorator):
         self._entered_before = False
 
     def __call__(self, func: F) -> F:
-        """`func`, with this context entered at every call.
+        """Return `func`, with this context entered at every call.
 
         Raises:
             TypeError: a generator or a coroutine function, whose body runs after the call has returned.
@@ -180,7 +171,7 @@ class context_parallel(ContextDecorator):
         self._entered_before = True
 
     def _compare_ranks(self) -> None:
-        """Refuses options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
+        """Refuse options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
         kinds, on_gpu = list[object]([self._sinks is None, len(self._seq_len)]), None
         for each in self._buffers:
             if _torch.is_traced(each.tensor):
@@ -233,7 +224,7 @@ class context_parallel(ContextDecorator):
 
 @contextmanager
 def entered(context: OpenContext) -> Iterator[None]:
-    """Makes this the context of the current thread, and its buffers their shards, while open.
+    """Make this the context of the current thread, and its buffers their shards, while open.
 
     Contexts nest. One may be entered again later, for a recompute.
     """
@@ -249,7 +240,7 @@ def entered(context: OpenContext) -> Iterator[None]:
 
 
 def _patches() -> Iterator[AbstractContextManager[object]]:
-    """The patches, in the order of their installation."""
+    """Return the patches, in the order of their installation."""
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
     yield _torch.jagged_sdpa_checked(refuse_nested)
@@ -269,7 +260,7 @@ _installation = SharedInstallation(_patches)
 
 
 def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpointed function, run in the present context whenever it runs: also when recomputed after exit."""
+    """Return a checkpointed function that runs in the present context, also when it is recomputed after exit."""
     context = current()
     if context is None:
         return function
@@ -286,7 +277,7 @@ def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _variant_of_compiled_code() -> str:
-    """Encodes the context of this thread for Dynamo, which reuses compiled code only where this string is equal."""
+    """Encode the context of this thread for Dynamo, which reuses compiled code only where this string is equal."""
     context = innermost()
     if context is None:
         return ""
@@ -297,14 +288,14 @@ def _variant_of_compiled_code() -> str:
 
 
 def _refuse_torchs_modules() -> None:
-    """Refuses modules with torch's `_ContextParallel`, whose DTensors are contiguous, where shards are not."""
+    """Refuse modules with torch's `_ContextParallel`, whose DTensors are contiguous, where shards are not."""
     context = innermost()
     if context is not None and context.call.ranks.size > 1 and context.call.layout != Contiguous():
         raise RuntimeError(TORCHS_TOO)
 
 
 def _warn_of_other_layout(call: Call, seq_len: tuple[int, ...]) -> None:
-    """Warns, once, of a context without buffers inside of one whose buffers are shards in another layout.
+    """Warn, once, of a context without buffers inside of one whose buffers are shards in another layout.
 
     Args:
         call: of the context that is about to be entered.
@@ -328,7 +319,7 @@ def _warn_of_other_layout(call: Call, seq_len: tuple[int, ...]) -> None:
 
 @contextmanager
 def local_sdpa(*, queries_are_shards: bool) -> Iterator[None]:
-    """Context manager in which SDPA of this thread is torch's own, although a context is active.
+    """Leave SDPA of this thread to torch while open, although a context is active.
 
     Without an active context it changes nothing. Functions under `torch.utils.checkpoint` are recomputed under it.
     FlexAttention inside is refused. Contexts that are entered inside are not affected.

@@ -35,7 +35,7 @@ _CAUSAL = Causal()
 def dtensor_sdpa(
     arguments: SdpaArguments, mask: Mask | None = None, deterministic: bool = False, replay: bool = False
 ) -> torch.Tensor | None:
-    """SDPA of DTensors (B, H, S, D) that are sharded along the sequence, or on a CPU have an attn_mask; else None.
+    """Compute SDPA of DTensors (B, H, S, D) sharded along the sequence, or on a CPU with attn_mask; else return None.
 
     The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
     placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
@@ -167,7 +167,7 @@ def _of_local_rows(mask: Mask, q: DTensor, rows: int, placed: AttentionPlacement
 
 
 def sequence_ranks_of(*tensors: torch.Tensor) -> SequenceRanks:
-    """The ranks over which any of some DTensors is sharded along the sequence; this rank's first axis if none is."""
+    """Return the ranks over which any of these is sharded along the sequence; this rank's first axis if none is."""
     sharded = on_one_mesh(*tensors)
     by_axis = zip(*(tensor.placements for tensor in sharded), strict=True)
     axes = [axis for axis, placements in enumerate(by_axis) if any(map(on_seq, placements))]
@@ -202,7 +202,7 @@ class PlacedPartition(CachedHash, SequencePartition):
 def from_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
 ) -> DTensor:
-    """A DTensor of the given global shape, without communication."""
+    """Return a DTensor of the given global shape, without communication."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -210,7 +210,7 @@ def from_local(
 def to_local(
     tensor: DTensor, placements: Sequence[Placement], grad_placements: Sequence[Placement] | None = None
 ) -> torch.Tensor:
-    """The local part of a DTensor in these placements; its gradient is placed alike unless `grad_placements` differ."""
+    """Return the local part in these placements; its gradient is placed alike unless `grad_placements` differ."""
     if tensor.placements == placements and grad_placements in (None, placements):
         return tensor.to_local(grad_placements=placements)
     # Where the placements are right, redistributing does nothing, and its backward reduces Partial gradients to the
@@ -228,7 +228,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
-    """All as DTensors of one mesh; refuses plain tensors among DTensors, and different meshes."""
+    """Return all as DTensors of one mesh; refuse plain tensors among DTensors, and different meshes."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if len(sharded) < len(tensors):
         raise ValueError(f"expected q, k and v all to be DTensors, {_received(*tensors)}; wrap with DTensor.from_local")
@@ -238,7 +238,7 @@ def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
 
 
 def _received(*tensors: torch.Tensor) -> str:
-    """The placements of q, k and v in messages."""
+    """Return the placements of q, k and v in messages."""
     kinds = (
         f"{name} {tensor.device_mesh} {tensor.placements}" if isinstance(tensor, DTensor) else f"{name} torch.Tensor"
         for name, tensor in zip("qkv", tensors, strict=True)
@@ -249,7 +249,7 @@ def _received(*tensors: torch.Tensor) -> str:
 def refuse_other_place(
     owner: str, x: DTensor, mesh: Mesh | None, layout: Layout | None, lengths: object, of_x: object
 ) -> None:
-    """Refuses a mesh, a layout and lengths (`seq_len`) besides those of a DTensor, which are `of_x`."""
+    """Refuse a mesh, a layout and lengths (`seq_len`) besides those of a DTensor, which are `of_x`."""
     if mesh is not None and mesh != x.device_mesh:
         raise ValueError(
             f"{owner} expects mesh to be None or that of the DTensors, {x.device_mesh}, got {mesh}; pass their local "
@@ -267,7 +267,7 @@ def refuse_other_place(
 def local_only_sdpa(
     call: SdpaArguments, ring_ranks: Collection[int], plain_sdpa: Callable[[SdpaArguments], torch.Tensor]
 ) -> torch.Tensor | None:
-    """SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
+    """Compute SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
 
     Returns None if the mesh shares more ranks with the context. DTensors that are not sharded (or replicated) alike
     over batch or heads: None if the context has a single rank, which has the whole sequence.
@@ -316,7 +316,7 @@ def _local_modifiers(
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The first rank's seed, for all: ranks with equal shards must drop equal weights."""
+    """Return the first rank's seed, for all: ranks with equal shards must drop equal weights."""
     seed = torch.randint(1 << 62, (), dtype=torch.int64, device=local.device)
     for axis in range(mesh.ndim):
         if _torch.is_traced(local):
@@ -328,14 +328,14 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _first_of(q: DTensor, placed: AttentionPlacements) -> tuple[int, int]:
-    """The first of a rank's batch rows, and of its query heads."""
+    """Return the first of a rank's batch rows, and of its query heads."""
     shape, coordinate = tuple(q.device_mesh.shape), _coordinate(q.device_mesh)
     batch, head = (local_segment(q.size(dim), placed.q, shape, coordinate, dim).start for dim in (BATCH_DIM, HEAD_DIM))
     return batch, head
 
 
 def _local_bias(q: DTensor, attn_mask: torch.Tensor, placed: AttentionPlacements) -> torch.Tensor:
-    """The part of an attn_mask for a rank's queries, (B or 1, H or 1, S or 1, key positions or 1)."""
+    """Return the part of an attn_mask for a rank's queries, (B or 1, H or 1, S or 1, key positions or 1)."""
     mask = four_dims_of_mask(_on_mesh_of(q, "attn_mask", attn_mask), q)
     assert isinstance(mask, DTensor)
     return local_beside(mask, placed.q, lambda dim: dim if mask.size(dim) > 1 else None)
@@ -354,7 +354,7 @@ def _on_mesh_of(q: DTensor, name: str, tensor: torch.Tensor) -> DTensor:
 def local_beside(
     tensor: DTensor, placements_of_x: Sequence[Placement], dim_of: Callable[[int], int | None]
 ) -> torch.Tensor:
-    """The local part of a DTensor that belongs to a rank's part of another one, x.
+    """Return the local part of a DTensor that belongs to a rank's part of another one, x.
 
     `dim_of` gives its dim for a dim of x, or None where the tensor is the same along that dim: the ranks along it then
     have shares of the gradient.
@@ -387,17 +387,17 @@ class AttentionPlacements:
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """The axes whose ranks share the sequence, the outer one first."""
+        """Return the axes whose ranks share the sequence, the outer one first."""
         return tuple(axis for axis in (self.ring_axis, self.ulysses_axis) if axis is not None)
 
 
 def on_seq(placement: Placement) -> bool:
-    """True if a placement shards the sequence."""
+    """Return whether a placement shards the sequence."""
     return _on(SEQ_DIM, placement)
 
 
 def is_seq_sharded(*placements: Sequence[Placement]) -> bool:
-    """True if any of the tensors is sharded along the sequence on any mesh axis."""
+    """Return whether any of the tensors is sharded along the sequence on any mesh axis."""
     return any(on_seq(placement) for each in placements for placement in each)
 
 
@@ -405,7 +405,7 @@ def plan_placements(
     q: Sequence[Placement], k: Sequence[Placement], v: Sequence[Placement], mesh_shape: Sequence[int], q_heads: int,
     kv_heads: int, axis_names: Sequence[str] | None = None,
 ) -> AttentionPlacements:  # fmt: skip
-    """The placements of the computation, axis by axis.
+    """Return the placements of the computation, axis by axis.
 
     Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis whose name begins with
     "ulysses" (the first of several), or on two axes, then that axis, or the second, is for Ulysses. K/V that are
@@ -445,7 +445,7 @@ _cached_placements = lru_cache(maxsize=1024)(plan_placements)
 def _ulysses_axis(
     q: Sequence[Placement], k: Sequence[Placement], v: Sequence[Placement], axis_names: Sequence[str] | None
 ) -> int | None:
-    """The axis for Ulysses: one on which q, k and v are all sharded along the sequence."""
+    """Return the axis for Ulysses: one on which q, k and v are all sharded along the sequence."""
     axes = [axis for axis, placements in enumerate(zip(q, k, v, strict=True)) if all(map(on_seq, placements))]
     named = [axis for axis in axes if axis_names and is_ulysses_axis(axis_names[axis])]
     if named:
@@ -460,7 +460,7 @@ def local_segment(
     coordinate: Sequence[int],
     dim: int = SEQ_DIM,
 ) -> Segment:
-    """A rank's range of a dim of that length. Shards over several axes nest from left to right."""
+    """Return a rank's range of a dim of that length. Shards over several axes nest from left to right."""
     start, stop = 0, length
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):
         if _on(dim, placement):

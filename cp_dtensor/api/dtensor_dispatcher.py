@@ -45,7 +45,7 @@ aten = torch.ops.aten
 
 
 def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handler of a fused op. `out`, LSE (B, H, S) and the gradient of the query are DTensors placed as the query.
+    """Compute a fused op of DTensors. `out`, LSE (B, H, S) and the gradient of the query are placed as the query.
 
     Gradients of keys and values are placed as these; Partial where ranks with different queries hold the same keys.
     """
@@ -102,7 +102,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _refuse_context_options(op: Any) -> None:
-    """Refuses options of the open context that a fused op would leave out."""
+    """Refuse options of the open context that a fused op would leave out."""
     context = innermost()
     if context is None:
         return
@@ -160,7 +160,7 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
 
 
 def _bound_to_dispatcher(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpointed function that runs under the dispatcher, also when it is recomputed later."""
+    """Return a checkpointed function that runs under the dispatcher, also when it is recomputed later."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with dispatcher_installation.held():
@@ -170,7 +170,7 @@ def _bound_to_dispatcher(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _variant_of_compiled_code() -> str:
-    """Part of the cache key of compiled functions: attention of DTensors is intercepted, with the default transport."""
+    """Return what compiled code depends on: attention of DTensors is intercepted, with the default transport."""
     return f"cp_dtensor dispatcher, {transport_by_name(None).name}"
 
 
@@ -182,7 +182,7 @@ _enabled_by_user: list[None] = []
 
 
 def enable_context_parallel_dispatcher() -> ExitStack:
-    """From now on, SDPA on DTensors that are sharded along the sequence attends to the whole of it.
+    """Make SDPA on DTensors that are sharded along the sequence attend to the whole of it, from now on.
 
     Results are those of `F.scaled_dot_product_attention` on the full tensors, whatever the mesh: a ring runs around
     the axis with `Shard(2)`, or Ulysses over it if its name begins with "ulysses", or both over two; `Shard(0)` (data
@@ -214,7 +214,7 @@ def enable_context_parallel_dispatcher() -> ExitStack:
 
 
 def disable_context_parallel_dispatcher() -> None:
-    """Reverts one `enable_context_parallel_dispatcher`; without one, does nothing.
+    """Revert one `enable_context_parallel_dispatcher`; without one, do nothing.
 
     After the last one, DTensor's tables and torch's dispatcher are as before.
     """

@@ -67,7 +67,7 @@ class Explanation:
         return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), self.rule))
 
     def _received(self, estimate: Estimate) -> list[str]:
-        """Table cells: MiB that a rank receives over each axis."""
+        """Return table cells: MiB that a rank receives over each axis."""
         received = (estimate.outer_bytes, estimate.inner_bytes)
         return [f"{count / 2**20:.0f} MiB" for count in (received if len(self.axes) == 2 else (sum(received),))]
 
@@ -79,7 +79,7 @@ def explain(
     hardware: Assumed | Mapping[str, Assumed] | None = None,
     v_head_dim: int | None = None, latent_dims: tuple[int, int] | None = None, quiet: bool = False,
 ) -> Explanation:  # fmt: skip
-    """Predicts time, bytes on each axis and memory of every method, and prints the table on rank 0 of the mesh.
+    """Predict time, bytes on each axis and memory of every method, and print the table on rank 0 of the mesh.
 
     Args:
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
@@ -165,7 +165,7 @@ def explain(
 
 
 def check_numbers(dtype: torch.dtype, **numbers: int) -> None:
-    """Refuses numbers below 1, and dtypes that are not floating.
+    """Refuse numbers below 1, and dtypes that are not floating.
 
     Raises:
         TypeError, ValueError: such arguments.
@@ -229,7 +229,7 @@ def _assumed(hardware: Assumed, across: int) -> tuple[Hardware, str]:
 
 
 def _check_latents(latent_dims: tuple[int, int], q_heads: int, kv_heads: int, head_dim: int) -> None:
-    """Refuses dims that no call of `context_parallel_mla` has.
+    """Refuse dims that no call of `context_parallel_mla` has.
 
     Raises:
         ValueError: such dims.

@@ -38,7 +38,7 @@ from cp_dtensor.api.explain import (
 from cp_dtensor.api.functional import cast_by_autocast
 from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
-from cp_dtensor.api.provider import attention_of_shards
+from cp_dtensor.api.sdpa import attention_of_shards
 from cp_dtensor.api.sharding import (
     checked_buffers,
     checked_sequence_dim,
@@ -120,6 +120,6 @@ __all__ = [  # noqa: RUF022, grouped by purpose
 
 
 def ranks_of_context() -> SequenceRanks | None:
-    """The ranks of the innermost open context of this thread; None outside of contexts."""
+    """Return the ranks of the innermost open context of this thread; None outside of contexts."""
     context = innermost()
     return None if context is None else context.call.ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -23,16 +23,15 @@ from cp_dtensor.api.flex_block_mask import (
     check_mask_lengths,
     mask_lengths,
 )
-from cp_dtensor.api.flex_operators import TableCall, agreed_lengths, check_context_mask, traced_tables
+from cp_dtensor.api.flex_operators import agreed_lengths, check_context_mask, traced_tables
+from cp_dtensor.api.functional import traced_constants
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.comm.groups import Mesh
-from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_batch_size, check_qkv, refuse_dtensors, refuse_sinks
 from cp_dtensor.engine.base import Tensors as CallTensors
-from cp_dtensor.engine.call import Call, call_of, checked_pair, softmax_scale
+from cp_dtensor.engine.call import Call, Options, call_of, checked_pair, softmax_scale
 from cp_dtensor.engine.contexts import CAPTURED_BEFORE, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.gather_kv import GatherKV, KVGather
-from cp_dtensor.engine.handles import made_of, parts_of
 from cp_dtensor.spec.layouts import Layout
 
 MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,7 +44,7 @@ def context_parallel_flex_attention(
     layout: Layout | None = None, rotate_method: str | None = None, seq_len: int | tuple[int, int] | None = None,
     return_lse: bool = False, kernel_options: dict[str, Any] | None = None, compiled: bool = False, debug: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """FlexAttention of a sequence that is sharded over the ranks of `mesh`.
+    """Compute FlexAttention of a sequence that is sharded over the ranks of `mesh`.
 
     Every rank passes its shard and gets its rows of `flex_attention` of the whole sequence. The ranks gather K/V;
     gradients of K/V are summed on the ranks that own the tokens. `score_mod` and `block_mask` are those of the whole
@@ -89,17 +88,20 @@ def context_parallel_flex_attention(
     refuse_dtensors(q=q, k=k, v=v)
     traced = _torch.is_traced(q)
     attention = _compiled() if compiled and not traced else _torch.original_flex_attention
-    call = FlexCall(
+    flex = FlexCall(
         q, k, v, score_mod, block_mask, scale, enable_gqa, attention,
         {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None},
     )  # fmt: skip
+    owner = "context_parallel_flex_attention"
+    options: Options = {
+        "mesh": mesh, "layout": layout, "rotate_method": rotate_method, "seq_len": seq_len, "debug": debug,
+    }  # fmt: skip
     if traced:
-        rotate_method = transport_by_name(rotate_method).name  # Dynamo guards the process default
-        result = _traced_flex(call, _key(mesh, parts_of(layout), rotate_method, debug), checked_pair(seq_len))
+        key, _ = traced_constants(owner, options, layout=layout is None, mask=False)
+        result = _traced_flex(flex, key, checked_pair(seq_len))
     else:
-        sharding = Call.of(mesh, layout=layout, rotate_method=rotate_method, seq_len=seq_len, debug=debug)
-        owner = "context_parallel_flex_attention"
-        result = _flex_of_shards(call, inherited(owner, sharding, layout=layout is None, mask=False))
+        call = inherited(owner, Call.of(**options), layout=layout is None, mask=False)
+        result = _flex_of_shards(flex, call)
     return (result[0], result[1].lse) if return_lse else result
 
 
@@ -118,18 +120,8 @@ class FlexCall(NamedTuple):
     options: dict[str, Any]
     """Other arguments of `attention`."""
 
-    @property
-    def tensors(self) -> CallTensors:
-        """q, k and v."""
-        return CallTensors(self.q, self.k, self.v)
-
-    @property
-    def needs_grads(self) -> tuple[bool, ...]:
-        """True for each of `tensors` whose gradient is needed."""
-        return tuple([x is not None and x.requires_grad and torch.is_grad_enabled() for x in self.tensors])
-
     def check(self) -> None:
-        """Refuses arguments that do not fit, as far as one rank can find out by itself."""
+        """Refuse arguments that do not fit, as far as one rank can find out by itself."""
         check_qkv(self.q, self.k, self.v, self.enable_gqa)
         if not self.enable_gqa and self.q.size(1) != self.k.size(1):
             raise ValueError(
@@ -147,7 +139,7 @@ class FlexCall(NamedTuple):
     def attend(
         self, k: torch.Tensor, v: torch.Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
     ) -> Any:  # fmt: skip
-        """The result for the local queries, with these K/V, score and mask."""
+        """Return the result for the local queries, with these K/V, score and mask."""
         if self.q.size(2):
             options = self.options if block_mask is self.block_mask else _options_of_rows(self.options)
             return self.attention(
@@ -162,9 +154,25 @@ class FlexCall(NamedTuple):
             return out, AuxOutput(lse=lse, max_scores=lse)
         return (out, lse) if self.options.get("return_lse") else out
 
+    def attend_rows(
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, tables: Callable[[BlockMask], Tables]
+    ) -> Any:  # fmt: skip
+        """Return the result for the local queries with gathered K/V.
+
+        Args:
+            k, v: of all ranks, in the order of positions.
+            positions: global positions of the local queries, as `LocalRows.positions`.
+            tables: makes the local tables of a block mask of the whole sequence.
+        """
+        mask, local = self.block_mask, self.q.size(2)
+        if mask is not None and local:
+            made = Tables.of(mask) if mask_lengths(mask) is None else tables(mask)
+            mask = block_mask_of_rows(mask, made, (index(local), index(k.size(2))), positions)
+        return self.attend(k, v, _local_score_mod(self.score_mod, positions), mask)
+
 
 def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
-    """FlexAttention's options without promises about the whole mask that a block mask of local rows may break.
+    """Return FlexAttention's options without promises about the whole mask that a block mask of local rows may break.
 
     A local block of queries may span several global blocks. Then its blocks of keys have gaps, and the first of them
     may show some queries no key: kernels that rely on the promises would leave out keys, or return NaN.
@@ -176,58 +184,49 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
-    """This rank's rows of `flex.attention` of the whole sequence; `call` has its ranks, layout and lengths."""
+    """Return this rank's rows of `flex.attention` of the whole sequence; `call` has its ranks, layout and lengths."""
     flex.check()
     check_batch_size(flex.q.shape, call)
     ranks, layout, mask, of_mask = call.ranks, call.layout, flex.block_mask, mask_lengths(flex.block_mask)
     if call.pair is not None:
         check_mask_lengths(call.pair, of_mask)
-    lengths = agreed_lengths(replace(call, mask=None, scale=flex.scale), flex.tensors, of_mask, flex.needs_grads)
+    t = CallTensors(flex.q, flex.k, flex.v)
+    needs_grads = tuple([x is not None and x.requires_grad and torch.is_grad_enabled() for x in t])
+    q_len, kv_len = agreed_lengths(replace(call, mask=None, scale=flex.scale), t, of_mask, needs_grads)
     if ranks.size == 1:
         return flex.attend(flex.k, flex.v, flex.score_mod, mask)
-    rows = LocalRows.of(layout, lengths[0], ranks.rank, ranks.size, flex.q.size(0))
+    rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, flex.q.size(0))
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Gather first: the host makes tables and launches attention while K/V are in flight.
-    gather = KVGather(ranks, layout, lengths[1], lengths[1], call.transport, call.debug)
+    gather = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug)
     keys, values = GatherKV.apply(flex.k, flex.v, gather)
-    positions = rows.positions(flex.q.device)
-    if mask is not None and rows.count:
-        tables = Tables.of(mask)
-        if of_mask is not None:
-            tables = cached_tables(tables, mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None)
-        mask = block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions)
-    return flex.attend(keys, values, _local_score_mod(flex.score_mod, positions), mask)
+    tables = partial(cached_tables, kv_len=kv_len, rows=rows)
+    return flex.attend_rows(keys, values, rows.positions(flex.q.device), tables)
 
 
 def _traced_flex(flex: FlexCall, key: str, lengths: tuple[int, int] | None = None) -> Any:
-    """`_flex_of_shards` in a program that is being captured; `key` is that of its `Call`.
+    """Return `_flex_of_shards` in a program that is being captured; `key` is that of its `Call`.
 
     Sizes are constants of the program, which is compiled for each. Where neither the caller nor a mask has the global
     lengths, all ranks have equally many tokens.
     """
     flex.check()
-    mask, of_mask = flex.block_mask, mask_lengths(flex.block_mask)
+    of_mask = mask_lengths(flex.block_mask)
     if lengths is not None:
         check_mask_lengths(lengths, of_mask)
     count = _rank_count(key)
     if count == 1:
-        return flex.attend(flex.k, flex.v, flex.score_mod, mask)
-    batch_size, q_local, kv_local = index(flex.q.size(0)), index(flex.q.size(2)), index(flex.k.size(2))
-    q_len, kv_len = lengths or of_mask or (count * q_local, count * kv_local)
-    q_len, kv_len = index(q_len), index(kv_len)
+        return flex.attend(flex.k, flex.v, flex.score_mod, flex.block_mask)
+    q_len, kv_len = lengths or of_mask or (count * flex.q.size(2), count * flex.k.size(2))
+    whole = index(q_len), index(kv_len)
     declared = lengths is not None or of_mask is not None  # Dynamo of torch 2.11 knows no bool() of a tuple
-    keys, values, positions, left = torch.ops.cp_dtensor.flex_keys(
-        flex.q, flex.k, flex.v, key, q_len, kv_len, declared, softmax_scale(flex.q.size(3), flex.scale),
+    keys, values, positions, _ = torch.ops.cp_dtensor.flex_keys(
+        flex.q, flex.k, flex.v, key, *whole, declared, softmax_scale(flex.q.size(3), flex.scale),
         torch.is_grad_enabled(),
     )  # fmt: skip
-    if mask is not None and q_local:
-        tables = Tables.of(mask)
-        if of_mask is not None:
-            sizes = (q_len, kv_len, batch_size, q_local, index(mask.BLOCK_SIZE[0]), index(mask.BLOCK_SIZE[1]))
-            tables = traced_tables(tables, left, TableCall(key, *sizes, mask.q_indices is not None))
-        mask = block_mask_of_rows(mask, tables, (q_local, kv_len), positions)
-    return flex.attend(keys, values, _local_score_mod(flex.score_mod, positions), mask)
+    tables = partial(traced_tables, key=key, lengths=whole, positions=positions)
+    return flex.attend_rows(keys, values, positions, tables)
 
 
 @_torch.constant_in_trace
@@ -240,22 +239,13 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(_torch.original_flex_attention)
 
 
-@_torch.constant_in_trace
-def _key(mesh: Mesh, layout: Any, rotate_method: str, debug: bool) -> str:
-    owner, call = (
-        "context_parallel_flex_attention",
-        Call.of(mesh, layout=made_of(layout), rotate_method=rotate_method, debug=debug),
-    )
-    return inherited(owner, call, layout=layout is None, mask=False, traced=True).key
-
-
 # Functions of global positions as functions of local rows
 
 
 def block_mask_of_rows(
     whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor
 ) -> BlockMask:
-    """The block mask of local rows from their tables; `lengths` are those of local queries and gathered keys.
+    """Return the block mask of local rows from their tables; `lengths` are those of local queries and gathered keys.
 
     Args:
         positions: global positions of the local rows, (rows,) or (batch, rows).
@@ -277,7 +267,7 @@ def block_mask_of_rows(
 
 
 def _local_score_mod(mod: ScoreMod | None, positions: torch.Tensor) -> ScoreMod | None:
-    """`mod` as a function of local rows; arguments as of `block_mask_of_rows`."""
+    """Return `mod` as a function of local rows; arguments as of `block_mask_of_rows`."""
     if mod is None:
         return None
 
@@ -301,7 +291,7 @@ def _flex_attention(
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
     return_aux: Any = None,
 ) -> Any:  # fmt: skip
-    """FlexAttention of this rank's shards; torch's own outside of contexts."""
+    """Compute FlexAttention of this rank's shards; call torch's own outside of contexts."""
     key_of_context = _context_key()
     options = {"return_lse": return_lse, "kernel_options": kernel_options, "return_aux": return_aux}
     call = FlexCall(
@@ -324,7 +314,7 @@ def _flex_attention(
 
 @_torch.constant_in_trace
 def _context_key() -> str:
-    """The key of a call in the open context, "" outside of any; a constant of compiled code."""
+    """Return the key of a call in the open context, "" outside of any; a constant of compiled code."""
     of_module = _torch.traced_scope()
     if of_module is not None:
         check_context_mask(call_of(of_module).mask)
@@ -343,7 +333,7 @@ def _context_key() -> str:
 
 
 def _check_captured() -> None:
-    """Refuses FlexAttention of local shards in captured code that is run or traced further inside a context."""
+    """Refuse FlexAttention of local shards in captured code that is run or traced further inside a context."""
     context = innermost()
     if context is None:
         return

@@ -1,15 +1,17 @@
-"""Operators of compiled FlexAttention: `flex_keys` gathers K/V of all ranks, `flex_tables` makes a local block mask."""
+"""FlexAttention in compiled code: the operator `flex_keys`, which gathers K/V of all ranks, and local block masks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from operator import index
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
-from cp_dtensor.api.flex_block_mask import LocalRows, Tables, check_mask_lengths, local_tables, table_shapes
+from cp_dtensor.api.flex_block_mask import LocalRows, Tables, check_mask_lengths, local_tables
 from cp_dtensor.engine.agreement import agreed_pair
 from cp_dtensor.engine.base import Tensors as CallTensors
 from cp_dtensor.engine.call import Call, call_of
@@ -19,25 +21,14 @@ from cp_dtensor.engine.handles import fake_handle
 from cp_dtensor.spec.masks import Mask
 
 
-def layout_is_asked(key: str) -> bool:
-    """True if the layout, made for one length, is that of the context in which the compiled code runs."""
-    return isinstance(call_of(key).layout, LiveLayout)
-
-
-def call_in(key: str, left: torch.Tensor) -> Call:
-    """The call of a key; `left`, the last output of `flex_keys`, names the context that was asked, if one was."""
-    found = Left.of(left)
-    return call_of(key) if found is None else found.call
-
-
 def agreed_lengths(
     call: Call, t: CallTensors, of_mask: tuple[int, int] | None, needs_grads: tuple[bool, ...] | None
 ) -> tuple[int, int]:  # fmt: skip
-    """The global (queries, keys), which a block mask has if nothing else declares any; arguments as `agreed_pair`."""
+    """Return `agreed_pair`; a block mask declares the global lengths if nothing else does."""
     is_declared = call.pair is not None or (call.lengths and not call.debug)  # debugging, ranks compare masks
     try:
         lengths = agreed_pair(
-            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads, "FlexAttention"
+            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads
         )
     except ValueError as error:
         ranks, local = call.ranks, (t.q.size(2), t.k.size(2))
@@ -53,7 +44,7 @@ def agreed_lengths(
 
 
 def check_context_mask(mask: Mask | None) -> None:
-    """Refuses contexts with a mask."""
+    """Refuse contexts with a mask."""
     if mask is not None:
         raise NotImplementedError(
             f"FlexAttention does not take the mask of its context, got {mask!r}: give flex_attention a block_mask, "
@@ -68,7 +59,14 @@ def _keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, q_len: int, kv_len: int, declared: bool,
     scale: float, needs_backward: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """`declared`: True if the caller or a block mask has the lengths."""
+    """Gather K/V and find the positions of the local queries; `left` is a handle of `Left`.
+
+    Args:
+        key: of the call.
+        declared: True if the caller or a block mask has the lengths.
+        needs_backward: True if gradients are enabled.
+    """
+    is_live = isinstance(call_of(key).layout, LiveLayout)
     found = Left.by(call_of(key), q, k)
     call = found.call
     check_context_mask(call.mask)
@@ -81,51 +79,45 @@ def _keys(
             f"{kv_len} keys in all; got a sequence of {agreed}: pass seq_len, or a block mask of the whole sequence"
         )
     ranks, layout = call.ranks, call.layout
-    if layout_is_asked(key) and len(layout.batch_groups(q.size(0))) > 1:
+    if is_live and len(layout.batch_groups(q.size(0))) > 1:
         raise NotImplementedError(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
         )
-    keys, values = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug).gather(k, v)
-    positions = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0)).positions(q.device)
-    left = q.new_empty(0, dtype=torch.int64) if found.asked is None else found.handle(needs_backward)
-    return keys, values, positions.clone(), left
+    found.done = gather = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug)
+    rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0))
+    return *gather.gather(k, v), rows.positions(q.device).clone(), found.handle(needs_backward)
 
 
 def _fake_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, _q_len: int, kv_len: int, *_: Any
 ) -> tuple[torch.Tensor, ...]:
-    call = call_of(key)
-    per_row = () if layout_is_asked(key) or len(call.layout.batch_groups(int(q.size(0)))) == 1 else (q.size(0),)
+    layout = call_of(key).layout
+    per_row = not isinstance(layout, LiveLayout) and len(layout.batch_groups(int(q.size(0)))) > 1
     return (
         k.new_empty(*k.shape[:2], kv_len, k.size(3)),
         v.new_empty(*v.shape[:2], kv_len, v.size(3)),
-        q.new_empty(*per_row, q.size(2), dtype=torch.int32),
-        fake_handle() if call.context else q.new_empty(0, dtype=torch.int64),
+        q.new_empty(*((q.size(0),) * per_row), q.size(2), dtype=torch.int32),
+        fake_handle(),
     )
 
 
-def _keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, left: torch.Tensor, key: str, kv_len: int, local: int
-) -> Pair:
+def _keys_backward(grad_k: torch.Tensor, grad_v: torch.Tensor, left: torch.Tensor, local: int) -> Pair:
     """Return the gradients of this rank's keys and values: sums over the ranks of those of the gathered rows."""
-    found = Left.of(left, in_backward=True)
-    call = call_of(key) if found is None else found.call
-    gather = KVGather(call.ranks, call.layout, kv_len, grad_k.size(2), call.transport, call.debug)
+    gather: KVGather = Left.of(left, in_backward=True).done  # type: ignore[union-attr]
     return gather.reduce_gradients(grad_k, grad_v, local)
 
 
 def _fake_keys_backward(
-    grad_k: torch.Tensor, grad_v: torch.Tensor, _left: torch.Tensor, _key: str, _kv_len: int, local: int
+    grad_k: torch.Tensor, grad_v: torch.Tensor, _left: torch.Tensor, local: int
 ) -> tuple[torch.Tensor, ...]:
     return tuple(grad.new_empty(*grad.shape[:2], local, grad.size(3)) for grad in (grad_k, grad_v))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, k, _, key, _, kv_len, *_ = inputs
     *_, positions, left = output
     ctx.save_for_backward(left)
-    ctx.constants = key, kv_len, k.size(2)
+    ctx.local = inputs[1].size(2)
     ctx.mark_non_differentiable(positions, left)
 
 
@@ -133,7 +125,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 def _gradients(
     ctx: Any, saved: Tensors, grad_k: torch.Tensor, grad_v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *saved, *ctx.constants)
+    grads = torch.ops.cp_dtensor.flex_keys_backward(grad_k, grad_v, *saved, ctx.local)
     return None, *grads, *[None] * 6
 
 
@@ -143,7 +135,7 @@ _torch.define_operator(
     _keys, _fake_keys, gradients=_gradients, save=_save_for_backward,
 )  # fmt: skip
 _torch.define_operator(
-    "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor left, str key, int kv_len, SymInt local) "
+    "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor left, SymInt local) "
     "-> (Tensor grad_k, Tensor grad_v)",
     _keys_backward, _fake_keys_backward,
 )  # fmt: skip
@@ -152,71 +144,34 @@ _torch.define_operator(
 # Tables of the block mask
 
 
-class TableCall(NamedTuple):
-    """Constants of the operator `flex_tables`, in the order of its schema."""
+def traced_tables(mask: BlockMask, key: str, lengths: tuple[int, int], positions: torch.Tensor) -> Tables:
+    """Return `local_tables` in a program that is being captured.
 
-    key: str
-    q_len: int
-    kv_len: int
-    batch_size: int
-    local: int
-    """Number of local queries."""
-    q_block: int
-    kv_block: int
-    with_q: bool
-
-    def rows(self, left: torch.Tensor) -> LocalRows:
-        """The local queries; `left` as for `call_in`."""
-        call = call_in(self.key, left)
-        return LocalRows.of(call.layout, self.q_len, call.ranks.rank, call.ranks.size, self.batch_size)
-
-    def may_be_unaligned(self) -> bool:
-        """True if a layout that is asked for at run time may begin and end shards inside a block of queries."""
-        return layout_is_asked(self.key) and call_of(self.key).layout.alignment % self.q_block != 0
+    Args:
+        mask: of the whole sequence.
+        key: of the call.
+        lengths: global numbers of queries and keys.
+        positions: of `flex_keys`.
+    """
+    batch_size = index(positions.size(0)) if positions.dim() > 1 else 1
+    of_mask, q_block = index(mask.kv_indices.size(0)), index(mask.BLOCK_SIZE[0])
+    unaligned = _may_be_unaligned(key, lengths[0], batch_size, of_mask, q_block)
+    return local_tables(mask, lengths[1], positions, unaligned)
 
 
-def traced_tables(mask: Tables, left: torch.Tensor, call: TableCall) -> Tables:
-    """`local_tables` in a program that is being captured; `left` is of `flex_keys`."""
-    made = list(torch.ops.cp_dtensor.flex_tables(*mask[:4], left, *call))
-    has_full = mask.full_kv_indices is not None
-    pairs = [True, has_full, call.with_q, has_full and call.with_q]
-    made = [made.pop(0) if exists else None for exists in pairs for _ in range(2)] + made  # the rest: block_kinds
-    return Tables(*made)
+@_torch.constant_in_trace
+def _may_be_unaligned(key: str, q_len: int, batch_size: int, of_mask: int, q_block: int) -> bool:
+    """Return whether a local block of queries may span several global blocks.
 
-
-def _tables(*arguments: Any) -> list[torch.Tensor]:
-    *whole, left = arguments[:5]
-    call = TableCall(*arguments[5:])
-    block_size, rows = (call.q_block, call.kv_block), call.rows(left)
-    tables = local_tables(Tables(*whole), block_size, call.kv_len, rows, call.with_q, call.may_be_unaligned())
-    # In new memory: compiled code may reuse the memory of an operator's results.
-    return [table.clone(memory_format=torch.contiguous_format) for table in tables if table is not None]
-
-
-def _fake_tables(*arguments: Any) -> list[torch.Tensor]:
-    _, kv_indices, _, full_kv_indices, _ = arguments[:5]
-    call = TableCall(*arguments[5:])
-    mask_shape = tuple(int(size) for size in kv_indices.shape)
-    batch, unaligned = mask_shape[0], call.may_be_unaligned()
-    if not layout_is_asked(call.key):
-        rows = call.rows(kv_indices.new_empty(0))
-        rows.check_batch_size(mask_shape[0])
-        batch = rows.batch_size if len(rows.groups) > 1 else mask_shape[0]
-        unaligned = rows.has_unaligned_blocks(call.q_block)
-    shapes = table_shapes(
-        mask_shape, full_kv_indices is not None, (call.q_block, call.kv_block), (call.q_len, call.kv_len), batch,
-        call.local, call.with_q, unaligned,
-    )  # fmt: skip
-    return [
-        kv_indices.new_empty(shape, dtype=torch.int8 if name == "block_kinds" else torch.int32)
-        for name, shape in zip(Tables._fields, shapes, strict=True)
-        if shape is not None
-    ]
-
-
-_torch.define_operator(
-    "flex_tables(Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices, "
-    "Tensor left, str key, int q_len, int kv_len, int batch_size, int local, int q_block, int kv_block, "
-    "bool with_q) -> Tensor[]",
-    _tables, _fake_tables,
-)  # fmt: skip
+    Args:
+        key: of the call; where code asks for a layout when it runs, only the alignment of that is known.
+        batch_size: that of positions; 1 if all batch rows have the same.
+        of_mask: batch rows of the block mask.
+    """
+    call = call_of(key)
+    if isinstance(call.layout, LiveLayout):
+        return call.layout.alignment % q_block != 0
+    rows = LocalRows.of(call.layout, q_len, call.ranks.rank, call.ranks.size, batch_size)
+    rows.check_batch_size(of_mask)
+    with _torch.no_modes():
+        return rows.has_unaligned_blocks(q_block)

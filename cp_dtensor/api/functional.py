@@ -52,7 +52,7 @@ def context_parallel_attention(
     sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Scaled dot product attention of a sequence that is sharded over the ranks of `mesh`.
+    """Compute scaled dot product attention of a sequence that is sharded over the ranks of `mesh`.
 
     Every rank passes its shard and gets its rows of softmax(scale q k^T + mask) v over the whole sequence.
     Differentiable; backward needs no context and may run in any thread.
@@ -145,7 +145,7 @@ def ring_attention(
     sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`context_parallel_attention` with method "ring": queries stay, keys and values travel.
+    """Compute `context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
     Over a mesh of two dims it is a nested ring: K/V cross the outer axis (between nodes) once and then travel around
     the inner one (within a node). Arguments, results and errors are those of `context_parallel_attention`.
@@ -166,7 +166,7 @@ def ulysses_attention(
     sinks: torch.Tensor | None = None, enable_gqa: bool = False, return_lse: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`context_parallel_attention` with method "ulysses": ranks exchange rows for heads, attend, and exchange back.
+    """Compute `context_parallel_attention` with method "ulysses": exchange rows for heads, attend, exchange back.
 
     If there are fewer key heads than ranks, they are replicated by the smallest factor that works. If the number of
     query heads is no multiple of the ranks, some ranks have fewer heads, or none. Arguments, results and errors are
@@ -191,22 +191,32 @@ def attend_shards(
     if torch.compiler.is_dynamo_compiling():
         numbers: dict[str, Any] = {name: value for name, value in options.items() if name in FACTORS}
         pair = checked_pair(options.get("seq_len")) or (-1, -1)
-        constants = {
-            name: parts_of(value) for name, value in options.items() if name not in ("mesh", "seq_len", *FACTORS)
-        }
-        constants["rotate_method"] = transport_by_name(options.get("rotate_method")).name  # Dynamo guards the default
-        made = _constants(owner, options.get("mesh"), tuple(constants), tuple(constants.values()), *inherits.values())
-        return attend_traced(made, t, factors_of(t.q.size(3), **numbers), [*pair, 0, 0], needs_lse)
+        constants = traced_constants(owner, options, **inherits)
+        return attend_traced(constants, t, factors_of(t.q.size(3), **numbers), [*pair, 0, 0], needs_lse)
     if options.keys() - _OPTIONS.keys():
         raise _unknown(owner, options)
     return attend(inherited(owner, Call.of(**options), **inherits), t, needs_lse=needs_lse)
+
+
+def traced_constants(owner: str, options: Options, *, layout: bool, mask: bool) -> Constants:
+    """Return the constants of a call in compiled code, by the options of a public function.
+
+    Args:
+        owner: the public function, for messages.
+        options: but for numbers, which may be symbols, all are constants.
+        layout, mask: as for `inherited`.
+    """
+    constants: dict[str, Any] = {
+        name: parts_of(value) for name, value in options.items() if name not in ("mesh", "seq_len", *FACTORS)
+    }
+    constants["rotate_method"] = transport_by_name(options.get("rotate_method")).name  # Dynamo guards the default
+    return _constants(owner, options.get("mesh"), tuple(constants), tuple(constants.values()), layout, mask)
 
 
 @_torch.constant_in_trace
 def _constants(
     owner: str, mesh: Mesh | None, names: tuple[str, ...], values: tuple[Any, ...], layout: bool, mask: bool
 ) -> Constants:
-    """Return the constants of a call in compiled code."""
     options: Any = dict(zip(names, map(made_of, values), strict=True))
     call = Call.of(mesh, **options)
     return constants_of(inherited(owner, call, layout=layout, mask=mask, traced=True))

@@ -11,7 +11,7 @@ _SHAPES = re.compile(r"must match|invalid for input of size|cannot be multiplied
 
 
 def add_hint(error: BaseException, context: OpenContext) -> None:
-    """Adds a hint to torch's error about shapes if it names lengths of the context's buffers.
+    """Add a hint to torch's error about shapes if it names lengths of the context's buffers.
 
     The hint is a note (Python 3.11), or in Python 3.10 the last line of the message.
     """
@@ -28,13 +28,13 @@ def add_hint(error: BaseException, context: OpenContext) -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """True if this package has raised the error, or called the function that did."""
+    """Return whether this package has raised the error, or called the function that did."""
     frames = list(traceback.walk_tb(error.__traceback__))
     return bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).startswith("cp_dtensor.")
 
 
 def hint_on(message: str, context: OpenContext) -> str | None:
-    """The hint on a message with a shard's length and the whole length, or with the whole length of a reshape."""
+    """Return the hint on a message with a shard's and the whole length, or with the whole length of a reshape."""
     if not _SHAPES.search(message):
         return None
     numbers = {*map(int, re.findall(r"\d+", message))}

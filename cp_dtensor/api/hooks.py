@@ -35,20 +35,16 @@ class _Registered:
         self._program, self._name = program, name
         self.patches = SharedInstallation(lambda: [_torch.when_loaded(program, self._patches)])
 
-    @property
-    def is_loaded(self) -> bool:
-        return self._program in sys.modules
-
-    @property
-    def hook(self) -> ContextHook:
+    def loaded(self) -> list[ContextHook]:
+        """Return the hook if its program is loaded, else nothing."""
         module, _, attribute = self._name.partition(":")
-        hook: ContextHook = getattr(import_module(module), attribute)
-        return hook
+        return [getattr(import_module(module), attribute)] if self._program in sys.modules else []
 
     def _patches(self, _program: object) -> AbstractContextManager[object]:
         with ExitStack() as stack:  # if one fails, those before it are left
-            for patch in self.hook.patches():
-                stack.enter_context(patch)
+            for hook in self.loaded():
+                for patch in hook.patches():
+                    stack.enter_context(patch)
             return stack.pop_all()
 
 
@@ -76,7 +72,7 @@ class _Hooks:
             raise ValueError(f'expected hook to be "module:name", got {hook!r}')
         registered, lease = _Registered(program, hook), ExitStack()
         with self._lock:
-            self._registered = (*self._registered, registered)
+            self._registered += (registered,)
         lease.callback(self._remove, registered)
         return lease
 
@@ -92,16 +88,18 @@ class _Hooks:
                 stack.callback(each.patches.release)
             return stack.pop_all()
 
+    def loaded(self) -> list[ContextHook]:
+        """Return the hooks whose programs are loaded."""
+        return [hook for each in self._registered for hook in each.loaded()]
+
     def check_compiled(self, arguments: dict[str, Any]) -> None:
         """Call `check_compiled` of the hooks whose programs are loaded."""
-        for each in self._registered:
-            if each.is_loaded:
-                each.hook.check_compiled(arguments)
+        for hook in self.loaded():
+            hook.check_compiled(arguments)
 
     def module(self, module: nn.Module) -> bool:
         """Call `module` of the hooks whose programs are loaded; return whether any is to hold."""
-        # A list, since `any` of a generator would skip hooks after the first True.
-        answers = [each.hook.module(module) for each in self._registered if each.is_loaded]
+        answers = [hook.module(module) for hook in self.loaded()]  # `any` of a generator would skip hooks after a True
         return any(answers)
 
 

@@ -34,7 +34,7 @@ class SharedInstallation:
         self._installed = ExitStack()
 
     def acquire(self) -> None:
-        """Adds a holder."""
+        """Add a holder."""
         with self._lock:
             # First of all: garbage collection in this very thread may release, and must not find itself the last.
             self._holders += 1
@@ -51,7 +51,7 @@ class SharedInstallation:
                 raise
 
     def release(self) -> None:
-        """Removes a holder."""
+        """Remove a holder."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
@@ -60,7 +60,7 @@ class SharedInstallation:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Adds a holder while open."""
+        """Add a holder while open."""
         self.acquire()
         try:
             yield
@@ -86,7 +86,7 @@ class SdpaArguments:
     """True inside of torch.vmap, where interceptors refuse the call or leave it to torch."""
 
     def attend_by_torch(self) -> torch.Tensor:
-        """Torch's own SDPA of these tensors."""
+        """Compute torch's own SDPA of these tensors."""
         return _torch.original_sdpa(
             self.q, self.k, self.v, self.attn_mask, self.dropout_p, self.is_causal,
             scale=self.scale, enable_gqa=self.enable_gqa,
@@ -108,7 +108,7 @@ class _Interceptors:
 
     @contextmanager
     def entered(self, interceptor: Interceptor) -> Iterator[None]:
-        """While open, calls of SDPA in all threads go to `interceptor` first, then to those that were there before."""
+        """Pass calls of SDPA in all threads to `interceptor` first, then to those that were there before."""
         with self._installation.held():
             with self._lock:
                 self._entered = (interceptor, *self._entered)
@@ -120,7 +120,7 @@ class _Interceptors:
                     self._entered = self._entered[:place] + self._entered[place + 1 :]
 
     def sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """SDPA by the first interceptor that computes it, else by torch."""
+        """Let the first interceptor that takes the call compute SDPA, or else torch."""
         call = SdpaArguments(*args, **kwargs)
         for interceptor in self._entered:
             result = interceptor(call)
@@ -146,6 +146,6 @@ TORCHS_TOO = (
 
 
 def refuse_torchs_context_parallel() -> None:
-    """Refuses a context, the dispatcher, or attention in them while torch's own context parallelism is open."""
+    """Refuse a context, the dispatcher, or attention in them while torch's own context parallelism is open."""
     if _torch.torchs_context_parallel_is_open():
         raise RuntimeError(TORCHS_TOO)

@@ -20,7 +20,7 @@ def context_parallel_mla(
     attn_mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None, return_lse: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Multi-head latent attention (MLA) of a sequence that is sharded over the ranks of `mesh`.
+    """Compute multi-head latent attention (MLA) of a sequence that is sharded over the ranks of `mesh`.
 
     Every rank passes its shard and gets its rows of `context_parallel_attention(q, k, v)` with, for each head,
 
@@ -78,7 +78,7 @@ def context_parallel_mla(
 
 
 def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor) -> None:
-    """Refuses shapes, dtypes and devices that do not fit.
+    """Refuse shapes, dtypes and devices that do not fit.
 
     Raises:
         TypeError: not tensors.

@@ -35,7 +35,7 @@ from cp_dtensor.spec.masks import Mask
 
 
 class ContextParallel(ParallelStyle):
-    """`parallelize_module(attention, mesh["cp"], ContextParallel())`: SDPA inside of `attention` sees all tokens.
+    """Make SDPA inside of a module see all tokens: `parallelize_module(attention, mesh["cp"], ContextParallel())`.
 
     The module form of `context_parallel`. The module's forward opens its own context whenever it runs: under any
     activation checkpointing, after any context, in any thread. It does not shard inputs: pass shards, for example of
@@ -45,25 +45,15 @@ class ContextParallel(ParallelStyle):
     parameters of the original. It cannot be pickled.
 
     Args:
-        method: "ring", "ulysses", "hybrid" or "auto" (see `context_parallel_attention`).
-        mask: the keys that each query sees in all attention inside, by global position, combined with the `is_causal`
-            and `attn_mask` of each call (a key is seen if all allow it). None takes the mask of the context (or module)
-            around the call, if that is over these ranks; `Full()` takes none.
-        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
-            these ranks, else `HeadTail()`. Pass layout and mask if recomputation by other means than
-            `torch.utils.checkpoint` may run after that context.
-        rotate_method: the KV transport of rings (see `set_rotate_method`); None takes the process default when
-            parallelize_module is called.
+        method, deterministic, replay, debug: as for `context_parallel_attention`.
+        mask, layout: as there, for all attention inside; None takes that of the context (or module) around the call.
+            Pass both if recomputation by other means than `torch.utils.checkpoint` may run after that context.
+        rotate_method: as there; None takes the process default when parallelize_module is called.
         seq_len: the global length that attention runs over, or a tuple of several; trusted, as those of a context are.
             Of another length, all ranks have equally many tokens.
-        sinks: (H,), a logit of each of this rank's query heads (see `context_parallel_attention`). A tensor, or the
-            name of the module's attribute that is read at each call: `sinks="sinks"` for
+        sinks: as there, a tensor, or the name of the module's attribute that is read at each call: `sinks="sinks"` for
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
             code: call `context_parallel_attention(sinks=...)` there.
-        deterministic: True: equal inputs give equal bits on GPUs too (see `context_parallel_attention`).
-        replay: True: passes that come again are replayed as CUDA graphs (see `context_parallel_attention`).
-        debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank. False:
-            as for `context_parallel_attention`.
 
     Raises:
         TypeError, ValueError: arguments that do not fit. From parallelize_module: a mesh that is neither one axis nor
@@ -183,7 +173,7 @@ class _ContextForward:
 
 
 def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
-    """The sinks of the context around a call, if that is over these ranks."""
+    """Return the sinks of the context around a call, if that is over these ranks."""
     outer = innermost()
     if outer is None or outer.sinks is None or not outer.call.ranks.shares_sequence_with(ranks):
         return None
@@ -193,7 +183,7 @@ def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
 
 @_torch.constant_in_trace
 def _key_in_trace(key: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
-    """Key of a module's call with what it inherits; "" if compiled code asks the context around the call itself."""
+    """Return the key of a module's call with what it inherits; "" if compiled code asks the context around it."""
     call = call_of(key)
     has_sinks = has_sinks or _inherited_sinks(call.ranks) is not None
     refuse_sinks(has_sinks, "a compiled module with ContextParallel")
@@ -211,7 +201,7 @@ def _key_in_trace(key: str, inherits_layout: bool, inherits_mask: bool, has_sink
 
 
 def _in_context_of(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in a context with the call of the key."""
+    """Return `function`, run in a context with the call of the key."""
     return functools.partial(_run_in_context, OpenContext(call_of(key), is_constant=True), True, function)
 
 
@@ -219,6 +209,6 @@ def _in_context_of(key: str, function: Callable[..., Any]) -> Callable[..., Any]
 def _run_in_context(
     context: OpenContext, is_captured: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """`is_captured`: True if Dynamo captured the function outside of the context."""
+    """Run a function in a context; `is_captured`: True if Dynamo captured the function outside of the context."""
     with _torch.thread_state(CAPTURED_BEFORE, context if is_captured else None), entered(context):
         return function(*args, **kwargs)

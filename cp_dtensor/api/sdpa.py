@@ -1,4 +1,4 @@
-"""`F.scaled_dot_product_attention` inside of `context_parallel`."""
+"""Attention of shards in a context: `F.scaled_dot_product_attention`, and the function that providers call."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from cp_dtensor import _torch
 from cp_dtensor.api.buffers import refuse_shards_of_other_dims
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.engine.arguments import check_qkv, refuse_sinks, tensors_of
+from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, refuse_sinks, tensors_of
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.contexts import OpenContext, current, queries_alone, warn_of_other_threads
+from cp_dtensor.engine.call import call_of, checked_mask, factors_of
+from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
+from cp_dtensor.engine.contexts import OpenContext, current, innermost, queries_alone, warn_of_other_threads
+from cp_dtensor.engine.handles import Parts, made_of, parts_of
 from cp_dtensor.spec.masks import Causal, Mask
 
 
 def sdpa_in_context(arguments: SdpaArguments) -> torch.Tensor | None:
-    """SDPA of this rank's shards, or of DTensors; torch's own in `local_sdpa`.
+    """Compute SDPA of this rank's shards, or of DTensors; torch's own in `local_sdpa`.
 
-    None outside of contexts and where torch has a rule for DTensors.
+    Return None outside of contexts and where torch has a rule for DTensors.
     """
     if arguments.q.is_meta:
         return None
@@ -71,7 +74,7 @@ def sdpa_in_context(arguments: SdpaArguments) -> torch.Tensor | None:
 
 
 def refuse_nested() -> None:
-    """Refuses SDPA of nested tensors, unless there is no context."""
+    """Refuse SDPA of nested tensors, unless there is no context."""
     context = current()
     if context is not None and queries_alone(context) is None:
         raise NotImplementedError("context_parallel takes no nested tensors yet, got nested q, k or v")
@@ -115,13 +118,63 @@ def sdpa_of_shards(
     return out.view(*a.q.shape[:-1], a.v.size(-1)) if a.q.dim() != 4 else out
 
 
+def attention_of_shards(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False, mask: Mask | None = None, sinks: torch.Tensor | None = None, scale: float | None = None,
+    dropout_p: float = 0.0, **options: float,
+) -> torch.Tensor | None:  # fmt: skip
+    """Compute attention in the context of the caller, compiled or not; return None outside of contexts.
+
+    Args:
+        q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), this rank's shards; H may be a multiple of Hkv.
+        attn_mask: as of SDPA in a context, or the tensor of a mask function of transformers.
+        mask: one more mask.
+        is_causal, sinks, scale, dropout_p, options: as for `context_parallel_attention`.
+
+    Returns:
+        out (B, H, S, Dv).
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+        NotImplementedError: sinks besides those of the context; in compiled code, any context with sinks.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        constants = _constants_in_context(is_causal, parts_of(mask))
+        if constants is None:
+            return None
+        check_qkv(q, k, v, enable_gqa=True)
+        factors = factors_of(q.size(3), scale=scale, dropout_p=dropout_p, **options)
+        t = tensors_of(q, k, v, attn_mask, sinks)
+        return attend_traced(constants, t, factors, [-1, -1, 0, 0], False)[0]
+    context = current()
+    if context is None or queries_alone(context) is not None:
+        return None
+    refuse_dtensors(q=q, k=k, v=v)
+    context.seen.add("attention")
+    if sinks is not None and context.sinks is not None:
+        raise NotImplementedError("this attention has sinks of its own, and its context has sinks, too")
+    call = SdpaArguments(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa=True)
+    return sdpa_of_shards(context, call, mask, sinks, **options)
+
+
+@_torch.constant_in_trace
+def _constants_in_context(is_causal: bool, mask_parts: Parts | None) -> Constants | None:
+    """Return the constants of a call in the context of code that is traced; None outside of contexts."""
+    key, mask = _torch.traced_scope(), checked_mask(made_of(mask_parts), is_causal)
+    context = innermost() if key is None else OpenContext(call_of(key), is_constant=True)
+    if context is None or queries_alone(context) is not None:
+        return None
+    refuse_sinks(context.sinks is not None, "attention in compiled code")
+    return constants_of(context.inside(mask, traced=True))
+
+
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """(..., S, D) as (B, H, S, D)."""
+    """Return (..., S, D) as (B, H, S, D)."""
     return tensor[(None,) * (4 - tensor.dim())] if tensor.dim() < 4 else tensor.flatten(0, -4)
 
 
 def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
-    """The mask (..., S, T) for queries of (B, H, S, D)."""
+    """Return the mask (..., S, T) for queries of (B, H, S, D)."""
     if call.attn_mask is None or call.q.dim() <= 4:
         return call.attn_mask
     if call.attn_mask.dim() > call.q.dim():
@@ -133,7 +186,7 @@ def _mask_for_four_dims(call: SdpaArguments) -> torch.Tensor | None:
 
 
 def lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """SDPA with `causal_lower_right` of unequal lengths; torch calls kernels below SDPA for it.
+    """Return SDPA with `causal_lower_right` of unequal lengths; torch calls kernels below SDPA for it.
 
     In contexts the last query of the whole sequence is at its last key.
     """
@@ -157,7 +210,7 @@ def lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:
-    """Refuses `nn.MultiheadAttention` that does not end in SDPA of the shards."""
+    """Refuse `nn.MultiheadAttention` that does not end in SDPA of the shards."""
     if not (need_weights or extra_keys) or current() is None:
         return
     if extra_keys:

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
-from cp_dtensor.api.buffers import put_shard, take_shard
-from cp_dtensor.attention.masked import positions_of
+from cp_dtensor.api.buffers import positions_by_group, put_shard, rows_of_batch, take_shard
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.engine.agreement import global_length, hash_of, length_of, warn_once
 from cp_dtensor.engine.arguments import check_devices
@@ -24,7 +23,7 @@ from cp_dtensor.spec.masks import is_integer
 def context_parallel_shard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None
 ) -> list[torch.Tensor]:
-    """This rank's shards of tensors that every rank has whole.
+    """Return this rank's shards of tensors that every rank has whole.
 
     Args:
         mesh: the ranks that share the sequence, as for `context_parallel_attention`.
@@ -55,7 +54,7 @@ def context_parallel_unshard(
     mesh: Mesh, buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout | None = None, *,
     grad: Literal["replicated", "partial"] = "replicated",
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Whole tensors, on every rank, from the ranks' shards: the inverse of `context_parallel_shard`.
+    """Return whole tensors, on every rank, from the ranks' shards: the inverse of `context_parallel_shard`.
 
     Args:
         mesh: as for `context_parallel_shard`.
@@ -96,7 +95,7 @@ def context_parallel_unshard(
 def _warn_of_whole(
     what: str, shard: torch.Tensor, whole: torch.Tensor, dim: int, layout: Layout, ranks: SequenceRanks
 ) -> None:
-    """Warns, once for each kind, of a shard that is equal on all ranks and varies along `dim`: it was whole already."""
+    """Warn, once for each kind, of a shard that is equal on all ranks and varies along `dim`: it was whole already."""
     # Booleans, masks and position ids of packed documents may repeat from rank to rank.
     if ranks.size == 1 or not shard.numel() or not shard.is_floating_point():
         return
@@ -119,7 +118,7 @@ def local_positions(
     mesh: Mesh, seq_len: int, layout: Layout | None = None, *, batch_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Global positions of this rank's tokens, for position ids and RoPE.
+    """Return the global positions of this rank's tokens, for position ids and RoPE.
 
     Args:
         mesh: as for `context_parallel_shard`.
@@ -141,14 +140,11 @@ def local_positions(
     seq_len = checked_length(seq_len)
     if batch_size is not None and checked_length(batch_size, "batch_size") == 0:
         raise ValueError("expected batch_size to be at least 1, got 0")
-    rank, world_size = ranks.rank, ranks.size
     if batch_size is None and len(layout.batch_groups(2)) > 1:
         raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
-    groups = layout.batch_groups(batch_size or 1)
-    positions = [positions_of(layout.segments(seq_len, rank, world_size, g), device) for g in range(len(groups))]
-    if batch_size is None:
-        return positions[0]
-    return torch.cat([each.expand(stop - start, -1) for each, (start, stop) in zip(positions, groups, strict=True)])
+    by_group = positions_by_group(layout, seq_len, ranks.rank, ranks.size, batch_size or 1, device)
+    positions = rows_of_batch(by_group, layout.batch_groups(batch_size or 1))
+    return positions if batch_size is None else positions.expand(batch_size, -1).contiguous()
 
 
 def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[SequenceRanks, Layout]:
@@ -163,7 +159,7 @@ def _inherited_layout(owner: str, ranks: SequenceRanks) -> Layout:
 
 
 def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
-    """`values` as a list; refuses a tensor, a string and a value that cannot be iterated over."""
+    """Return `values` as a list; refuse a tensor, a string and a value that cannot be iterated over."""
     if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
         raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
     return list(values)
@@ -172,7 +168,7 @@ def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
 def checked_buffers(
     buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout, *, whole: bool = False
 ) -> list[int]:
-    """Checks tensors and their sequence dims; returns the dims, counted from the front.
+    """Check tensors and their sequence dims; return the dims, counted from the front.
 
     Args:
         whole: True if the tensors are whole; their lengths must be of the layout then.
@@ -205,7 +201,7 @@ def checked_buffers(
 
 
 def checked_sequence_dim(what: str, tensor: torch.Tensor, dim: int) -> int:
-    """The sequence dim of a tensor, counted from the front; refusals begin with `what`."""
+    """Return the sequence dim of a tensor, counted from the front; refusals begin with `what`."""
     if tensor.is_nested:
         raise TypeError(f"{what}: expected a tensor whose sequence is one dim, got a nested tensor")
     is_quantized = getattr(tensor, "is_quantized", False)  # deprecated in torch 2.13
@@ -220,7 +216,7 @@ def checked_sequence_dim(what: str, tensor: torch.Tensor, dim: int) -> int:
 
 
 def refuse_first_dim(what: str, layout: Layout) -> None:
-    """Refuses layouts that divide rows of the batch differently, where the sequence dim is 0."""
+    """Refuse layouts that divide rows of the batch differently, where the sequence dim is 0."""
     if len(layout.batch_groups(2)) > 1:
         raise ValueError(
             f"{what}: {layout} divides rows of the batch (dim 0) differently, so it needs a batch dim before the "
@@ -256,14 +252,14 @@ class _Unshard(RankFunction):
 
 
 def gathered_shards(shard: torch.Tensor, layout: Layout, ranks: SequenceRanks, what: str) -> torch.Tensor:
-    """The whole of a tensor (B, S, ...) that has no gradient, on every rank; errors name it as `what`."""
+    """Return the whole of a tensor (B, S, ...) that has no gradient, on every rank; errors name it as `what`."""
     with torch.no_grad():
         whole: torch.Tensor = _Unshard.apply(shard, 1, layout, ranks, False, what)
     return whole
 
 
 def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
-    """The rows (dim 0) of every rank."""
+    """Return the rows (dim 0) of every rank."""
     if len(lengths) == 1:
         return [rows]
     padded = _padded(rows, max(lengths))
@@ -275,14 +271,14 @@ def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> l
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """The rows, contiguous, followed by zeros up to `length` rows."""
+    """Return the rows, contiguous, followed by zeros up to `length` rows."""
     return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
 
 
 def _lengths(
     length: int, kind: str, layout: Layout, ranks: SequenceRanks, device: torch.device
 ) -> tuple[list[int], int]:
-    """The local lengths of all ranks, and the global length; `kind` must be equal on all ranks."""
+    """Return the local lengths of all ranks, and the global length; `kind` must be equal on all ranks."""
     if layout.only_length is not None:
         seq_len = length_of(Sharding(ranks, layout), length)
         return list(shard_lengths(layout, seq_len, ranks.size)), seq_len

@@ -33,7 +33,7 @@ def varlen_attention(
     window_size: Window = (-1, -1), within: Mask | None = None, sinks: torch.Tensor | None = None,
     return_lse: bool = False, **options: Unpack[Options],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
+    """Compute attention within packed documents that are sharded, as one sequence, over the ranks of `mesh`.
 
     Every rank passes its tokens and gets, for each, softmax(scale q k^T + mask) v over its document, as
     `flash_attn_varlen_func` of the whole sequence. Documents may be empty, shorter than the number of ranks, and lie
@@ -100,7 +100,7 @@ def varlen_attention(
 def heads_first_of_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views (1, H, T, D) of packed q, k and v (T, H, D), where H may be a multiple of k's heads.
+    """Return views (1, H, T, D) of packed q, k and v (T, H, D), where H may be a multiple of k's heads.
 
     Raises:
         TypeError: not tensors.
@@ -113,7 +113,7 @@ def heads_first_of_packed(
 def heads_before_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: int, expected_dims: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views (..., H, S, D) of q, k and v (..., S, H, D), whose dim `rows` is S; H may be a multiple of k's heads.
+    """Return views (..., H, S, D) of q, k and v (..., S, H, D), whose dim `rows` is S; H may be more than k's.
 
     Raises:
         TypeError: not tensors.
@@ -133,7 +133,7 @@ def heads_before_rows(
 
 
 def bottom_right_mask(is_causal: bool, window_size: Window) -> Mask:
-    """A causal mask, a window or both, in which the last query is at the last key, as in FlashAttention.
+    """Return a causal mask, a window or both, in which the last query is at the last key, as in FlashAttention.
 
     Raises:
         ValueError: a window that is no pair, or has other ends than numbers >= 0, -1 and None.
@@ -171,7 +171,7 @@ _REFUSED = {"seqused_k": "cache of keys", "block_table": "paged cache of keys", 
 
 
 def varlen_attn_in_context(call: dict[str, Any]) -> Any:
-    """`torch.nn.attention.varlen.varlen_attn` in contexts: `(out, lse, random state)`; None outside of contexts.
+    """Compute `torch.nn.attention.varlen.varlen_attn` in contexts: `(out, lse, random state)`; None outside of them.
 
     The documents are those of the whole sequences of the batch rows, one after another.
     """
@@ -238,7 +238,7 @@ merges run again.
 
 
 def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
-    """Refuses `varlen_attn_out` in contexts."""
+    """Refuse `varlen_attn_out` in contexts."""
     if _context_of(call) is not None:
         raise NotImplementedError(
             "varlen_attn_out is not supported inside of context_parallel, where results are new tensors: call "

@@ -21,7 +21,6 @@ from cp_dtensor import _torch
 from cp_dtensor.attention.backends.select import allowed_backends
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
-from cp_dtensor.engine.base import Done
 from cp_dtensor.engine.call import Call, both_masks, checked_factors, checked_mask
 from cp_dtensor.engine.handles import handle_of, value_of
 from cp_dtensor.spec.layouts import HeadTail, Layout, Segment
@@ -284,8 +283,8 @@ class Left:
     """With mask, layout and lengths of the open context, if the call asks one."""
     asked: tuple[str, Call] | None = None
     """Key and call of the context that was asked."""
-    done: Done | None = None
-    """Of attention."""
+    done: Any = None
+    """Of attention: what it leaves for its backward. Of FlexAttention: how K/V were gathered."""
     begun_in: int | None = None
     """The backward in which the forward was a recompute."""
 

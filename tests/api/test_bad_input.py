@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.collectives import errors_by_rank, kinds, recorded_collectives
-from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import Contiguous, Documents, HeadTail, Layout, MirroredBatch, PrefixLM, Striped, ring_attention
+from cp_dtensor import Contiguous, Documents, HeadTail, Layout, PrefixLM, Striped, ring_attention
 from cp_dtensor.engine.arguments import refuse_unsupported_sdpa
 
 RANKS = 3
@@ -33,45 +30,13 @@ def call(rank: int, arguments: dict[str, Any]) -> Any:
 
 
 Bad = tuple[dict[str, Any], type[Exception], str]
-BAD: dict[str, Bad] = {
+BAD: dict[str, Bad] = {  # besides those of tests/matrix/test_refusals.py
     "another method": ({"method": "ulysses"}, TypeError, "ring_attention takes no method"),
     "an unknown option": ({"causal": True}, TypeError, r"got an unexpected keyword argument 'causal'"),
     "a causal that is a string": ({"is_causal": "yes"}, TypeError, "expected is_causal to be True or False, got 'yes'"),
     "a scale of tensors": ({"scale": torch.tensor(0.1)}, TypeError, r"expected scale to be a number.*shape \(\)"),
     "a softcap that is a bool": ({"softcap": True}, TypeError, "expected softcap to be a number.*True"),
-    "q is no tensor": ({"q": [1.0]}, TypeError, "expected q to be a torch.Tensor, got list"),
     "v is None": ({"v": None}, TypeError, "expected v to be a torch.Tensor, got NoneType"),
-    "three dims": (
-        {"k": tensor()[0]},
-        ValueError,
-        r"four dims \(batch, heads, sequence, head_dim\); got q \(2, 4, 8, 16\), k \(4, 8, 16\), v \(2, 4, 8, 16\)",
-    ),
-    "two dtypes": (
-        {"v": tensor(dtype=torch.bfloat16)},
-        ValueError,
-        "expected one dtype.*got torch.float32, torch.float32, torch.bfloat16",
-    ),
-    "integers": (
-        {name: tensor(dtype=torch.int64) for name in "qkv"},
-        ValueError,
-        "expected a floating dtype; got torch.int64",
-    ),
-    "two devices": ({"k": tensor(device="meta")}, ValueError, "expected one device.*got cpu, meta, cpu"),
-    "two batch sizes": (
-        {"q": tensor(batch=3)},
-        ValueError,
-        r"expected one batch size.*got q \(3, 4, 8, 16\), k \(2, 4, 8, 16\)",
-    ),
-    "two head dims": (
-        {"k": tensor(dim=32)},
-        ValueError,
-        r"expected one head dim \(dim 3\) for q and k; got q \(2, 4, 8, 16\), k \(2, 4, 8, 32\)",
-    ),
-    "two key lengths": (
-        {"v": tensor(length=9)},
-        ValueError,
-        r"expected one sequence length.*k \(2, 4, 8, 16\), v \(2, 4, 9, 16\)",
-    ),
     "fewer value heads": (
         {"v": tensor(heads=2), "enable_gqa": True},
         ValueError,
@@ -82,31 +47,11 @@ BAD: dict[str, Bad] = {
         ValueError,
         r"or enable_gqa=True; got q \(2, 4, 8, 16\), k \(2, 2, 8, 16\)",
     ),
-    "key heads that do not divide": (
-        {"k": tensor(heads=3), "v": tensor(heads=3), "enable_gqa": True},
-        ValueError,
-        r"to be a multiple of key heads; got q \(2, 4, 8, 16\), k \(2, 3, 8, 16\)",
-    ),
     "no heads": ({name: tensor(heads=0) for name in "qkv"}, ValueError, "at least one batch row, head and head dim"),
-    "no batch": ({name: tensor(batch=0) for name in "qkv"}, ValueError, "at least one batch row, head and head dim"),
     "mesh is None": ({"mesh": None}, TypeError, "DeviceMesh of one dim or a ProcessGroup, .*; got NoneType"),
-    "mesh is an axis name": ({"mesh": "cp"}, TypeError, "DeviceMesh of one dim or a ProcessGroup, .*; got str"),
-    "unknown rotation": (
-        {"rotate_method": "broadcast"},
-        ValueError,
-        "unknown rotate method: got 'broadcast', expected one of 'allgather', 'alltoall'",
-    ),
-    "layout class": ({"layout": HeadTail}, TypeError, r"expected layout to be a Layout such as HeadTail\(\).*class"),
     "layout name": ({"layout": "headtail"}, TypeError, "expected layout to be a Layout.*got 'headtail'"),
-    "negative length": ({"seq_len": -1}, ValueError, "expected seq_len to be a length >= 0 or a pair.*got -1"),
     "three lengths": ({"seq_len": (8, 8, 8)}, ValueError, r"expected seq_len.*got \(8, 8, 8\)"),
-    "scale is no number": ({"scale": math.nan, "mask": PrefixLM(4)}, ValueError, "expected a finite scale, got nan"),
-    "deterministic is a number": (
-        {"deterministic": 1},
-        TypeError,
-        "expected deterministic to be True or False, got 1",
-    ),
-    "a broken length": ({"seq_len": (8, 8.0)}, ValueError, r"expected seq_len.*got \(8, 8.0\)"),
+    "a length that is no integer": ({"seq_len": 24.0}, ValueError, "expected seq_len.*got 24.0"),
 }
 
 
@@ -117,12 +62,6 @@ def test_bad_arguments_are_refused_alike_before_any_collective(
     with recorded_collectives() as collectives, pytest.raises(error, match=message) as caught:
         run_ranks(RANKS, call, arguments)  # raises the ranks' own error if all have the same
     assert type(caught.value) is error
-    assert not collectives
-
-
-def test_a_length_that_is_no_number_is_refused() -> None:
-    with recorded_collectives() as collectives, pytest.raises((TypeError, ValueError), match="expected seq_len"):
-        run_ranks(RANKS, call, {"seq_len": 24.0})
     assert not collectives
 
 
@@ -183,28 +122,18 @@ def test_a_group_that_the_rank_is_not_part_of_is_refused() -> None:
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "batch size": ({name: tensor(batch=1) for name in "qkv"}, "batch_size: rank 1 says 1, the others 2"),
     "heads": ({name: tensor(heads=2) for name in "qkv"}, "q_heads: rank 1 says 2, the others 4"),
-    "key heads": (
-        {"k": tensor(heads=2), "v": tensor(heads=2), "enable_gqa": True},
-        "kv_heads: rank 1 says 2, the others 4",
-    ),
     "key heads and mask": (
         {"k": tensor(heads=2), "v": tensor(heads=2), "enable_gqa": True, "is_causal": True},
         'kv_heads: rank 1 says 2, the others 4; about mask: rank 1 says "Causal(',
     ),
     "head dim": ({name: tensor(dim=8) for name in "qkv"}, "head_dim: rank 1 says 8, the others 16"),
     "value head dim": ({"v": tensor(dim=8)}, "v_head_dim: rank 1 says 8, the others 16"),
-    "dtype": (
-        {name: tensor(dtype=torch.float64) for name in "qkv"},
-        "dtype: rank 1 says 'torch.float64', the others 'torch.float32'",
-    ),
-    "is_causal": ({"is_causal": True}, "mask: rank 1 says \"Causal(alignment='top_left')\", the others 'Full()'"),
     "mask": ({"mask": PrefixLM(4)}, "mask: rank 1 says 'PrefixLM(length=4)', the others 'Full()'"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
     "attn_mask": (
         {"attn_mask": torch.zeros(8, 24)},
         "attn_mask: rank 1 says 'float32 (1, 1, :, 24)', the others 'none'",
     ),
-    "scale": ({"scale": 0.5}, "scale: rank 1 says 0.5, the others 0.25"),
     "layout": ({"layout": Striped(2)}, "layout: rank 1 says 'Striped(block=2)', the others 'HeadTail()'"),
     "rotation": ({"rotate_method": "alltoall"}, "rotate_method: rank 1 says 'alltoall', the others 'auto'"),
     "gradients": ({"q": tensor(requires_grad=True)}, "requires_grad: rank 1 says True, the others False"),
@@ -259,22 +188,6 @@ def test_unequal_shards_of_no_declared_length_are_refused_on_every_rank(
         assert type(error) is ValueError
         assert "pass seq_len=" in str(error)
     assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"] * 3] * RANKS
-
-
-@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()], ids=repr)
-@pytest.mark.parametrize(("q_len", "kv_len"), [(20, 13), (13, 20)])
-def test_causal_with_different_lengths_is_aligned_top_left_as_in_torch(layout: Layout, q_len: int, kv_len: int) -> None:
-    problem = Problem(q_len, kv_len, batch=2, is_causal=True)
-    q, k, v, grad_out = problem.draw(seed=0)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(expected, reference(problem, q, k, v, grad_out)[0], rtol=1e-10, atol=1e-10)
-
-    def body(rank: int) -> torch.Tensor:
-        local = [shard(whole, layout, rank, RANKS) for whole in (q, k, v)]
-        return ring_attention(*local, mesh=dist.group.WORLD, is_causal=True, layout=layout, seq_len=(q_len, kv_len))
-
-    for rank, out in enumerate(run_ranks(RANKS, body)):
-        torch.testing.assert_close(out, shard(expected, layout, rank, RANKS), rtol=1e-10, atol=1e-10)
 
 
 def test_masks_and_dropout_are_refused_and_not_dropped() -> None:

@@ -101,16 +101,6 @@ def test_no_restore_buffers_are_found_by_identity_and_stay_sharded(collection: C
     run_ranks(2, body)
 
 
-def test_a_context_without_buffers_is_a_region_all_the_same() -> None:
-    def body(rank: int) -> None:
-        with context_parallel(dist.group.WORLD):
-            assert_ring(HeadTail(), rank, 2)
-        with context_parallel(dist.group.WORLD, buffers=[], buffer_seq_dims=[], layout=Contiguous()):
-            assert_ring(Contiguous(), rank, 2)
-
-    run_ranks(2, body)
-
-
 def test_a_context_that_is_never_entered_changes_nothing() -> None:
     plain = F.scaled_dot_product_attention(Q, K, V)
 
@@ -121,20 +111,6 @@ def test_a_context_that_is_never_entered_changes_nothing() -> None:
         assert torch.equal(F.scaled_dot_product_attention(Q, K, V), plain)
         del context
         assert torch.equal(tokens, torch.arange(8))
-
-    run_ranks(2, body)
-
-
-def test_buffers_are_sharded_on_entry_with_what_they_hold_then() -> None:
-    def body(rank: int) -> None:
-        tokens = torch.arange(8)
-        context = context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0])
-        for step in range(3):  # sequential re-use of one object
-            tokens.mul_(3).add_(step)
-            now = tokens.clone()
-            with context:
-                assert torch.equal(tokens, shard(now, HeadTail(), rank, 2, 0))
-            assert torch.equal(tokens, now)
 
     run_ranks(2, body)
 

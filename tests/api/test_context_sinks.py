@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.collectives import kinds, recorded_collectives
-from support.compile_checks import fresh
 from support.masked_problems import MaskedProblem
 from support.problems import assert_close, shard
-from support.processes import Processes
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint
 
-from cp_dtensor import Causal, ContextParallel, Contiguous, Full, HeadTail, Layout, Mask, Striped, context_parallel
+from cp_dtensor import ContextParallel, Contiguous, Full, HeadTail, Layout, context_parallel
 from cp_dtensor.engine.contexts import innermost
 
 RANKS, LENGTH, HEADS = 3, 13, 4
@@ -48,9 +41,9 @@ def drawn_sinks() -> torch.Tensor:
     return torch.tensor([0.5, -1.0, float("-inf"), 2.0], dtype=torch.float64)
 
 
-def check(rank: int, layout: Layout, attend: Function, sinks: torch.Tensor, mask: Mask | None = None) -> None:
+def check(rank: int, layout: Layout, attend: Function, sinks: torch.Tensor) -> None:
     """out, dq, dk, dv and this rank's share of dsinks, against float64 on one device."""
-    problem = MaskedProblem(LENGTH, LENGTH, Full() if mask is None else mask, 2, HEADS, 2, is_causal=True, sinks=True)
+    problem = MaskedProblem(LENGTH, LENGTH, Full(), 2, HEADS, 2, is_causal=True, sinks=True)
     whole = problem.draw(0)
     expected = problem.reference(*whole, sinks=drawn_sinks())
     *inputs, grad = (shard(tensor, layout, rank, RANKS) for tensor in whole)
@@ -63,31 +56,6 @@ def check(rank: int, layout: Layout, attend: Function, sinks: torch.Tensor, mask
     ):
         assert_close(got, shard(each, layout, rank, RANKS), name)
     assert_close(sinks.grad, shard(expected[5], layout, rank, RANKS).sum((0, 2)), "dsinks")
-
-
-@pytest.mark.parametrize("layout", [HeadTail(), Striped(2)], ids=str)
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_of_a_context(method: str, layout: Layout) -> None:
-    def body(rank: int) -> None:
-        sinks = drawn_sinks().requires_grad_()
-        options: dict[str, Any] = {"method": method, "layout": layout, "sinks": sinks, "seq_len": LENGTH}
-
-        def inside(*qkv: torch.Tensor) -> torch.Tensor:
-            with context_parallel(dist.group.WORLD, **options):
-                return sdpa(*qkv)
-
-        def recomputed(*qkv: torch.Tensor) -> torch.Tensor:
-            with context_parallel(dist.group.WORLD, **options):
-                return checkpoint(sdpa, *qkv, use_reentrant=False)
-
-        def masked(*qkv: torch.Tensor) -> torch.Tensor:
-            with context_parallel(dist.group.WORLD, mask=Causal(), **options):
-                return F.scaled_dot_product_attention(*qkv, enable_gqa=True)
-
-        for attend in (inside, recomputed, masked):
-            check(rank, layout, attend, sinks)
-
-    run_ranks(RANKS, body)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -122,29 +90,6 @@ def test_of_a_module(method: str) -> None:
     run_ranks(RANKS, body)
 
 
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "a list": ({"sinks": [0.0] * 4}, TypeError, "expected sinks to be a torch.Tensor .* got list"),
-    "integers": ({"sinks": torch.zeros(4, dtype=torch.int64)}, ValueError, r"floating dtype .* got torch.int64 \(4,\)"),
-    "two dims": ({"sinks": torch.zeros(1, 4)}, ValueError, r"shape \(query heads,\), got torch.float32 \(1, 4\)"),
-    "not a bool": ({"deterministic": "yes"}, TypeError, "expected deterministic to be True or False, got 'yes'"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values_are_refused_on_creation(name: str) -> None:
-    options, error, message = BAD[name]
-
-    def body(_rank: int) -> None:
-        with pytest.raises(error, match=message):
-            context_parallel(dist.group.WORLD, **options)
-        with pytest.raises(error, match=message):
-            ContextParallel(**options)
-
-    with recorded_collectives() as calls:
-        run_ranks(RANKS, body)
-    assert kinds(calls) == []
-
-
 def test_bad_values_are_refused_at_a_call() -> None:
     q = torch.zeros(1, HEADS, 2, 4)
 
@@ -164,50 +109,6 @@ def test_bad_values_are_refused_at_a_call() -> None:
             module(q, q, q)
 
     run_ranks(RANKS, body)
-
-
-def test_attention_without_sinks_is_refused() -> None:
-    rows = torch.zeros(2, HEADS, 4, dtype=torch.bfloat16)
-    edges = torch.tensor([0, 2 * RANKS], dtype=torch.int32)
-    heads_first = torch.zeros(1, HEADS, 2, 4)
-
-    def body(_rank: int) -> None:
-        mesh = init_device_mesh("cpu", (RANKS,))
-        whole = distribute_tensor(torch.zeros(1, HEADS, 6, 4), mesh, [Shard(2)])
-        with context_parallel(mesh, sinks=torch.zeros(HEADS), seq_len=2 * RANKS):
-            with pytest.raises(NotImplementedError, match=r"varlen_attn does not take the sinks .* varlen_attention\("):
-                varlen_attn(rows, rows, rows, edges, edges, 6, 6)
-            with pytest.raises(NotImplementedError, match="FlexAttention does not take the sinks of its context"):
-                flex_attention(heads_first, heads_first, heads_first)
-            with pytest.raises(NotImplementedError, match="the sinks of this context can be applied to plain"):
-                sdpa(whole, whole, whole)
-
-    run_ranks(RANKS, body)
-
-
-def compiled_code(_rank: int) -> None:
-    q, world = torch.zeros(1, HEADS, 2, 4), dist.group.WORLD
-    for function in (
-        sdpa,
-        parallelize_module(Attention(torch.zeros(HEADS)), world, ContextParallel()),
-    ):
-        fresh()
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        with context_parallel(world):
-            compiled(q, q, q)
-        with (
-            context_parallel(world, sinks=torch.zeros(HEADS)),
-            pytest.raises(Exception, match=r"does not take the sinks of its context: call context_parallel_attention"),
-        ):
-            compiled(q, q, q)
-    fresh()
-    module = parallelize_module(Attention(torch.zeros(HEADS)), world, ContextParallel(sinks="sinks"))
-    with pytest.raises(Exception, match="a compiled module with ContextParallel does not take the sinks"):
-        torch.compile(module, fullgraph=True, backend="aot_eager")(q, q, q)
-
-
-def test_compiled_code(two_processes: Processes) -> None:
-    two_processes.run(compiled_code)
 
 
 def test_deterministic() -> None:

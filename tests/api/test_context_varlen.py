@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,12 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
     Balanced,
     Batched,
     Causal,
     ContextParallel,
-    Contiguous,
     Documents,
     Full,
     HeadTail,
@@ -52,16 +51,14 @@ def check(
     case: MaskedProblem,
     layout: Layout,
     window: tuple[int, int],
-    *,
-    attend: Any = packed_attention,
 ) -> None:
-    """Out, lse and gradients, in a region that is open or in a module that opens one."""
+    """Out, lse and gradients in a context that is open."""
     whole = case.draw(1)
     out, dq, dk, dv, lse = case.reference(*whole)
     q, k, v, grad_out = case.shard(whole, layout, rank, ranks)
     leaves = [each.clone().requires_grad_() for each in (q, k, v)]
     edges = edges_of(case.mask, case.batch, (case.q_len, case.kv_len))
-    got_out, got_lse = attend(*leaves, *edges, window)
+    got_out, got_lse = packed_attention(*leaves, *edges, window)
     assert not got_lse.requires_grad
     got = (got_out, *torch.autograd.grad(got_out, leaves, grad_out), got_lse)
     for name, ours, expected in zip(("out", "dq", "dk", "dv", "lse"), got, (out, dq, dk, dv, lse), strict=True):
@@ -82,8 +79,8 @@ def test_documents_of_one_and_of_several_rows(method: str, window: tuple[int, in
         if method == "hybrid":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
         for mask, batch, layouts in (
-            (one, 1, (HeadTail(), PerDocument(ONE_ROW), Balanced(one, LENGTH))),
-            (two, 2, (HeadTail(), Contiguous(), Striped(2), MirroredBatch())),
+            (one, 1, (PerDocument(ONE_ROW), Balanced(one, LENGTH))),
+            (two, 2, (Striped(2), MirroredBatch())),
         ):
             case = MaskedProblem(LENGTH, LENGTH, mask, batch, 4, 2)
             for layout in layouts:
@@ -93,56 +90,19 @@ def test_documents_of_one_and_of_several_rows(method: str, window: tuple[int, in
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize("transport", ["allgather", "alltoall"])
-def test_queries_and_keys_of_different_lengths(transport: str) -> None:
+def test_queries_and_keys_of_different_lengths() -> None:
     """The last query of a document stands at its last key."""
-    for window, within in (
-        ((-1, -1), Full()),
-        ((-1, 0), Causal("bottom_right")),
-        ((3, 1), SlidingWindow(3, 1, "bottom_right")),
-    ):
-        rows = [Documents([0, 2, 2, 9], [0, 5, 6, 11], within=within), Documents([0, 4, 9], [0, 3, 11], within=within)]
-
-        def body(rank: int, rows: list[Documents] = rows, window: tuple[int, int] = window) -> None:
-            for mask, batch in (rows[0], 1), (Batched(rows), 2):
-                case = MaskedProblem(9, 11, mask, batch, 4, 2)
-                with context_parallel(dist.group.WORLD, seq_len=(9, 11), rotate_method=transport):
-                    check(rank, 3, case, HeadTail(), window)
-
-        run_ranks(3, body)
-
-
-def test_fewer_tokens_than_ranks() -> None:
-    mask = documents([0, 1, 3], [0, 3, 3], within=Causal())
+    rows = [Documents([0, 2, 2, 9], [0, 5, 6, 11]), Documents([0, 4, 9], [0, 3, 11])]
 
     def body(rank: int) -> None:
-        for method in "ring", "ulysses":
-            with context_parallel(dist.group.WORLD, seq_len=3, method=method):
-                check(rank, 4, MaskedProblem(3, 3, mask, 2, 4, 2), HeadTail(), (-1, 0))
+        for window in (3, 1), (-1, 0):
+            within = Causal("bottom_right") if window == (-1, 0) else SlidingWindow(*window, "bottom_right")
+            masks = [replace(row, within=within) for row in rows]
+            for mask, batch in (masks[0], 1), (Batched(masks), 2):
+                with context_parallel(dist.group.WORLD, seq_len=(9, 11)):
+                    check(rank, 3, MaskedProblem(9, 11, mask, batch, 4, 2), HeadTail(), window)
 
-    run_ranks(4, body)
-
-
-def test_modules_checkpoints_and_backward_elsewhere() -> None:
-    mask = documents(*TWO_ROWS, within=Causal())
-    case = MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2)
-
-    class IntervalSet(nn.Module):
-        def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            return packed_attention(*args)
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        module = parallelize_module(IntervalSet(), mesh, ContextParallel(seq_len=LENGTH))
-        check(rank, 2, case, HeadTail(), (-1, 0), attend=module)
-
-        def in_context(*args: Any) -> Any:
-            with context_parallel(mesh, seq_len=LENGTH):
-                return checkpoint(packed_attention, *args, use_reentrant=False)
-
-        check(rank, 2, case, HeadTail(), (-1, 0), attend=in_context)  # computed again after the context
-
-    run_ranks(2, body)
+    run_ranks(3, body)
 
 
 def test_what_the_context_masks_is_masked_as_well() -> None:

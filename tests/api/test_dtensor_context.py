@@ -44,15 +44,6 @@ def test_dtensors_over_its_own_and_other_ranks_mean_their_full_tensors() -> None
     run_ranks(4, _own_ranks_and_more)
 
 
-def _one_rank(rank: int) -> None:
-    context = context_parallel(init_device_mesh("cpu", (1,)))  # a job that was configured not to shard
-    assert check_equals_full_tensors(rank, (1,), CAUSAL, ((CP,),) * 3, context=context) == (CP,)
-
-
-def test_in_a_context_of_one_rank_dtensors_mean_their_full_tensors() -> None:
-    run_ranks(1, _one_rank)
-
-
 def _one_rank_with_mask_and_heads_over_others(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
     *whole, _ = CAUSAL.draw(seed=0)
@@ -128,14 +119,3 @@ def _seq_shards_over_other_ranks(rank: int) -> None:
 
 def test_sequence_shards_over_other_ranks_are_refused() -> None:
     run_ranks(4, check_refused, NotImplementedError, "sharded alike over batch", _seq_shards_over_other_ranks)
-
-
-def _mixed_in_a_context(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    q, k, v = distributed(SELF.draw(seed=0)[:3], mesh["tp"], ((TP,),) * 3)
-    with context_parallel(mesh["cp"]):
-        F.scaled_dot_product_attention(q, k.to_local(), v.to_local())
-
-
-def test_plain_tensors_among_dtensors_are_refused() -> None:
-    run_ranks(4, check_refused, ValueError, "all to be DTensors", _mixed_in_a_context)

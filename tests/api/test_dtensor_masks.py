@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.dtensor_checks import check_refused
 from support.masked_problems import MaskedProblem, Tensors
 from support.problems import shard
 from support.ranks import run_ranks
@@ -33,10 +32,8 @@ def distributed(tensor: torch.Tensor, mesh: Any, placements: Placements) -> DTen
     return placed.requires_grad_(tensor.is_floating_point())
 
 
-def _masked(
-    rank: int, shape: tuple[int, ...], names: tuple[str, ...], on_qkv: Placements, on_mask: Placements, bias: str
-) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+def _masked(rank: int, on_qkv: Placements, on_mask: Placements, bias: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
     case = MaskedProblem(16, 16, Full(), 4, 4, 2, bias=bias)
     whole: Tensors = case.draw(0)
     leaves = [distributed(tensor, mesh, on_qkv) for tensor in whole[:3]]
@@ -47,23 +44,6 @@ def _masked(
     results = [out, *(leaf.grad for leaf in leaves), *([mask.grad] if mask.requires_grad else [])]
     for got, wanted in zip(results, (*expected[:4], *expected[5:]), strict=True):
         torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("bias", ["boolean bhs", "boolean s", "additive hs", "additive h"])
-@pytest.mark.parametrize(
-    ("shape", "names", "on_qkv"),
-    [
-        ((4,), ("cp",), (CP,)),
-        ((2, 2), ("dp", "cp"), (DP, CP)),
-        ((2, 2), ("cp", "tp"), (CP, TP)),
-        ((2, 2), ("ring", "ulysses"), (CP, CP)),
-    ],
-    ids=str,
-)
-def test_masks(shape: tuple[int, ...], names: tuple[str, ...], on_qkv: Placements, bias: str) -> None:
-    run_ranks(4, _masked, shape, names, on_qkv, (R,) * len(shape), bias)
-    if "s" in bias.split()[1]:
-        run_ranks(4, _masked, shape, names, on_qkv, (CP, *(R,) * (len(shape) - 1)), bias)
 
 
 def _dropped(rank: int, shape: tuple[int, ...], names: tuple[str, ...], on_qkv: Placements) -> Tensors:
@@ -89,30 +69,6 @@ def test_dropout_is_that_of_the_full_tensors(monkeypatch: pytest.MonkeyPatch) ->
         for results in run_ranks(4, _dropped, shape, names, on_qkv):
             for got, wanted in zip(results, alone, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-
-
-def _refused(rank: int, kind: str) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    q, k, v = (distributed(tensor, mesh, (CP,)) for tensor in MaskedProblem(16, 16, Full()).draw(0)[:3])
-    masks = {
-        "plain": torch.ones(16, 16, dtype=torch.bool),
-        "keys": distributed(torch.ones(16, 4), mesh, (R,)),
-        "integers": distribute_tensor(torch.ones(16, 16, dtype=torch.int64), mesh, (R,), src_data_rank=None),
-    }
-    F.scaled_dot_product_attention(q, k, v, attn_mask=masks.get(kind), dropout_p=1.5 if kind == "dropout" else 0.0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("plain", "expected attn_mask to be a DTensor on the mesh of q.*got Tensor"),
-        ("keys", r"the 16 keys of the whole sequence.*got \(1, 1, 4, 4\)"),
-        ("integers", "a boolean or floating attn_mask; got torch.int64"),
-        ("dropout", "dropout_p between 0 and 1, got 1.5"),
-    ],
-)
-def test_refusals(kind: str, message: str) -> None:
-    run_ranks(4, check_refused, ValueError, message, _refused, kind)
 
 
 def _over_heads_in_a_context(rank: int, on_mask: Placement, bias: str) -> None:
@@ -147,17 +103,6 @@ def test_masks_of_tensors_that_are_not_sharded_along_the_sequence(
 ) -> None:
     def body(rank: int) -> None:
         with context_parallel(dist.group.WORLD) if in_context else nullcontext():
-            _masked(rank, (2,), ("tp",), (on_qkv,), (R,), bias)
+            _masked(rank, (on_qkv,), (R,), bias)
 
     run_ranks(2, body)
-
-
-def test_plain_masks_of_tensors_that_are_not_sharded_along_the_sequence_are_refused() -> None:
-    def body(rank: int) -> None:
-        q, k, v = (
-            distributed(tensor, init_device_mesh("cpu", (2,)), (TP,))
-            for tensor in MaskedProblem(16, 16, Full()).draw(0)[:3]
-        )
-        F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(16, 16, dtype=torch.bool))
-
-    run_ranks(2, check_refused, ValueError, "expected attn_mask to be a DTensor on the mesh of q.*got Tensor", body)

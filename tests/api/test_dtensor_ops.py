@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.dtensor_checks import (
     CAUSAL,
     CP,
@@ -18,12 +17,11 @@ from support.dtensor_checks import (
     R,
     check_refused,
     distributed,
-    torch_before_2_12,
 )  # fmt: skip
 from support.problems import Problem, reference
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from cp_dtensor import SlidingWindow, _torch, context_parallel, enable_context_parallel_dispatcher
 
@@ -122,44 +120,6 @@ def _through_autograd(rank: int, placements: tuple[Placements, ...]) -> None:
 )
 def test_cpu_op_redistributes_inputs_that_do_not_fit(placements: tuple[Placements, ...]) -> None:
     run_ranks(4, _through_autograd, placements)
-
-
-def _refused(rank: int, options: dict[str, Any]) -> None:
-    options = dict(options)
-    mesh = init_device_mesh("cpu", (4,))
-    q, k, v = (each.detach() for each in distributed(CAUSAL.draw(seed=0)[:3], mesh, ((CP,),) * 3))
-    if "attn_mask" in options:
-        options["attn_mask"] = distribute_tensor(options["attn_mask"], mesh, (R,), src_data_rank=None)
-    FORWARD["cpu"](q, k, v, options.pop("dropout_p", 0.0), False, **options)
-
-
-@pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [({"dropout_p": 0.1}, "dropout_p=0.1"), ({"attn_mask": torch.zeros(16, 16).double()}, r"shape \(16, 16\)")],
-    ids=["dropout", "mask"],
-)
-def test_cpu_op_refuses_what_the_ring_cannot_do(option: dict[str, Any], message: str) -> None:
-    run_ranks(4, check_refused, NotImplementedError, message, _refused, option)
-
-
-def _masked(rank: int, placement: Placement, mask_shape: tuple[int, ...], mask_on: Placement) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    *qkv, _ = Problem(16, 16, batch=4, q_heads=4, kv_heads=4).draw(seed=0)
-    mask = torch.randn(mask_shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    q, k, v = (each.detach() for each in distributed(tuple(qkv), mesh, ((placement,),) * 3))
-    mask_dtensor = distribute_tensor(mask, mesh, (mask_on,), src_data_rank=None)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_dtensor)
-    close(out, F.scaled_dot_product_attention(*qkv, attn_mask=mask))
-
-
-@torch_before_2_12
-@pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize("mask_on", [R, DP, TP], ids=str)
-@pytest.mark.parametrize("placement", [DP, TP], ids=str)
-def test_masks_of_batch_and_head_shards_meet_their_own_rows_and_heads(placement: Placement, mask_on: Placement) -> None:
-    shape = {R: (4, 4, 16, 16), DP: (4, 1, 16, 16), TP: (1, 4, 16, 16)}[mask_on]
-    run_ranks(4, _masked, placement, shape, mask_on)
 
 
 # The ops of CUDA tensors, on DTensors of the CPU

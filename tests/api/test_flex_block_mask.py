@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -15,16 +16,23 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.api.flex_attention import block_mask_of_rows
-from cp_dtensor.api.flex_block_mask import LocalRows, Tables, cached_tables, local_tables, table_shapes
+from cp_dtensor.api.flex_block_mask import LocalRows, Tables, cached_tables, local_tables
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])
 
 
 def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, unaligned: bool = False) -> BlockMask:
     """The block mask of local rows."""
-    positions = rows.positions(torch.device("cpu"))
-    tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, mask.q_indices is not None, unaligned)
-    return block_mask_of_rows(mask, tables, (rows.count, lengths[1]), positions)
+    positions, unaligned = (
+        rows.positions(torch.device("cpu")),
+        unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0]),
+    )
+    tables = local_tables(mask, lengths[1], positions, unaligned)
+    for name, table in zip(Tables._fields, tables, strict=True):
+        if table is not None:
+            assert table.dtype == (torch.int8 if name == "block_kinds" else torch.int32)
+            assert table.is_contiguous(), f"kernels take {name} for contiguous"
+    return block_mask_of_rows(mask, tables, (positions.size(-1), lengths[1]), positions)
 
 
 @st.composite
@@ -55,24 +63,14 @@ def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
     whole = visible(mask, batch, 2, *lengths)
     for rank in range(world_size):
         rows = LocalRows.of(layout, lengths[0], rank, world_size, batch)
-        if not rows.count:
+        local_rows = rows.positions(torch.device("cpu")).size(-1)
+        if not local_rows:
             continue
         local = of_rows(mask, lengths, rows, unaligned)
-        assert torch.equal(visible(local, batch, 2, rows.count, lengths[1]), shard(whole, layout, rank, world_size))
-        assert local.seq_lengths == (rows.count, lengths[1])
+        assert torch.equal(visible(local, batch, 2, local_rows, lengths[1]), shard(whole, layout, rank, world_size))
+        assert local.seq_lengths == (local_rows, lengths[1])
         partial, full = listed_blocks(local, batch, 2)
         assert not (partial & full).any(), "kernels would add what is listed twice"
-        tables = local_tables(Tables.of(mask), mask.BLOCK_SIZE, lengths[1], rows, True, unaligned)
-        table_batch = batch if len(rows.groups) > 1 else mask.kv_indices.size(0)
-        shapes = table_shapes(
-            tuple(mask.kv_indices.shape), mask.full_kv_indices is not None, mask.BLOCK_SIZE, lengths, table_batch,
-            rows.count, True, unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0]),
-        )  # fmt: skip
-        assert [None if table is None else tuple(table.shape) for table in tables] == shapes
-        for name, table in zip(Tables._fields, tables, strict=True):
-            if table is not None:
-                assert table.dtype == (torch.int8 if name == "block_kinds" else torch.int32)
-                assert table.is_contiguous(), f"kernels take {name} for contiguous"
 
 
 @settings(max_examples=50, deadline=None)
@@ -98,11 +96,11 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
     mask = block_mask(documents, length)
     for rank in range(2):
         rows = LocalRows.of(layout, length, rank, 2, 2)
-        tables = local_tables(Tables.of(mask), (8, 8), length, rows, False)
         if layout == Contiguous():  # 31 tokens
-            assert (tables.block_kinds is None) == (rank == 0)
+            assert rows.has_unaligned_blocks(8) == (rank == 1)
             continue
-        assert tables.block_kinds is None
+        assert not rows.has_unaligned_blocks(8)
+        tables = local_tables(mask, length, rows.positions(torch.device("cpu")), False)
         blocks = [position // 8 for position in rows.positions(torch.device("cpu"))[::8].tolist()]
         assert torch.equal(tables.full_kv_num_blocks, mask.full_kv_num_blocks[:, :, blocks])
         assert torch.equal(tables.kv_indices, mask.kv_indices[:, :, blocks])
@@ -111,46 +109,42 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
 def test_tables_are_made_once_for_a_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    tables = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
-    assert cached_tables(Tables.of(mask), (8, 8), 61, rows, True) is tables
-    assert cached_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 0, 2, 2), True) is not tables
+    tables = cached_tables(mask, 61, rows)
+    assert cached_tables(mask, 61, rows) is tables
+    assert cached_tables(mask, 61, LocalRows.of(HeadTail(), 61, 0, 2, 2)) is not tables
     other = block_mask(window, 61)
-    assert cached_tables(Tables.of(other), (8, 8), 61, rows, True) is not tables
+    assert cached_tables(other, 61, rows) is not tables
 
 
 def test_tables_follow_what_is_written_to_the_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    before = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    before = cached_tables(mask, 61, rows)
     mask.full_kv_num_blocks.zero_()
-    after = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
+    after = cached_tables(mask, 61, rows)
     assert after is not before
     assert after.full_kv_num_blocks.sum() == 0
     mask.full_kv_indices = mask.full_kv_indices.clone()
-    assert cached_tables(Tables.of(mask), (8, 8), 61, rows, True) is not after
+    assert cached_tables(mask, 61, rows) is not after
 
 
 def test_tables_of_inference_tensors_are_plain_and_never_stale() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     with torch.inference_mode():
         mask = block_mask(window, 61)
-        tables = cached_tables(Tables.of(mask), (8, 8), 61, rows, True)
+        tables = cached_tables(mask, 61, rows)
         mask.kv_num_blocks.zero_()
-        assert cached_tables(Tables.of(mask), (8, 8), 61, rows, True).kv_num_blocks.sum() == 0
+        assert cached_tables(mask, 61, rows).kv_num_blocks.sum() == 0
     assert not any(table.is_inference() for table in tables if table is not None)
 
 
-def test_a_mask_that_is_gone_is_forgotten() -> None:
-    from cp_dtensor.api import flex_block_mask as flex_tables
-
-    gc.collect()
-    before = len(flex_tables.table_cache)
+def test_tables_go_with_their_mask() -> None:
     mask = block_mask(window, 61)
-    cached_tables(Tables.of(mask), (8, 8), 61, LocalRows.of(HeadTail(), 61, 1, 2, 2), True)
-    assert len(flex_tables.table_cache) == before + 1
+    made = ref(cached_tables(mask, 61, LocalRows.of(HeadTail(), 61, 1, 2, 2)).kv_indices)
+    assert made() is not None
     del mask
     gc.collect()
-    assert len(flex_tables.table_cache) == before
+    assert made() is None
 
 
 def test_the_order_of_writes_of_a_deterministic_backward_is_made_anew() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.collectives import kinds, recorded_collectives
 from support.masked_problems import MaskedProblem
 from support.problems import shard
 from support.ranks import run_ranks
@@ -35,22 +34,18 @@ from cp_dtensor import (
     Striped,
     context_parallel,
     context_parallel_attention,
-    context_parallel_flex_attention,
     context_parallel_shard,
     context_parallel_unshard,
     explain,
     local_positions,
-    ring_attention,
     shift,
     ulysses_attention,
-    varlen_attention,
 )
 from cp_dtensor.api.extension import attention_of_shards
-from cp_dtensor.integrations.unified import UnifiedAttnMode
 
 RANKS, LENGTH = 2, 12
 MASK = Documents([0, 5, 12], within=Causal())
-LAYOUTS = (Contiguous(), Striped(1), Balanced(MASK, LENGTH))
+LAYOUTS = (Striped(1), Balanced(MASK, LENGTH))
 Function = Callable[..., torch.Tensor]
 
 
@@ -81,7 +76,6 @@ def module(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
 
 FORMS: dict[str, Function] = {
     "context_parallel_attention": functional(context_parallel_attention),
-    "ring_attention": functional(ring_attention),
     "ulysses_attention": functional(ulysses_attention),
     "ContextParallel": module,
 }
@@ -142,22 +136,6 @@ def test_contexts_over_other_ranks_give_nothing(form: str) -> None:
     run_ranks(4, body)
 
 
-def test_packed_documents_have_masks_of_their_own() -> None:
-    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
-        out = varlen_attention(*rows, mesh=dist.group.WORLD, cu_seqlens=[0, LENGTH])
-        assert isinstance(out, torch.Tensor)
-        return torch.stack([out.transpose(0, 1)] * 2)
-
-    def body(rank: int) -> None:
-        with context_parallel(dist.group.WORLD, layout=Contiguous(), mask=MASK):
-            case = Case(rank, Full(), Contiguous())
-            alone = functional(context_parallel_attention)(case.q, case.k, case.v, mask=Full())
-            torch.testing.assert_close(packed(case.q, case.k, case.v)[0], alone[0], rtol=0, atol=1e-10)
-
-    run_ranks(RANKS, body)
-
-
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     def predicted(**options: Any) -> str:
         return str(explain(dist.group.WORLD, seq_len=LENGTH, q_heads=4, **options))
@@ -173,18 +151,6 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
 
     run_ranks(RANKS, body)
     capsys.readouterr()
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention() -> None:
-    def body(rank: int) -> None:
-        case = Case(rank, Full(), Contiguous())
-        with context_parallel(dist.group.WORLD, layout=Contiguous()):
-            out = context_parallel_flex_attention(case.q, case.k, case.v, mesh=dist.group.WORLD, enable_gqa=True)
-        expected = functional(context_parallel_attention)(case.q, case.k, case.v, layout=Contiguous())
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-
-    run_ranks(RANKS, body)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
@@ -205,19 +171,6 @@ def test_sharding(layout: Layout) -> None:
     run_ranks(RANKS, body)
 
 
-def test_lengths_that_the_layout_does_not_divide_are_refused_alone() -> None:
-    def body(rank: int) -> None:
-        with (
-            context_parallel(dist.group.WORLD, layout=Balanced(MASK, LENGTH)),
-            pytest.raises(ValueError, match="got 8 tokens, but this Balanced divides sequences of 12"),
-        ):
-            context_parallel_shard(dist.group.WORLD, [torch.ones(8)], [0])
-
-    with recorded_collectives(of_first_calls=True) as calls:
-        run_ranks(RANKS, body)
-    assert kinds(calls) == ["AllGather"]  # the ranks compare their contexts on entry
-
-
 def test_modules_inside_of_modules() -> None:
     def body(rank: int) -> None:
         world = dist.group.WORLD
@@ -226,15 +179,6 @@ def test_modules_inside_of_modules() -> None:
         for each in (outer, copy.deepcopy(outer)):
             Case(rank, MASK, Contiguous()).check(each)
         Case(rank, Full(), HeadTail()).check(inner)
-
-    run_ranks(RANKS, body)
-
-
-def test_the_drop_in_mode_is_contiguous() -> None:
-    def body(rank: int) -> None:
-        with UnifiedAttnMode():
-            (mine,) = context_parallel_shard(dist.group.WORLD, [torch.arange(LENGTH)], [0])
-        assert mine.tolist() == list(range(rank * 6, rank * 6 + 6))
 
     run_ranks(RANKS, body)
 

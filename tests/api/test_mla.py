@@ -16,24 +16,8 @@ from support.masked_problems import any_mask, fits
 from support.method_checks import RING_ULYSSES, ULYSSES_RING
 from support.ranks import run_ranks
 
-from cp_dtensor import Causal, Contiguous, Documents, Full, Layout, Mask, SlidingWindow, context_parallel_mla
+from cp_dtensor import Contiguous, Documents, SlidingWindow, context_parallel_mla
 from cp_dtensor.engine import latent as latents
-
-MASKS = [Full(), Causal(), Documents([0, 4, 5, 16, 21, 29], within=Causal()), SlidingWindow(6, 0)]
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_mask_and_layout_by_each_method(ranks: int, layout: Layout, mask: Mask) -> None:
-    problem = LatentProblem(29, 29, mask, batch=2)
-    check_latents([LatentCase(problem, layout, tuple(way.items())) for way in WAYS[1]], (ranks,))
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_softcap(ranks: int) -> None:
-    problem = LatentProblem(29, 29, Causal(), batch=2, softcap=0.8)
-    check_latents([LatentCase(problem, layout, tuple(way.items())) for way in WAYS[1] for layout in LAYOUTS], (ranks,))
 
 
 @st.composite

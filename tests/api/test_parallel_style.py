@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.parallel_style_checks import (
-    GRAD_OUT,
-    LAYOUTS,
     LENGTH,
     WHOLE,
     WIDTH,
@@ -20,7 +18,7 @@ from support.parallel_style_checks import (
     alone,
     check_forward,
 )
-from support.problems import assert_close, shard
+from support.problems import assert_close
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,38 +30,11 @@ from cp_dtensor import (
     ContextParallel,
     Contiguous,
     HeadTail,
-    Layout,
     Striped,
     context_parallel,
-    context_parallel_shard,
     set_rotate_method,
 )
 from cp_dtensor.comm.collective import AllGather
-
-
-@pytest.mark.parametrize("seq_len", [None, LENGTH])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("transport", ["allgather", "alltoall"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-def test_the_module_attends_to_the_whole_sequence(
-    layout: Layout, transport: str, is_causal: bool, seq_len: int | None
-) -> None:
-    out, grad_input, grad_weight = alone(is_causal)
-
-    def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        module, whole = Attention(is_causal), WHOLE.clone().requires_grad_()
-        style = ContextParallel(layout=layout, rotate_method=transport, seq_len=seq_len)
-        assert parallelize_module(module, init_device_mesh("cpu", (WORLD,)), style) is module
-        (hidden,) = context_parallel_shard(dist.group.WORLD, [whole], [1], layout)
-        local_out = module(hidden)
-        local_out.backward(shard(GRAD_OUT, layout, rank, WORLD, 1))
-        assert_close(local_out.detach(), shard(out, layout, rank, WORLD, 1))
-        assert whole.grad is not None
-        assert module.weight.grad is not None
-        return whole.grad, module.weight.grad
-
-    for parts, expected in zip(zip(*run_ranks(WORLD, body), strict=True), (grad_input, grad_weight), strict=True):
-        assert_close(sum(parts), expected)
 
 
 def test_on_one_axis_of_a_mesh_and_below_a_larger_module() -> None:

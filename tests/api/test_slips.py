@@ -201,36 +201,6 @@ def _declared_function(q: torch.Tensor, k: torch.Tensor, **options: Any) -> None
     ring_attention(q, k, k, mesh=group(), seq_len=LENGTH, enable_gqa=True, **options)
 
 
-@pytest.mark.parametrize("call", [_in_declared_context, _declared_function])
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ({"batch": 2}, "batch_size: rank 1 says 2, the others 1"),
-        ({"heads": 4}, "q_heads: rank 1 says 4, the others 2"),
-        ({"kv_heads": 1}, "kv_heads: rank 1 says 1, the others 2"),
-        ({"dim": 8}, "head_dim: rank 1 says 8, the others 4"),
-        ({"dtype": torch.float64}, "dtype: rank 1 says 'torch.float64', the others 'torch.float32'"),
-        ({"is_causal": False}, r"mask: rank 1 says 'Full\(\)', the others .Causal"),
-        ({"scale": 2.0}, "scale: rank 1 says 2.0, the others 0.5"),
-        ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
-        ({"debug": True}, "debug: rank 1 says True, the others False"),
-    ],
-    ids=str,
-)
-def test_calls_with_declared_lengths_that_differ_between_ranks(
-    call: Callable[..., None], odd: dict[str, Any], message: str
-) -> None:
-    def body(rank: int) -> None:
-        options: dict[str, Any] = {"is_causal": True, **(odd if rank == 1 else {})}
-        sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "dim": 4, "dtype": torch.float32}
-        sizes |= {name: options.pop(name) for name in odd if name in sizes and rank == 1}
-        shape = sizes["batch"], LENGTH // RANKS, sizes["dim"]
-        q, k = (torch.randn(shape[0], sizes[name], *shape[1:], dtype=sizes["dtype"]) for name in ("heads", "kv_heads"))
-        call(q, k, **options)
-
-    assert re.search(message, refused(body))
-
-
 @pytest.mark.parametrize(("odd", "channels"), [(2, 3), (1, 4)])
 def test_sequence_operations_with_declared_lengths_that_differ_between_ranks(odd: int, channels: int) -> None:
     def body(rank: int) -> None:

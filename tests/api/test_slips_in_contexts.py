@@ -156,15 +156,6 @@ def test_as_many_heads_as_tokens_of_a_shard_are_no_mistake(
     run_ranks(RANKS, body)
 
 
-def test_one_rank_has_all() -> None:
-    def body(rank: int) -> None:
-        x = drawn(2, 8, LENGTH, 16)
-        with context_parallel(group(), buffers=[x], buffer_seq_dims=[1]):
-            F.scaled_dot_product_attention(x, x, x)
-
-    run_ranks(1, body)
-
-
 # Masks
 
 

@@ -3,117 +3,31 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.cases import examples
 from support.collectives import errors_by_rank
 from support.packed_documents import (
-    NAMES,
     PackedProblem,
-    Tensors,
     equal_generators,
-    packed_problems,
     shard_packed,
 )
 from support.problems import assert_close
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
     Causal,
     Contiguous,
     Documents,
     HeadTail,
-    Layout,
-    MirroredBatch,
-    PerDocument,
     PrefixLM,
     SlidingWindow,
-    Striped,
     context_parallel_attention,
     varlen_attention,
 )
-
-few = settings(max_examples=examples(6), deadline=None)
-METHODS: tuple[dict[str, Any], ...] = (
-    {"method": "ring", "rotate_method": "allgather"},
-    {"method": "ring", "rotate_method": "alltoall"},
-    {"method": "ulysses"},
-    {},
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    problem: PackedProblem
-    layout: Layout | None
-    options: tuple[tuple[str, Any], ...]
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        problem = self.problem
-        return {
-            "cu_seqlens": problem.cu_seqlens, "cu_seqlens_k": problem.cu_seqlens_k, "is_causal": problem.is_causal,
-            "window_size": problem.window, "scale": problem.scale, "layout": self.layout,
-            "seq_len": problem.lengths, **dict(self.options),
-        }  # fmt: skip
-
-
-@st.composite
-def cases(draw: st.DrawFn, methods: tuple[dict[str, Any], ...] = METHODS) -> Case:
-    problem = draw(packed_problems())
-    layouts: list[Layout | None] = [None, Contiguous(), Striped(2), MirroredBatch()]
-    if problem.lengths[0] == problem.lengths[1]:
-        layouts.append(PerDocument(problem.cu_seqlens, seq_len=problem.lengths[0]))
-    options = draw(st.sampled_from(methods))
-    return Case(problem, draw(st.sampled_from(layouts)), tuple(options.items()))
-
-
-def check(drawn: list[Case], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
-    """Several cases on one set of ranks, which takes longer to start than a case."""
-    tensors = [case.problem.draw(seed) for seed, case in enumerate(drawn)]
-
-    def body(rank: int) -> list[Tensors]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        results = []
-        for case, whole in zip(drawn, tensors, strict=True):
-            *leaves, grad_out = (shard_packed(each, case.layout or HeadTail(), rank, mesh.size()) for each in whole)
-            q, k, v = (leaf.requires_grad_() for leaf in leaves)
-            out, lse = varlen_attention(q, k, v, mesh=mesh, return_lse=True, **case.keywords)
-            assert out.is_contiguous()
-            results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out), lse))
-        return results
-
-    size = torch.Size(shape).numel()
-    by_rank = run_ranks(size, body)
-    for index, case in enumerate(drawn):
-        expected = case.problem.reference(*tensors[index])
-        for rank, results in enumerate(by_rank):
-            for name, got, whole in zip(NAMES, results[index], expected, strict=True):
-                wanted = shard_packed(whole, case.layout or HeadTail(), rank, size, 1 if name == "lse" else 0)
-                assert_close(got, wanted, f"{name} of rank {rank}, {case}")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_over_one_axis(ranks: int) -> None:
-    @few
-    @given(st.lists(cases(), min_size=6, max_size=6))
-    def checked(drawn: list[Case]) -> None:
-        check(drawn, (ranks,))
-
-    checked()
-
-
-@few
-@given(st.lists(cases(({"method": "ring"}, {"method": "hybrid"}, {})), min_size=6, max_size=6))
-def test_over_two_axes(drawn: list[Case]) -> None:
-    check(drawn, (2, 2), ("ring", "ulysses"))
 
 
 def attended(problem: PackedProblem, ranks: int = 2, **changed: Any) -> list[torch.Tensor]:
@@ -151,17 +65,6 @@ def test_no_argument_is_ignored(argument: str) -> None:
         if changed:
             wanted = changed.reference(*changed.draw(0))[0]
             assert_close(other, shard_packed(wanted, HeadTail(), rank, 2), argument)
-
-
-@pytest.mark.parametrize("layout", [HeadTail(), Contiguous(), PerDocument((0, 5, 11), seq_len=12)])
-def test_dropout_is_that_of_one_device(layout: Layout) -> None:
-    (whole,) = attended(PROBLEM, 1, dropout_p=0.4, is_causal=True)
-    (plain,) = attended(PROBLEM, 1, is_causal=True)
-    assert not torch.allclose(whole, plain)
-    for method in ("ring", "ulysses"):
-        got = attended(PROBLEM, 2, dropout_p=0.4, is_causal=True, layout=layout, method=method)
-        for rank, out in enumerate(got):
-            assert_close(out, shard_packed(whole, layout, rank, 2), f"rank {rank}, {method}")
 
 
 def test_masks_within_documents_add_up() -> None:
@@ -212,12 +115,7 @@ def test_tensors_and_lists_of_positions_are_alike() -> None:
         ({"window_size": 3}, ValueError, r"window_size to be a pair .*got 3"),
         ({"window_size": (-2, -1)}, ValueError, "numbers of keys >= 0, or None"),
         ({"within": "causal"}, TypeError, "within to be a Mask .*got str"),
-        ({"method": "rings"}, ValueError, "unknown method"),
-        ({"layout": HeadTail}, TypeError, "layout"),
-        ({"rotate_method": "round"}, ValueError, "round"),
-        ({"dropout_p": 1.5}, ValueError, "dropout_p between 0 and 1"),
         ({"seq_len": (6, 8)}, ValueError, "query length does not fit: got 6 local tokens on rank . of 2, expected 3"),
-        ({"mesh": 3}, TypeError, "got int"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -230,22 +128,6 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
     for found in errors_by_rank(2, body):
         assert isinstance(found, error)
         assert re.search(message, str(found))
-
-
-def test_tensors_that_do_not_fit() -> None:
-    q = torch.randn(4, 6, 8)
-    for k, v, message in (
-        (q[0], q[0], "three dims"),
-        (q, q[:3], "as many tokens .* in v as in k"),
-        (q[:, :3], q, "heads .* in v as in k"),
-        (q[..., :4], q, "one head dim"),
-        (q[:, :4], q[:, :4], "a multiple of key heads"),
-        (q[:, :0], q[:, :0], "a multiple of key heads"),
-    ):
-        with pytest.raises(ValueError, match=message + r".*got q \(4, 6, 8\), k \("):
-            varlen_attention(q, k, v, mesh=dist.group.WORLD, cu_seqlens=[0, 4])
-    with pytest.raises(TypeError, match=r"k to be a torch.Tensor, got list"):
-        varlen_attention(q, [1], q, mesh=dist.group.WORLD, cu_seqlens=[0, 4])  # type: ignore[arg-type]
 
 
 def test_ranks_that_disagree_about_documents() -> None:

@@ -74,7 +74,7 @@ def test_both_may_be_kept_by_checkpoints() -> None:
 
 
 def test_flex_attention_finds_lengths() -> None:
-    for name in ("flex_keys", "flex_keys_backward", "flex_tables"):
+    for name in ("flex_keys", "flex_keys_backward"):
         assert is_left_out(getattr(torch.ops.cp_dtensor, name).default)
 
 

@@ -6,18 +6,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 
-from cp_dtensor import Documents
 from cp_dtensor.engine import attend
 from cp_dtensor.spec.layouts import Layout
-from support.masked_problems import fits
 
 Tensors = tuple[torch.Tensor, ...]
 NAMES = ("out", "dq", "dk", "dv", "lse")
@@ -90,32 +87,6 @@ class PackedProblem:
 
 
 _ends = st.one_of(st.none(), st.integers(0, 5))
-
-
-@st.composite
-def packed_problems(draw: st.DrawFn) -> PackedProblem:
-    """Draws documents of any lengths, also 0, padding on either side, and equal or different lengths of keys."""
-    count = draw(st.integers(1, 6))
-    q_edges, k_edges = (_edges(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))) for _ in range(2))
-    first = draw(st.integers(0, 3))
-    q_heads, kv_heads = draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 2)]))
-    problem = PackedProblem(
-        tuple(first + edge for edge in q_edges),
-        draw(st.sampled_from([None, k_edges])),
-        q_len=draw(st.integers(0, 30)),
-        kv_len=draw(st.integers(0, 30)),
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        is_causal=draw(st.booleans()),
-        window=(draw(_ends), draw(_ends)),
-        scale=draw(st.sampled_from([None, 0.3])),
-    )
-    assume(fits(Documents(problem.cu_seqlens, problem.cu_seqlens_k), *problem.lengths, 1))
-    return problem
-
-
-def _edges(lengths: list[int]) -> tuple[int, ...]:
-    return (0, *accumulate(lengths))
 
 
 def shard_packed(tensor: torch.Tensor, layout: Layout, rank: int, size: int, dim: int = 0) -> torch.Tensor:

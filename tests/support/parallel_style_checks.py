@@ -7,17 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from cp_dtensor import (
-    Contiguous,
-    HeadTail,
     Layout,
-    MirroredBatch,
-    Striped,
 )
 from support.problems import assert_close, shard
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 12, 2, 8
 WORLD = 2
-LAYOUTS = [Contiguous(), HeadTail(), Striped(2), MirroredBatch()]
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -16,7 +17,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 T = TypeVar("T")
-_TIMEOUT_SECONDS = 120 if torch.cuda.is_available() else 10  # on GPUs kernels are compiled
+_IDLE_SECONDS = 120 if torch.cuda.is_available() else 10  # on GPUs other processes compile kernels
+"""Time without work after which ranks wait for a collective that not all have joined. A loaded machine makes them slow,
+but not idle."""
 _PATIENCE_SECONDS = 3  # time for other ranks to end by themselves after an error, before they are woken
 
 if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it, and looks for it on destruction
@@ -73,18 +76,27 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(_TIMEOUT_SECONDS)
-            if thread.is_alive():
-                late = TimeoutError(
-                    f"ranks still run after {_TIMEOUT_SECONDS} s: a collective that not all have joined"
-                )
-                threaded.ProcessLocalGroup.exception_handle(late)  # or they would join collectives of the next test
-                for each in threads:
-                    each.join(_PATIENCE_SECONDS)
-                raise late
+        if not _end(threads):
+            late = TimeoutError(f"ranks have waited for {_IDLE_SECONDS} s: a collective that not all have joined")
+            threaded.ProcessLocalGroup.exception_handle(late)  # or they would join collectives of the next test
+            for each in threads:
+                each.join(_PATIENCE_SECONDS)
+            raise late
     _raise(errors)
     return results
+
+
+def _end(threads: list[threading.Thread]) -> bool:
+    """Waits until threads end; returns whether they have, False once the process has done nothing for a while."""
+    idle, spent = 0, time.process_time()
+    for thread in threads:
+        while idle < _IDLE_SECONDS:
+            thread.join(1)
+            if not thread.is_alive():
+                break
+            before, spent = spent, time.process_time()
+            idle = idle + 1 if spent - before < 0.01 else 0
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _raise(errors: list[BaseException | None]) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api import flex_block_mask
 from cp_dtensor.attention.backends import interval
 from cp_dtensor.engine import gather_kv
 
@@ -28,7 +27,6 @@ def cold_caches() -> None:
                     value.cache_clear()
     interval._cached_rows.clear()
     gather_kv._cache.clear()
-    flex_block_mask.table_cache = flex_block_mask._TableCache()
 
 
 @dataclass(frozen=True)
