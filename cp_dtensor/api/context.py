@@ -88,7 +88,6 @@ class context_parallel(ContextDecorator):
             denominator of all SDPA inside (see `context_parallel_attention`). Its gradient is the share of this rank's
             queries. Refused for DTensors over these ranks, `varlen_attn`, FlexAttention and in compiled code.
         deterministic: True: equal inputs give equal bits on GPUs too, in SDPA and `varlen_attn`.
-        replay: True: passes of SDPA that come again are replayed as CUDA graphs (see `context_parallel_attention`).
         debug: True: on every entry the ranks compare configuration and buffers, at every attention call what must
             agree, and at passes of attention and exits that all do the same; a disagreement names the rank. False: at
             the first entry and the first attention call of each kind.
@@ -122,12 +121,12 @@ class context_parallel(ContextDecorator):
         buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
         method: str = "auto", mask: Mask | None = None, layout: Layout | None = None, rotate_method: str | None = None,
         seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
-        replay: bool = False, debug: bool = False,
+        debug: bool = False,
     ) -> None:  # fmt: skip
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
         call = Call.of(
             mesh, method=method, mask=mask, layout=layout, rotate_method=rotate_method, deterministic=deterministic,
-            replay=replay, debug=debug,
+            debug=debug,
         )  # fmt: skip
         self._call, layout = replace(call, in_context=True), call.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)

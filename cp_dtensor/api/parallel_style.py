@@ -61,7 +61,6 @@ class ContextParallel(ParallelStyle):
             `self.sinks = nn.Parameter(...)`. None takes the sinks of the context around the call. Not in compiled
             code: call `context_parallel_attention(sinks=...)` there.
         deterministic: True: equal inputs give equal bits on GPUs too (see `context_parallel_attention`).
-        replay: True: passes that come again are replayed as CUDA graphs (see `context_parallel_attention`).
         debug: True: at every attention call the ranks compare what must agree; a disagreement names the rank. False:
             as for `context_parallel_attention`.
 
@@ -78,13 +77,13 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
         rotate_method: str | None = None, seq_len: int | tuple[int, ...] | None = None,
-        sinks: torch.Tensor | str | None = None, deterministic: bool = False, replay: bool = False, debug: bool = False,
+        sinks: torch.Tensor | str | None = None, deterministic: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         # Arguments are checked here, although there is no mesh yet.
         self._call_of = functools.partial(
             Call.of, method=checked_method(method), mask=checked_mask(mask, False), layout=layout,
-            rotate_method=rotate_method, debug=checked_bool("debug", debug), replay=checked_bool("replay", replay),
+            rotate_method=rotate_method, debug=checked_bool("debug", debug),
             deterministic=checked_bool("deterministic", deterministic),
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}

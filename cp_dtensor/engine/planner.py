@@ -36,7 +36,6 @@ from cp_dtensor.engine.call import Call, plan_fields
 from cp_dtensor.engine.choose import EXPANDED, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
-from cp_dtensor.engine.replay import replayed
 from cp_dtensor.engine.ring import Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import (
@@ -109,7 +108,7 @@ def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], all
     if is_logged("engine"):
         _log_plan(plan, spec, call, pair)
     calls = () if _is_alone(spec) else calls_of(call.ranks)
-    return replayed(plan) if call.replay else plan, pair, _signature(spec, call, pair, mask), calls
+    return plan, pair, _signature(spec, call, pair, mask), calls
 
 
 def _signature(spec: CallSpec, call: Call, pair: tuple[int, int], mask: Mask) -> Signature:

@@ -21,7 +21,6 @@ from cp_dtensor.engine.base import Done, Gradients, Tensors, zeros_for_sums
 from cp_dtensor.engine.call import Call, both_masks
 from cp_dtensor.engine.handles import value_of
 from cp_dtensor.engine.planner import planned
-from cp_dtensor.engine.replay import refuse_unreplayable
 from cp_dtensor.spec.masks import Mask
 
 
@@ -66,15 +65,11 @@ def run(
         call = replace(call, mask=both_masks(own, call.mask), pair=pair or call.pair)
         if rows > 1:
             t = t._replace(q=split_rows(t.q, rows), k=split_rows(t.k, rows), v=split_rows(t.v, rows))
-    if call.replay and not t.q.is_cuda:  # alike on every rank
-        refuse_unreplayable(call, t)
     done = planned(call, t, rows, needs_lse, needs_grads)
     if t.bias is not None:
         if call.placed is None:
             check_bias(t.q, t.bias, done.pair, call)
         warn_of_zeros_and_ones(t.bias, call.ranks)
-    if call.replay:
-        refuse_unreplayable(call, t)
     # Nothing is refused from here on. The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the
     # opposite values.
     q, k, v = t.q.resolve_neg(), t.k.resolve_neg(), t.v.resolve_neg()
