@@ -62,7 +62,7 @@ class context_parallel(ContextDecorator):
     entered at every call of the function.
 
     Args:
-        mesh, method, rotate_method, deterministic, replay: as for `context_parallel_attention`.
+        mesh, method, rotate_method, deterministic: as for `context_parallel_attention`.
         buffers: tensors of any dtype, whole and equal on every rank: all that have a sequence dim, also position ids
             and RoPE tables, and the very objects that the code inside uses (a slice or a copy is another tensor). Shift
             labels before they are sharded. Tensors that require grad are refused: `context_parallel_shard` is
@@ -113,12 +113,12 @@ class context_parallel(ContextDecorator):
         buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
         method: str = "auto", mask: Mask | None = None, layout: Layout | None = None, rotate_method: str | None = None,
         seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
-        replay: bool = False, debug: bool = False,
+        debug: bool = False,
     ) -> None:  # fmt: skip
         self._sinks = None if sinks is None else checked_context_sinks(sinks)
         call = Call.of(
             mesh, method=method, mask=mask, layout=layout, rotate_method=rotate_method, deterministic=deterministic,
-            replay=replay, debug=debug,
+            debug=debug,
         )  # fmt: skip
         self._call, layout = replace(call, in_context=True), call.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)

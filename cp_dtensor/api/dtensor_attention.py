@@ -33,7 +33,7 @@ _CAUSAL = Causal()
 
 
 def dtensor_sdpa(
-    arguments: SdpaArguments, mask: Mask | None = None, deterministic: bool = False, replay: bool = False
+    arguments: SdpaArguments, mask: Mask | None = None, deterministic: bool = False
 ) -> torch.Tensor | None:
     """Compute SDPA of DTensors (B, H, S, D) sharded along the sequence, or on a CPU with attn_mask; else return None.
 
@@ -44,7 +44,6 @@ def dtensor_sdpa(
     Args:
         mask: the mask of the open context, besides that of the call.
         deterministic: True if results must be equal in every run.
-        replay: True if passes that come again are replayed as CUDA graphs.
     """
     q, k, v = arguments.q, arguments.k, arguments.v
     sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
@@ -66,7 +65,6 @@ def dtensor_sdpa(
         q, k, v, mask=both, attn_mask=arguments.attn_mask,
         dropout_p=arguments.dropout_p, scale=arguments.scale, enable_gqa=arguments.enable_gqa,
         deterministic=deterministic,
-        replay=replay,
     )  # fmt: skip
     return out
 
@@ -117,17 +115,17 @@ class PlacedCall(NamedTuple):
 
 def placed_call(
     q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, *, method: str = "auto", rotate_method: str | None = None,
-    deterministic: bool = False, replay: bool = False, **factors: float | None,
+    deterministic: bool = False, **factors: float | None,
 ) -> PlacedCall:  # fmt: skip
     """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit.
 
     Args:
         q, k, v: as for `dtensor_attention`.
         mask: by global position.
-        method, rotate_method, deterministic, replay: as for `context_parallel_attention`.
+        method, rotate_method, deterministic: as for `context_parallel_attention`.
         factors: scale, dropout_p and others of `Call.factors`.
     """
-    checked_bools(deterministic=deterministic, replay=replay)
+    checked_bools(deterministic=deterministic)
     checked_method(method)
     numbers = checked_factors(**factors)  # type: ignore[arg-type]
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
@@ -149,7 +147,7 @@ def placed_call(
         # Without such an axis each rank is alone; its plans are cached for any of its groups.
         SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method=method,
         mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
-        transport=transport_by_name(rotate_method), pair=pair, deterministic=deterministic, replay=replay,
+        transport=transport_by_name(rotate_method), pair=pair, deterministic=deterministic,
         first=_first_of(q, placed) if factors.get("dropout_p") else (0, 0), **numbers,
         placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
     )  # fmt: skip

@@ -28,7 +28,7 @@ def agreed_lengths(
     is_declared = call.pair is not None or (call.lengths and not call.debug)  # debugging, ranks compare masks
     try:
         lengths = agreed_pair(
-            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads
+            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads, "FlexAttention"
         )
     except ValueError as error:
         ranks, local = call.ranks, (t.q.size(2), t.k.size(2))

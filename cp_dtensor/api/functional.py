@@ -99,11 +99,6 @@ def context_parallel_attention(
         return_lse: True also returns the log-sum-exp.
         seq_len: the global number of tokens, or a pair of those of queries and keys. None: that of the layout or the
             context, if it has one, else ranks have equally many tokens; others are refused.
-        replay: True: forward and backward passes run eagerly twice, and are then replayed as CUDA graphs, which keep
-            their memory; those with other shapes, strides, dtypes or options have graphs of their own. This is faster
-            for shards of up to about 4,096 tokens, where the host's launches take longer than the GPU
-            (docs/cuda_graphs.md). It is refused with attn_mask, dropout, packed documents and padding, and where ranks
-            share no GPU memory; compiled code ignores it.
         debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
             rank. False: in the first call of each kind (docs/limits.md).
 

@@ -45,7 +45,7 @@ class ContextParallel(ParallelStyle):
     parameters of the original. It cannot be pickled.
 
     Args:
-        method, deterministic, replay, debug: as for `context_parallel_attention`.
+        method, deterministic, debug: as for `context_parallel_attention`.
         mask, layout: as there, for all attention inside; None takes that of the context (or module) around the call.
             Pass both if recomputation by other means than `torch.utils.checkpoint` may run after that context.
         rotate_method: as there; None takes the process default when parallelize_module is called.
@@ -68,14 +68,14 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
         rotate_method: str | None = None, seq_len: int | tuple[int, ...] | None = None,
-        sinks: torch.Tensor | str | None = None, deterministic: bool = False, replay: bool = False, debug: bool = False,
+        sinks: torch.Tensor | str | None = None, deterministic: bool = False, debug: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         # Arguments are checked here, although there is no mesh yet.
-        checked_bools(debug=debug, replay=replay, deterministic=deterministic)
+        checked_bools(debug=debug, deterministic=deterministic)
         self._call_of = functools.partial(
             Call.of, method=checked_method(method), mask=checked_mask(mask, False), layout=layout,
-            rotate_method=rotate_method, debug=debug, replay=replay, deterministic=deterministic,
+            rotate_method=rotate_method, debug=debug, deterministic=deterministic,
         )  # fmt: skip
         self._inherits = {"layout": layout is None, "mask": mask is None}
         transport_by_name(rotate_method)

@@ -63,7 +63,7 @@ def sdpa_in_context(arguments: SdpaArguments) -> torch.Tensor | None:
                 "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
             )
         around = context.call
-        result = dtensor_sdpa(arguments, around.mask, around.deterministic, around.replay)
+        result = dtensor_sdpa(arguments, around.mask, around.deterministic)
         if result is None and around.mask is not None:
             raise NotImplementedError(
                 f"the mask of this context ({around.mask}) applies to plain tensors and to DTensors that are "

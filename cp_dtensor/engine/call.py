@@ -40,7 +40,6 @@ class Options(TypedDict, total=False):
     rotate_method: str | None
     deterministic: bool
     seq_len: int | tuple[int, int] | None
-    replay: bool
     debug: bool
 
 
@@ -82,8 +81,6 @@ class Call(Sharding):
     """Global index of this rank's first batch row and first query head, on which dropout depends."""
     deterministic: bool = False
     """True if results must be equal in every run, also without `torch.use_deterministic_algorithms`."""
-    replay: bool = False
-    """True if passes that come again are replayed as CUDA graphs."""
     placed: SequencePartition | None = None
     """The partition of DTensors, by their placements; `layout` is not used then."""
     backends: Allowed | None = None
@@ -94,7 +91,7 @@ class Call(Sharding):
         cls, mesh: Mesh | None = None, *, method: str = "auto", layout: Layout | None = None, mask: Mask | None = None,
         is_causal: bool = False, rotate_method: str | None = None, seq_len: int | tuple[int, int] | None = None,
         scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, deterministic: bool = False,
-        replay: bool = False, debug: bool = False,
+        debug: bool = False,
     ) -> Call:  # fmt: skip
         """Return the call of public arguments, which are checked here.
 
@@ -102,7 +99,7 @@ class Call(Sharding):
             TypeError, ValueError: arguments that do not fit.
         """
         ranks, method = ranks_and_method(mesh, method)
-        checked_bools(is_causal=is_causal, deterministic=deterministic, replay=replay, debug=debug)
+        checked_bools(is_causal=is_causal, deterministic=deterministic, debug=debug)
         if mask is None and is_causal:
             mask = _CAUSAL
         elif mask is not None:
@@ -113,7 +110,7 @@ class Call(Sharding):
         return cls(
             ranks, _HEAD_TAIL if layout is None else checked_layout(layout), (), debug, False, "", mask, method,
             transport_by_name(rotate_method), None if seq_len is None else checked_pair(seq_len), None,
-            scale, softcap, dropout_p, (0, 0), deterministic, replay,
+            scale, softcap, dropout_p, (0, 0), deterministic,
         )  # fmt: skip
 
     @property
@@ -125,7 +122,7 @@ class Call(Sharding):
         no_ranks: Any = None  # process groups end before compiled code does
         # The partition of DTensors is the same whatever their lengths.
         placed = None if self.placed is None else self.placed.resized(0, 0, 0)
-        kept = replace(self, ranks=no_ranks, placed=placed, batch_size=None, replay=False, **_NUMBERS)
+        kept = replace(self, ranks=no_ranks, placed=placed, batch_size=None, **_NUMBERS)
         names, others = self.ranks.names, [name for name in _DEFAULTS if getattr(kept, name) != _DEFAULTS[name]]
         options = ", ".join(f"{name} {getattr(kept, name)!r}" for name in others if name != "transport")
         text = f"operators {_OPERATORS} over {' x '.join(names)}, {kept.transport.name}, {options}"

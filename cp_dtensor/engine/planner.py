@@ -37,7 +37,6 @@ from cp_dtensor.engine.call import Call, plan_fields
 from cp_dtensor.engine.choose import EXPANDED, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.nested_ring import NestedRingPlan
-from cp_dtensor.engine.replay import replayed
 from cp_dtensor.engine.ring import Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import (
@@ -120,8 +119,6 @@ def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], all
         sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
         how = f"{_described(plan)} (rotate_method {call.transport.name!r})"
         log_once("engine", logging.INFO, f"{signature.text}, on {sizes} ranks: {how}")
-    if call.replay:
-        plan = replayed(plan, spec.device_type)
     return plan, pair, signature, () if _is_alone(spec) else calls_of(ranks)
 
 

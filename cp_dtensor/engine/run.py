@@ -20,7 +20,6 @@ from cp_dtensor.engine.base import Done, Tensors, zeros_for_sums
 from cp_dtensor.engine.call import Call, both_masks
 from cp_dtensor.engine.handles import value_of
 from cp_dtensor.engine.planner import planned
-from cp_dtensor.engine.replay import refuse_unreplayable
 from cp_dtensor.spec.masks import Mask
 
 
@@ -68,8 +67,6 @@ def run(
     done = planned(call, t, rows, needs_lse, needs_grads)
     if t.bias is not None and call.placed is None:
         check_bias(t.q, t.bias, done.pair, call)
-    if call.replay:
-        refuse_unreplayable(call, t)
     # Nothing is refused from here on. The memory of tensors with a pending minus sign, such as `x.conj().imag`, has the
     # opposite values.
     q, k, v = t.q.resolve_neg(), t.k.resolve_neg(), t.v.resolve_neg()

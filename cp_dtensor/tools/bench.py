@@ -82,9 +82,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         seq_len=options.seq_lens, batch=[options.batch], dtype=[options.dtype],
     )  # fmt: skip
     try:
-        options.methods = methods_by_name(
-            options.methods, graph=options.graph, compiled=options.compile, replay=options.replay
-        )
+        options.methods = methods_by_name(options.methods, graph=options.graph, compiled=options.compile)
         _ = [case.pairs for case in options.cases]  # refuses documents that are longer than the sequence
     except ValueError as error:
         parser.error(str(error))
@@ -108,7 +106,6 @@ def _parser() -> argparse.ArgumentParser:
     what("--backend", choices=("auto", *_BACKENDS), nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     what("--one-thread", action="store_true", help="run backward on the calling thread")
     what("--graph", action="store_true", help="measure ours under CUDA graph replay too")
-    what("--replay", action="store_true", help="measure ours with replay=True too")
     what("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
     how = parser.add_argument_group("measurement").add_argument
     how("--quick", action="store_true", help="a small run, the default without GPUs; other options take precedence")

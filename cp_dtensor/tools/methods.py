@@ -39,13 +39,10 @@ _SPLITS: dict[str, tuple[str, str, int | None]] = {
 """Method, KV transport and number of ranks of the inner mesh axis (None for one axis) of this library's ways."""
 
 
-def methods_by_name(
-    names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False, replay: bool = False
-) -> list[Method]:
+def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False) -> list[Method]:
     """Return the methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
 
-    With `graph`, `compiled` and `replay`, this library's methods are added as CUDA graphs, under torch.compile and with
-    `replay=True`.
+    With `graph` and `compiled`, this library's methods are added as CUDA graphs and under torch.compile.
 
     Raises:
         ValueError: no method has one of the names.
@@ -61,9 +58,6 @@ def methods_by_name(
         result.append(method)
         if not name.startswith(OURS):
             continue
-        split, _, layout = name.removeprefix(OURS).partition(" ")
-        if replay and split in _SPLITS:
-            result.append(_ours(split, layout, replay=True))
         if compiled:
             result.append(replace(method, name=f"{name} compiled", compiled=True))
         if graph:
@@ -117,7 +111,7 @@ def _attention(case: Case, **options: Any) -> Attention:
     return attention
 
 
-def _ours(split: str, layout: str, replay: bool = False) -> Method:
+def _ours(split: str, layout: str) -> Method:
     """Return a way of splitting attention over the ranks, in the layout of a name; "" for the default one."""
     method, rotate_method, inner = _SPLITS[split]
     given, layout = layout, layout or "HeadTail"
@@ -127,7 +121,7 @@ def _ours(split: str, layout: str, replay: bool = False) -> Method:
 
     def attention(case: Case, device: torch.device) -> Attention:
         mesh = mesh_of_ranks(device.type, inner)
-        return _attention(case, mesh=mesh, method=method, replay=replay, **options(case, device))
+        return _attention(case, mesh=mesh, method=method, **options(case, device))
 
     def shards(case: Case, device: torch.device, buffers: list[torch.Tensor]) -> AbstractContextManager[object]:
         return context_parallel(  # `is_causal` of the calls is the mask of the case "causal"
@@ -141,8 +135,6 @@ def _ours(split: str, layout: str, replay: bool = False) -> Method:
             return f"it needs several times {inner} ranks"
         if rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
             return "ranks on CPUs share no memory"
-        if replay and (case.dropout or "documents" in case.mask):
-            return "replay=True takes no dropout and no packed documents"
         return case.layout_refusal(layout)
 
     def predicted_ms(case: Case, pass_name: str, device: torch.device) -> float | None:
@@ -157,7 +149,7 @@ def _ours(split: str, layout: str, replay: bool = False) -> Method:
         estimate = explanation.methods[explanation.chosen if method == "auto" else method]
         return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
 
-    name = " ".join(part for part in (OURS + split, given, "replay" * replay) if part)
+    name = f"{OURS}{split} {given}".rstrip()
     return Method(
         name, attention, refusal, layout, context=_backend, shards=shards, predicted_ms=predicted_ms,
         by_default=not given,

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpu_checks import WAYS as USUAL_WAYS
-from support.gpu_checks import attend, shards
+from support.gpu_checks import WAYS, attend, shards
 from support.problems import Problem, reference, shard
 from support.processes import Processes
 from support.ranks import RanksFailed
@@ -26,8 +25,7 @@ from cp_dtensor import HeadTail, PeerError
 PROBLEM = Problem(128, 128, 1, 4, 2, 64, is_causal=True)
 SECONDS, FAULTY = 6.0, 1
 pytestmark = pytest.mark.gpu
-WAYS: dict[str, dict[str, Any]] = {**USUAL_WAYS, "replay": {**USUAL_WAYS["symm_mem"], "replay": True}}
-shared_memory_ways = pytest.mark.parametrize("way", ["symm_mem", "ulysses", "replay"])
+shared_memory_ways = pytest.mark.parametrize("way", ["symm_mem", "ulysses"])
 
 
 @pytest.fixture
@@ -48,12 +46,6 @@ def _check_right(rank: int, group: Any, way: str) -> None:
         torch.testing.assert_close(actual, shard(whole, HeadTail(), rank, 2), rtol=0, atol=1e-10)
 
 
-def _check_right_before(rank: int, group: Any, way: str) -> None:
-    """As often as it takes until passes are replayed."""
-    for _ in range(4 if way == "replay" else 1):
-        _check_right(rank, group, way)
-
-
 def _run_for(seconds: float, rank: int, group: Any, way: str) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -69,7 +61,7 @@ def _check_error(rank: int, group: Any, way: str) -> None:
 
 def _skips(rank: int, way: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    _check_right_before(rank, group, way)
+    _check_right(rank, group, way)
     torch.cuda.synchronize()
     dist.barrier()
     if rank != FAULTY:
@@ -80,7 +72,7 @@ def _skips(rank: int, way: str) -> None:
 
 def _comes_late(rank: int, way: str, share: float) -> None:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    _check_right_before(rank, group, way)
+    _check_right(rank, group, way)
     torch.cuda.synchronize()
     if rank == FAULTY:
         time.sleep(share * SECONDS)
@@ -116,7 +108,7 @@ def _skips_a_replay(rank: int) -> None:
 
 def _dies(rank: int, way: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    _check_right_before(rank, group, way)
+    _check_right(rank, group, way)
     torch.cuda.synchronize()
     if rank == FAULTY:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -126,7 +126,7 @@ def test_methods_by_name_and_their_refusals() -> None:
     ]
     methods = {each.name: each for each in methods_by_name(names)}
     assert [*methods] == names
-    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled=True, replay=True)]
+    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
     assert both == ["ideal", "ours-auto", "ours-auto replay", "ours-auto compiled", "ours-auto graph"]
 
     def refusals(**changes: Any) -> dict[str, str | None]:
