@@ -14,18 +14,12 @@ launching = pytest.importorskip("cp_dtensor._torch.triton_launch")
 class Form:
     """Stand-in for a compiled form of a kernel."""
 
-    packed_metadata = "metadata"
-
     def __init__(self, events: list[Any]) -> None:
-        self.events, self.function = events, f"form {len(events)}"
-
-    def run(self, x: int, y: int, z: int, stream: int, function: str, metadata: str, *arguments: Any) -> None:
-        assert (metadata, *arguments[:3]) == ("metadata", None, None, None)
-        self.events.append((function, (x, y, z), stream, arguments[3:]))
+        self.events, self.name = events, f"form {len(events)}"
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, stream: int) -> None:
-            self.events.append((f"{self.function} with hooks", grid, stream, arguments))
+            self.events.append((self.name, grid, stream, arguments))
 
         return run
 
@@ -94,26 +88,6 @@ def test_each_alignment_and_device_has_a_form() -> None:
         launch(Tensor(first + 160, device), Tensor(second + 320, device))
     assert [event[0] for event in events] == [f"form {number}" for number in range(1, 6)]
     assert [event[2] for event in events] == [700, 700, 700, 700, 701]
-
-
-@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-@pytest.mark.parametrize("in_chain", [True, False])
-def test_launch_hooks_are_served(name: str, in_chain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Any] = []
-    launch = launch_of(events)
-    launch(Tensor(32), Tensor(64))
-    with monkeypatch.context() as patched:
-        if in_chain:
-            patched.setattr(getattr(launching.runtime, name), "calls", [print])
-        else:
-            patched.setattr(launching.runtime, name, print)
-        launch(Tensor(48), Tensor(80))
-    launch(Tensor(48), Tensor(80))
-    with monkeypatch.context() as patched:
-        patched.setattr(launching.runtime, name, None)
-        launch(Tensor(48), Tensor(80))
-    same = (3, 1, 1), 700, (48, 80, 5, 0.5, 16)
-    assert events[1:] == [("form 1 with hooks", *same), ("form 1", *same), ("form 1", *same)]
 
 
 def test_the_interpreter_compiles_nothing() -> None:
