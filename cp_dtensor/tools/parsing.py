@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, reduce, wraps
 from operator import and_
 from typing import TypeVar
@@ -52,25 +53,20 @@ def mask_by_name(name: str, seq_len: int) -> Mask:
 
 
 def _single_mask(name: str, seq_len: int) -> Mask:
-    kind, separator, text = re.fullmatch(r"(\w*)([: ]?)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-    numbers = [None if part.strip() == "none" else part.strip() for part in text.split(",")] if text else []
-    if all(part is None or part.isdecimal() for part in numbers):
-        values = [None if part is None else int(part) for part in numbers]
-        match kind, separator, values:
-            case "causal", "", []:
-                return Causal()
-            case "full", "", []:
-                return Full()
-            case "window", ":", [left, right]:
-                return SlidingWindow(left, right)
-            case "window", " ", [int(width)] if width > 0:
-                return SlidingWindow(width - 1, 0)
-            case "documents", ":", [_, _, *_] if None not in values:
-                return Documents(values)
-            case "documents", " ", [int(median)] if median > 0:
-                return lognormal_documents(seq_len, median, sigma=1.0)
-            case "prefix", ":", [int(length)]:
-                return PrefixLM(length)
+    masks: dict[str, Callable[..., Mask]] = {
+        "causal": Causal,
+        "full": Full,
+        "window:": SlidingWindow,
+        "window ": lambda width: SlidingWindow(width - 1, 0),
+        "documents:": lambda first, second, *others: Documents((first, second, *others)),
+        "documents ": lambda median: lognormal_documents(seq_len, median, sigma=1.0),
+        "prefix:": PrefixLM,
+    }
+    found = re.fullmatch(r"(\w+[: ]?)((?:\d+|none)(?:,\s*(?:\d+|none))*)?", name)
+    if found and found[1] in masks:
+        numbers = (None if part.strip() == "none" else int(part) for part in (found[2] or "").split(",") if part)
+        with suppress(TypeError, ValueError):  # another number of numbers, or numbers that no such mask has
+            return masks[found[1]](*numbers)
     raise ValueError(
         "expected a mask such as causal, full, 'documents 2048' (of that median length), 'window 4096', window:3,0, "
         f"documents:0,40,64 or prefix:8, or several joined by &, got {name!r}"

@@ -1,55 +1,97 @@
-"""Picture of measured times, from docs/benchmarks/measured.csv.
+"""Pictures of measured times, from docs/benchmarks/measured.csv.
 
 python docs/scripts/speed.py
 
-Draws docs/images/speed.png, of method="auto" beside torch's context parallel on 8 GPUs. It has eager calls only: a CUDA
-graph of one side beside eager calls of the other would compare two things at once.
+Draws docs/images/speed.png, of method="auto" beside torch's context parallel on 8 GPUs, and the three pictures of
+docs/benchmarks/README.md: causal calls by method, calls under masks, and training steps. The first has eager calls
+only: a CUDA graph of one side beside eager calls of the other would compare two things at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import measured
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from cp_dtensor.tools.report import significant
 
 DOCS = Path(__file__).resolve().parents[1]
-TABLE = "8xH200-packages"
+PASSES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+CASE = ("machine", "mask", "layout", "q_heads", "kv_heads", "head_dim")
+"""Columns in which rows of one picture are equal."""
 TORCH = ("torch-allgather", "torch-alltoall")
-METHODS = {
-    "torch": ("torch's context parallel, its faster rotate_method", "#8d96a3"),
-    "ours-auto": ('method="auto"', "#1f6fb4"),
-}
-"""Label and colour of what the picture shows."""
-PASSES = {"fwd": "forward", "fwdbwd": "forward +\nbackward"}
+GREY, LIGHT, BLUE, GREEN, PALE, ORANGE, BROWN, PINK = (
+    "#8d96a3", "#c3c9d1", "#1f6fb4", "#2a9d8f", "#b5d99c", "#e76f51", "#a1887f", "#d187b5",
+)  # fmt: skip
 IDEAL_LINE: dict[str, Any] = {"color": "#22272e", "linestyle": "--", "linewidth": 1}
 
 Times = dict[tuple[int, str, str], float]
 """Milliseconds by tokens, pass and method."""
 
 
-def eager_times(table: str = TABLE) -> Times:
-    """Return the medians of a table; "torch" is the faster rotation of torch's context parallel.
+class Bar(NamedTuple):
+    """One method of a picture."""
+
+    label: str
+    colour: str
+    names: tuple[str, ...]
+    """Methods of the CSV, with the layout where it is not HeadTail; the fastest is shown."""
+
+
+AUTO = (
+    Bar("torch's context parallel, its faster rotate_method", GREY, ("torch",)),
+    Bar('method="auto"', BLUE, ("ours-auto",)),
+)
+CAUSAL = (
+    Bar("torch, allgather", GREY, ("torch-allgather",)),
+    Bar("ring, alltoall", PALE, ("ours-alltoall",)),
+    Bar("ring, symm_mem", GREEN, ("ours-symm_mem",)),
+    Bar("Ulysses", ORANGE, ("ours-ulysses",)),
+    Bar("ring, symm_mem, CUDA graph", GREEN, ("ours-symm_mem graph",)),
+    Bar("Ulysses, CUDA graph", ORANGE, ("ours-ulysses graph",)),
+)
+MASKED = (
+    Bar("gather all, FlashAttention-2 varlen (Llama 3)", BROWN, ("llama3-varlen",)),
+    Bar("torch's FlexAttention, the better balancer", GREY, ("torch-flex", "torch-flex PTRR")),
+    Bar("our FlexAttention, BalancedBlocks", PINK, ("ours-flex BalancedBlocks",)),
+    Bar("ring, HeadTail", PALE, ("ours-symm_mem",)),
+    Bar("ring, Balanced(mask)", GREEN, ("ours-symm_mem Balanced",)),
+)
+STEPS = (
+    ("8xH200-train-32k", 8192, ""),
+    ("2xH200-train-32k", 32768, ""),
+    ("8xH200-train-32k", 32768, ""),
+    ("2xH200-train-131k", 131072, ", checkpointing"),
+    ("4xH200-train-131k", 131072, ", checkpointing"),
+    ("8xH200-train-131k", 131072, ", checkpointing"),
+    ("8xH200-train-524k", 524288, ", checkpointing"),
+)
+"""Tables of training steps with both methods, by tokens, and what is special about them."""
+
+
+def table(name: str) -> list[measured.Row]:
+    """Return the rows of a table of the CSV."""
+    return [row for row in measured.read() if row["table"] == name]
+
+
+def eager_times(rows: Sequence[measured.Row]) -> Times:
+    """Return the times of eager calls; "torch" is the faster rotation of torch's context parallel.
 
     Raises:
-        ValueError: rows of several shapes or masks, which one picture cannot compare.
+        ValueError: rows of several shapes, masks or machines, which one picture cannot compare.
     """
-    with (DOCS / "benchmarks" / "measured.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["table"] == table and not row["method"].endswith("graph")]
-    cases = {tuple(row[name] for name in ("mask", "layout", "q_heads", "kv_heads", "head_dim")) for row in rows}
+    eager = [row for row in rows if not row["method"].endswith("graph")]
+    cases = {tuple(row[name] for name in CASE) for row in eager}
     if len(cases) != 1:
-        raise ValueError(f"expected rows that differ in length only, got {len(cases)} kinds: {cases}")
-    times = {(int(row["tokens"]), row["pass"], row["method"]): float(row["median_ms"]) for row in rows}
+        raise ValueError(f"expected rows that differ in length only, got {len(cases)} kinds: {sorted(cases)}")
+    times = {(int(row["tokens"]), row["pass"], row["method"]): float(row["median_ms"]) for row in eager}
     for length, each in {(length, each) for length, each, _ in times}:
         found = [times[length, each, name] for name in TORCH if (length, each, name) in times]
         if found:
@@ -57,48 +99,125 @@ def eager_times(table: str = TABLE) -> Times:
     return times
 
 
-def bars(axis: Axes, times: Times, length: int, each: str) -> None:
-    """Draw one bar for each method, with milliseconds and the speedup over torch; a line at one GPU's share."""
-    found = [times[length, each, name] for name in METHODS]
-    axis.barh(range(len(METHODS)), found, height=0.8, color=[colour for _, colour in METHODS.values()])
-    axis.axvline(times[length, each, "ideal"], **IDEAL_LINE)
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    for place, (name, value) in enumerate(zip(METHODS, found, strict=True)):
-        text = significant(value)
-        if name != "torch":
-            text += f"  {times[length, each, 'torch'] / value:.2f}x"
-        axis.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8, bbox=behind)
+def panel(axis: Axes, bars: Sequence[Bar], times: dict[str, float], behind: str) -> None:
+    """Draw a bar for each method, with milliseconds and the speedup over one of them; a line at one GPU's share."""
+    found = [min(times[name] for name in bar.names if name in times) for bar in bars]
+    for place, (bar, ms) in enumerate(zip(bars, found, strict=True)):
+        axis.barh(place, ms, height=0.8, **_style(bar))
+    axis.axvline(min(ms for name, ms in times.items() if name.startswith("ideal")), **IDEAL_LINE)
+    slowest = next(ms for bar, ms in zip(bars, found, strict=True) if behind in bar.names)
+    for place, (bar, ms) in enumerate(zip(bars, found, strict=True)):
+        # A graph beside eager calls would compare two things at once.
+        shown = behind not in bar.names and "graph" not in bar.label
+        _annotate(axis, ms, place, significant(ms) + (f"  {slowest / ms:.2f}x" if shown else ""))
     axis.set_xlim(0, 1.5 * max(found))
+    _bare(axis)
+
+
+def _style(bar: Bar) -> dict[str, Any]:
+    """Return the colour of a bar, striped for a CUDA graph."""
+    striped = {"hatch": "////", "edgecolor": "white", "linewidth": 0}
+    return {"color": bar.colour} if "graph" not in bar.label else {"facecolor": bar.colour, **striped}
+
+
+def _annotate(axis: Axes, value: float, place: float, text: str) -> None:
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    axis.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8, bbox=box)
+
+
+def _bare(axis: Axes) -> None:
     axis.set_yticks([])
     axis.invert_yaxis()
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw(times: Times, output: Path) -> None:
-    """Draw a row of panels for each pass, a panel for each length."""
-    lengths = sorted({length for length, _, _ in times})
-    figure, axes = plt.subplots(2, len(lengths), figsize=(12, 3.34), squeeze=False)
-    for row, (each, title) in enumerate(PASSES.items()):
-        for axis, length in zip(axes[row], lengths, strict=True):
-            bars(axis, times, length, each)
-            axis.set_title(f"{length:,} tokens" if row == 0 else "", fontsize=10)
-        axes[row][0].set_ylabel(f"{title},\nms")
-    title = "Attention on 8 x NVIDIA H200: causal, 32 query and 8 kv heads of 128, bfloat16, batch 1"
-    figure.suptitle(title, y=0.96, va="top", fontsize=12)
-    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in METHODS.values()]
-    handles.append(Line2D([], [], **IDEAL_LINE, label="one GPU's cuDNN time / 8"))
-    figure.legend(handles=handles, loc="lower center", ncol=3, frameon=False, fontsize=9)
-    kernels = "Kernels: ours by FlashAttention-4, torch's by cuDNN"
-    about = f"Eager calls, median of the slowest rank; x: speedup over torch. {kernels}. torch 2.11, CUDA 13.0"
-    figure.text(0.5, 0.11, about, ha="center", fontsize=8, color="#5b6470")
-    figure.tight_layout(rect=(0, 0.17, 1, 0.97))
-    figure.savefig(output, dpi=110, facecolor="white")
+def _finish(figure: Figure, bars: Sequence[Bar], row: measured.Row, title: str, about: str, output: Path) -> None:
+    """Write the picture with its title, legend and versions."""
+    ranks, gpu = row["machine"].split("x")
+    heads = f"{row['q_heads']} query and {row['kv_heads']} kv heads of {row['head_dim']}, bfloat16, batch 1"
+    figure.suptitle(f"{title} on {ranks} x NVIDIA {gpu}, {heads}", y=0.98, va="top", fontsize=12)
+    handles: list[Any] = [Patch(label=bar.label, **_style(bar)) for bar in bars]
+    handles.append(Line2D([], [], **IDEAL_LINE, label=f"one GPU's time / {ranks}"))
+    height, lines = figure.get_figheight(), -(-len(handles) // 4)
+    below, columns = (0.5, 0.25 / height), min(4, len(handles))
+    figure.legend(
+        handles=handles, loc="lower center", bbox_to_anchor=below, ncol=columns, frameon=False, fontsize=9
+    )  # fmt: skip
+    unlike = ("Triton", "CUDA", "NCCL")  # of which the times say little
+    versions = ", ".join(each for each in row["versions"].split(", ") if not each.startswith(unlike))
+    figure.text(0.5, 0.1 / height, f"{about} {versions}", ha="center", fontsize=8, color="#5b6470")
+    figure.tight_layout(rect=(0, (0.35 + 0.22 * lines) / height, 1, 1 - 0.05 / height))
+    figure.savefig(output, dpi=100, facecolor="white")
+
+
+def draw_lengths(rows: Sequence[measured.Row], bars: Sequence[Bar], about: str, output: Path) -> None:
+    """Draw causal calls: a row of panels for each pass, a panel for each length."""
+    times = eager_times(rows)
+    times |= {
+        (int(row["tokens"]), row["pass"], row["method"]): float(row["median_ms"])
+        for row in rows if row["method"].endswith("graph")
+    }  # fmt: skip
+    lengths = sorted({length for length, *_ in times})
+    figure = Figure(figsize=(12, 2.2 + 0.48 * len(bars)))
+    axes = figure.subplots(2, len(lengths), squeeze=False)
+    for line, (each, title) in zip(axes, PASSES.items(), strict=True):
+        for axis, length in zip(line, lengths, strict=True):
+            here = {name: ms for (tokens, kind, name), ms in times.items() if (tokens, kind) == (length, each)}
+            panel(axis, bars, here, bars[0].names[0])
+            axis.set_title(f"{length:,} tokens" if each == "fwd" else "", fontsize=10)
+        line[0].set_ylabel(f"{title.replace(' + ', ' +' + chr(10))},\nms")
+    _finish(figure, bars, rows[0], "Causal attention", about, output)
+
+
+def draw_masks(rows: Sequence[measured.Row], output: Path) -> None:
+    """Draw calls under masks: a row of panels for each pass, a panel for each mask and length."""
+    kinds = list(dict.fromkeys((row["mask"], int(row["tokens"])) for row in rows if row["mask"] != "causal"))
+    figure = Figure(figsize=(12, 5.2))
+    axes = figure.subplots(2, len(kinds), squeeze=False)
+    for line, (each, title) in zip(axes, PASSES.items(), strict=True):
+        for axis, (mask, length) in zip(line, kinds, strict=True):
+            here = {
+                row["method"] + f" {row['layout']}" * (row["layout"] != "HeadTail"): float(row["median_ms"])
+                for row in rows if (row["mask"], int(row["tokens"]), row["pass"]) == (mask, length, each)
+            }  # fmt: skip
+            panel(axis, MASKED, here, "torch-flex")
+            axis.set_title(f"{mask}, {length:,} tokens" if each == "fwd" else "", fontsize=10)
+        line[0].set_ylabel(f"{title.replace(' + ', ' +' + chr(10))},\nms")
+    _finish(figure, MASKED, rows[0], "Masked attention", "x: speedup over torch's FlexAttention.", output)
+
+
+def draw_steps(output: Path) -> None:
+    """Draw whole training steps: the part of the GPUs' peak that the model's operations reach."""
+    figure = Figure(figsize=(12, 4.2))
+    axis = figure.subplots()
+    bars = (AUTO[0]._replace(label="torch's context parallel"), Bar("this library", BLUE, ()))
+    for place, (name, tokens, what) in enumerate(STEPS):
+        rows = {row["method"]: row for row in table(name) if int(row["tokens"]) == tokens}
+        for shift, method, bar in ((-0.2, "torch-allgather", bars[0]), (0.2, "ours-symm_mem", bars[1])):
+            share = float(rows[method]["tflops"]) / 9.89  # 989 TFLOP/s of an H200
+            axis.barh(place + shift, share, height=0.38, color=bar.colour)
+            _annotate(axis, share, place + shift, f"{share:.1f}%, {float(rows[method]['median_ms']):,.0f} ms")
+        gpus = name.partition("x")[0]
+        axis.annotate(f"{tokens:,} tokens on {gpus}{what}  ", (0, place), ha="right", va="center", fontsize=9)
+    _bare(axis)
+    axis.set_xlim(0, 52)
+    axis.set_xlabel("model FLOPs, % of the GPUs' peak, and ms of a step", fontsize=9)
+    title = "Training steps of 8 layers of Llama 3.1 8B by FSDP2 and AdamW on H200s, bfloat16, causal, eager layers"
+    figure.suptitle(title, fontsize=12)
+    figure.legend(handles=[Patch(color=bar.colour, label=bar.label) for bar in bars], loc="lower left", frameon=False)
+    figure.tight_layout()
+    figure.savefig(output, dpi=100, facecolor="white")
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    draw(eager_times(), DOCS / "images" / "speed.png")
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    eager = "Eager calls, median of the slowest rank; x: speedup over torch. Ours by flash-attn-4, torch's by cuDNN."
+    draw_lengths(table("8xH200-packages"), AUTO, eager, DOCS / "images" / "speed.png")
+    both = "Median of the slowest rank; x: speedup of eager calls over torch."
+    draw_lengths(table("8xH200-packages-graphs"), CAUSAL, both, DOCS / "benchmarks" / "causal.png")
+    draw_masks(table("8xH200-masks-flex"), DOCS / "benchmarks" / "masks.png")
+    draw_steps(DOCS / "benchmarks" / "steps.png")
 
 
 if __name__ == "__main__":

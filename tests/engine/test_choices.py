@@ -39,6 +39,7 @@ SLOWER = {
     "8xH200-packages-graphs 65536 causal HeadTail 32:8 graph": 1.06,
     "8xH200-packages-heads 32768 causal HeadTail 64:8 graph": 1.06,
     "8xH200-packages-heads 65536 causal HeadTail 32:32 graph": 1.07,
+    "8xH200-packages-dims 32768 causal HeadTail 16:4": 1.1,
 }
 ONE_AXIS = ("ours-symm_mem", "ours-alltoall", "ours-allgather", "ours-ulysses")
 
@@ -92,7 +93,7 @@ def test_auto_is_nearly_the_fastest(case: Case, inner: int, kind: str) -> None:
 
 
 def test_the_cells() -> None:
-    assert [sum(each == kind for *_, each in cells()) for kind in ("", " graph")] == [72, 22]
+    assert [sum(each == kind for *_, each in cells()) for kind in ("", " graph")] == [82, 24]
     assert set(SLOWER) <= {f"{case}{kind}" for case, inner, kind in cells() if inner == 1}
 
 

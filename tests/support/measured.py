@@ -1,4 +1,4 @@
-"""Rows of `docs/benchmarks/measured.csv`: medians of the benchmark on rented machines, bfloat16, batch 1."""
+"""Rows of `docs/benchmarks/measured.csv` that `bench` made: medians on rented machines, bfloat16, batch 1."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ def measured() -> dict[Case, dict[tuple[str, str], float]]:
     found: dict[Case, dict[tuple[str, str], float]] = {}
     with MEASURED.open(newline="") as file:
         for row in csv.DictReader(file):
+            if not (row["host_us"] and row["median_ms"]) or "/" in row["head_dim"]:
+                continue  # of another program, or of two head dims
             numbers = (int(row[name]) for name in ("q_heads", "kv_heads", "head_dim"))
             case = Case(row["table"], row["machine"], int(row["tokens"]), row["mask"], row["layout"], *numbers)
             found.setdefault(case, {})[row["method"], row["pass"]] = float(row["median_ms"])

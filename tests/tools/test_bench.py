@@ -21,7 +21,7 @@ from support.masked_problems import shown
 from support.ranks import run_ranks
 
 from cp_dtensor.comm.transports import ROTATE_METHODS
-from cp_dtensor.tools import bench, torch_methods
+from cp_dtensor.tools import bench, report, torch_methods
 from cp_dtensor.tools.bench import parse_options, too_large
 from cp_dtensor.tools.cases import (
     WHOLE,
@@ -120,7 +120,7 @@ def test_methods_by_name_and_their_refusals() -> None:
         "ideal",
         "ours-auto PerDocument",
         "torch-allgather",
-        "torch-flex PerDocument",
+        "torch-flex PTRR",
         "ours-flex",
         "ours-hybrid-2",
     ]
@@ -135,12 +135,11 @@ def test_methods_by_name_and_their_refusals() -> None:
     assert refusals(seq_len=8192, mask="documents 100") == {
         **dict.fromkeys(names, None), "ideal": "SDPA has no mask such as documents 100",
         "torch-allgather": "torch's context parallel of SDPA has no mask such as documents 100",
-        "torch-flex PerDocument": "not all lengths of documents are multiples of 4",
         "ours-hybrid-2": "it needs several times 2 ranks",
     }  # fmt: skip
     found = refusals(seq_len=257, mask="window 4")
     assert found["ours-auto PerDocument"] == "PerDocument is a layout of documents"
-    assert found["torch-flex PerDocument"] == "the length is not a multiple of 128 for each rank"
+    assert found["torch-flex PTRR"] == "the length is not a multiple of 128 for each rank"
     assert found["ours-flex"] == "the length is not a multiple of 128"
     assert refusals(dropout=0.1)["torch-allgather"] == "torch's context parallel of SDPA has no dropout"
     assert refusals(seq_len=30)["torch-allgather"] == "the length is not a multiple of 4"
@@ -413,11 +412,11 @@ def test_a_run_with_errors_ends_with_status_1(
     status: str, arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = SimpleNamespace(rank=0, world_size=2)
-    monkeypatch.setattr(bench, "start", lambda *_: (ranks, SimpleNamespace(torch_device=CPU), "torchrun ..."))
+    monkeypatch.setattr(report, "start", lambda *_: (ranks, SimpleNamespace(torch_device=CPU), "torchrun ..."))
     monkeypatch.setattr(
         Suite, "run", lambda self, case, *_: _[-1].append(row("ideal", [4.0], status=status, message="m"))
     )
-    monkeypatch.setattr(bench, "end", lambda *_: None)
+    monkeypatch.setattr(report, "end", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         bench.main(["--device", "cpu", *arguments])
     assert int(ended.value.code or 0) == code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from itertools import product
 from pathlib import Path
 
@@ -17,9 +18,8 @@ from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
-from cp_dtensor.tools.draw import assignment, key_positions
 
-methods, schedules = (docs_script(name) for name in ("methods", "schedules"))
+assignments, methods, schedules = (docs_script(name) for name in ("assignments", "methods", "schedules"))
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -40,7 +40,7 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("transport", schedules.TRANSPORTS)
 def test_schedules_by_rank_and_step(transport: str, _title: str, layout: Layout, group: int) -> None:
     """Every allowed pair, by the rank that owns the query; in step 0 exactly if it owns the key too."""
-    drawn = assignment(
+    drawn = assignments.assignment(
         Causal(), layout, SEQ_LEN, RANKS, batch_size=2, batch_row=group, rotate_method=transport
     )  # fmt: skip
     owner, step = drawn.owner, drawn.step
@@ -56,7 +56,7 @@ def test_positions_of_keys_in_a_gathered_buffer() -> None:
     plan = AllGather().plan(spec, 0)
     (group,) = spec.partition.groups()
     tile = Tile(None, (0, 1), (0, 4), (0, 4), FULL_TILE)
-    assert key_positions(tile, plan, group).tolist() == list(range(SEQ_LEN))
+    assert assignments.key_positions(tile, plan, group).tolist() == list(range(SEQ_LEN))
 
 
 @pytest.mark.parametrize("panel", methods.PANELS, ids=lambda panel: panel.title.split(",")[0])
@@ -168,3 +168,47 @@ def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
     numbers = [text.get_text() for text in figure.axes[0].texts if text.get_text().isdecimal()]
     assert sorted(map(int, numbers)) == sorted(counts.values())
     rooms.plt.close(figure)
+
+
+def test_runs_become_tables_of_measured(tmp_path: Path) -> None:
+    """Rows of the table are replaced, those of others stay. Refused rows and columns that follow from others go."""
+    measured = docs_script("measured")
+    run = {
+        "machine": "2xH100", "versions": "torch 2", "tokens": 64, "mask": "window 9", "q_heads": 4, "kv_heads": 2,
+        "head_dim": "8/16", "dtype": "bfloat16", "layout": "Balanced", "pass": "fwd", "status": "measured",
+        "method": "ours-symm_mem Balanced graph", "median_ms": 4.99999, "low_ms": 4.25, "high_ms": 6, "host_us": 7.4,
+        "tflops": 1.234, "percent_of_ideal": 90.5, "mib": 3.0, "kernels": "cuDNN, ours", "note": "", "error_out": 2e-3,
+    }  # fmt: skip
+    with (tmp_path / "run.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(run))
+        writer.writeheader()
+        writer.writerows([run, run | {"status": "refused", "median_ms": None}])
+    old = [dict.fromkeys(measured.COLUMNS, "") | {"table": name} for name in ("new", "other")]
+    measured.write(old, tmp_path / "measured.csv")
+    arguments = ["new", tmp_path / "run.csv", "--commit", "1a2b3c4", "--csv", tmp_path / "measured.csv"]
+    measured.main([*map(str, arguments)])
+    row, other = measured.read(tmp_path / "measured.csv")
+    assert other["table"] == "other"
+    assert row == {
+        "table": "new", "machine": "2xH100", "versions": "torch 2", "commit": "1a2b3c4", "tokens": "64",
+        "mask": "window 9", "layout": "Balanced", "q_heads": "4", "kv_heads": "2", "head_dim": "8/16",
+        "method": "ours-symm_mem graph", "pass": "fwd", "median_ms": "5.0000", "low_ms": "4.2500", "high_ms": "6.0000",
+        "tflops": "1.2", "host_us": "7", "mib": "3", "kernels": "cuDNN, ours", "note": "error_out 0.002",
+    }  # fmt: skip
+
+
+def test_pictures_of_measured_times(tmp_path: Path) -> None:
+    """All four are drawn, with a bar and its milliseconds for each method; a graph has no speedup."""
+    speed = docs_script("speed")
+    figure = speed.Figure()
+    axis = figure.subplots()
+    times = {"torch-allgather": 6.0, "ours-symm_mem": 3.0, "ours-symm_mem graph": 1.5, "ideal": 1.0, "ideal-other": 2.0}
+    bars = [bar for bar in speed.CAUSAL if times.keys() & {*bar.names}]
+    speed.panel(axis, bars, times, "torch-allgather")
+    assert [text.get_text() for text in axis.texts] == ["6.00", "3.00  2.00x", "1.50"]
+    assert [bar.get_width() for bar in axis.patches] == [6.0, 3.0, 1.5]
+    assert axis.lines[0].get_xdata()[0] == 1.0
+    speed.draw_masks(speed.table("8xH200-masks-flex"), tmp_path / "masks.png")
+    speed.draw_lengths(speed.table("8xH200-packages-graphs"), speed.CAUSAL, "", tmp_path / "causal.png")
+    speed.draw_steps(tmp_path / "steps.png")
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())

@@ -26,11 +26,11 @@ from cp_dtensor import (
     Striped,
 )
 from cp_dtensor.tools import draw
-from cp_dtensor.tools.draw import assignment, mask_as_text
+from cp_dtensor.tools.draw import mask_as_text
 from cp_dtensor.tools.parsing import layout_by_name, lognormal_documents, mask_by_name
 
 np = pytest.importorskip("numpy")
-docs_masks = docs_script("masks")
+docs_masks, assignment = docs_script("masks"), docs_script("assignments").assignment
 
 RANKS, SEQ_LEN = docs_masks.RANKS, docs_masks.SEQ_LEN
 MASKS = [mask for family in docs_masks.FAMILIES.values() for mask in family.values()]
@@ -138,7 +138,7 @@ def test_layouts_by_name() -> None:
 def test_the_picture_shows_the_work_of_every_rank(layout: str) -> None:
     mask = mask_by_name("documents:0,5,16 & causal", 16)
     value = layout_by_name(layout, mask, 16)
-    figure = draw.draw_assignment(mask, value, 16, 3, "a title")
+    figure = draw.draw_owners(mask, value, 16, 3, "a title")
     rows = range(len(value.batch_groups(2)))
     drawn = [assignment(mask, value, 16, 3, batch_size=len(rows), batch_row=row).owner for row in rows]
     work = [sum(np.count_nonzero(owner == rank) for owner in drawn) for rank in range(3)]
