@@ -209,7 +209,7 @@ def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.
     _refuse_cpus(device)
     indices = _balancer(layout.removeprefix("torch "), case, device)._generate_indices(restore=False)
     positions = indices[0].tensor_split(dist.get_world_size())[dist.get_rank()]
-    return positions.expand(case.batch, -1)
+    return positions.long().expand(case.batch, -1)
 
 
 @lru_cache

@@ -69,15 +69,11 @@ class Job:
     size: Size
     case: Case
     checkpointed: bool = False
-    offloaded: bool = False
 
     def columns(self) -> Row:
         """Return the job as columns of a row."""
         note = f"{self.size.layers} layers of {self.size.dim} and {self.size.ffn}"
-        note += (
-            "; checkpointing" * (self.checkpointed or self.offloaded) + "; layer inputs in host memory" * self.offloaded
-        )
-        return {**self.case.columns(), "pass": "step", "note": note}
+        return {**self.case.columns(), "pass": "step", "note": note + "; checkpointing" * self.checkpointed}
 
     @property
     def title(self) -> str:
@@ -97,10 +93,9 @@ class Trainer:
         dtype, mesh = getattr(torch, job.case.dtype), mesh_of_ranks(device.type)
         wide = torch.promote_types(dtype, torch.float32)
         with torch.device("meta"):
-            model = Llama(
-                job.size, is_causal=job.case.mask == "causal", contiguous=method.contiguous,
-                checkpointed=job.checkpointed, offloaded=job.offloaded,
-            ).to(wide)  # fmt: skip
+            causal = job.case.mask == "causal"
+            model = Llama(job.size, is_causal=causal, contiguous=method.contiguous, checkpointed=job.checkpointed)
+        model = model.to(wide)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
         for layer in model.layers:
             if method.compiled:
@@ -250,7 +245,6 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     what("--dtype", choices=TOLERANCES, default="bfloat16", help="of forward and backward")
     what("--mask", type=mask_argument, nargs="+", default=["causal"], help=f"each a table: {MASK_HELP}")
     what("--checkpoint", action="store_true", help="compute each layer again in backward")
-    what("--offload", action="store_true", help="compute each layer again, from inputs in host memory")
     methods = "such as ours-auto 'ours-symm_mem Balanced' torch-allgather 'torch-allgather FA4'"
     what("--methods", nargs="+", default=_METHODS, metavar="NAME", help=methods)
     what("--compile", action="store_true", help="also measure every method with compiled layers")
@@ -263,8 +257,6 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     how("--output", type=Path, metavar="FILE", help="CSV file of all rows")
     options = parser.parse_args(arguments)
     options.use_gpu = uses_gpu(parser, options.device)
-    if options.offload and options.compile:
-        parser.error("--offload is for layers that are not compiled, got --compile too")
     size = PRESETS[options.preset]
     size = replace(size, layers=options.layers or size.layers)
     cases = grid(
@@ -280,7 +272,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(str(error))
     if options.compile:
         options.methods += [replace(each, name=f"{each.name} compiled", compiled=True) for each in options.methods]
-    options.jobs = [Job(size, case, options.checkpoint, options.offload) for case in cases]
+    options.jobs = [Job(size, case, options.checkpoint) for case in cases]
     return options
 
 

@@ -96,25 +96,6 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(case.backend, case.mask) for case in errors.cases} == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "ours-magic"], "unknown method 'ours-magic': expected some of ideal, ideal-installed, ideal-"),
-        (["--mask", "windows"], "expected a mask such as causal, full, 'documents 2048'"),
-        (["--heads", "8:3"], "multiple of the kv heads, got '8:3'"),
-        (["--seq-lens", "0"], "expected a positive integer, got 0"),
-        (["--seq-lens", "64", "--mask", "documents:0,96"], "the documents of a mask end at 96"),
-        (["--timeout", "0"], "expected a positive number, got 0"),
-        (["--row-seconds", "nan"], "expected a positive number, got nan"),
-        (["--dropout", "0", "1"], "expected a probability from 0 to less than 1, got 1"),
-    ],
-)
-def test_command_lines_that_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_options(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_methods_by_name_and_their_refusals() -> None:
     names = [
         "ideal",

@@ -31,7 +31,7 @@ from cp_dtensor.tools.train_bench import Job, Turn, main, optimizer_of, parse_op
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)
 CAUSAL = Job(SIZE, Case(24, Heads(4, 2, 4), batch=2, dtype="float64"))
-DOCUMENTS = replace(CAUSAL, case=replace(CAUSAL.case, mask="documents 5"), offloaded=True)
+DOCUMENTS = replace(CAUSAL, case=replace(CAUSAL.case, mask="documents 5"), checkpointed=True)
 WARM, STEPS = 2, 1
 
 sdpa = F.scaled_dot_product_attention
@@ -106,24 +106,6 @@ def test_losses_and_gradients_are_those_of_one_device(
             assert [len(samples) for samples in turn.samples_ms] == [STEPS] * 2
 
 
-def test_offloaded_layers_keep_their_inputs_in_host_memory_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[tuple[int, ...]] = []
-
-    class Noted(torch.autograd.graph.save_on_cpu):
-        def __init__(self, pin_memory: bool) -> None:
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda x: (kept.append(tuple(x.shape)), pack(x))[1]
-
-    monkeypatch.setattr(llama, "save_on_cpu", Noted)
-    model = Llama(SIZE, is_causal=True, offloaded=True)
-    initialise(model)
-    tokens = tokens_of(CAUSAL, CPU)
-    model(tokens[:, :-1], tokens[:, 1:], torch.arange(24).expand(2, -1)).backward()
-    inputs = [shape for shape in kept if shape != (0,)]  # checkpoints save an empty tensor, too
-    assert inputs == [(2, 24, SIZE.dim), (2, 24)] * SIZE.layers
-
-
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--preset", "toy", "--seq-lens", "32", "--device", "cpu", "--dtype", "float32", "--checkpoint"]
     arguments += ["--mask", "causal", "documents 8", "--steps", "1", "--warm-steps", "1", "--output", "out/rows.csv"]
@@ -185,22 +167,6 @@ def test_turns_that_disagree_with_the_first_differ(changed: dict[str, Any]) -> N
     assert (first["difference"], first["message"]) == (0.0, None)
     assert not other["difference"] < 4e-3
     assert other["message"] == train_bench._DIFFERS
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--methods", "ours-fastest"], "unknown method 'ours-fastest': expected some of ideal"),
-        (["--methods", "ours-auto", "ideal"], "--methods: ideal is attention alone, without a context for models"),
-        (["--mask", "some"], "expected a mask such as causal"),
-        (["--mask", "documents:0,96", "--seq-lens", "64"], "the documents of a mask end at 96"),
-        (["--compile", "--offload"], "--offload is for layers that are not compiled"),
-    ],
-)
-def test_options_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--device", "cpu", *arguments])
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
