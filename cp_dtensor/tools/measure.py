@@ -120,7 +120,7 @@ class Suite:
     def _row(
         self, case: Case, name: str, method: Method, drawn: dict[str, tuple[torch.Tensor, Inputs] | None], checks: bool
     ) -> tuple[Row, Outcome | None]:
-        """Return the numbers of a row, and if it `checks`, this rank's results; `drawn` has the inputs of one layout."""
+        """Return the numbers of a row, and this rank's results if asked; `drawn` has the inputs of one layout."""
         device, takes_part = self.device.torch_device, method.layout != WHOLE or self.ranks.rank == 0
 
         def draw() -> tuple[torch.Tensor, Inputs]:
@@ -196,11 +196,10 @@ class Suite:
         together(lambda: [timed() for _ in range(warm_calls)])
         samples = together(lambda: [timed() for _ in range(repeats)])
         host_us = together(lambda: self.device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
-        mapped = together(self.device.mapped_bytes)
         kernels = dict.fromkeys(each for of_rank in together(lambda: self.device.kernels_of(call)) for each in of_rank)
         if trace is not None:
             together(lambda: self._trace(call, trace))
-        memory = [(peak + more) / 2**20 for peak, more in zip(extra, mapped, strict=True) if peak is not None]
+        memory = [peak / 2**20 for peak in extra if peak is not None]
         return {
             **times_of(samples, self.ranks.world_size if alone else 1),
             "host_us": max((each for each in host_us if each is not None), default=None),

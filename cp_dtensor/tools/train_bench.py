@@ -184,11 +184,9 @@ def take_turn(job: Job, method: Method, ranks: Ranks, device: Device, *, warm: i
             return device.extra_bytes(lambda: samples.extend(timed() for _ in range(steps)), prepare), samples
 
     peaks, samples = zip(*ranks.together(run), strict=True)
-    held = ranks.together(device.mapped_bytes)
     losses = ranks.together(lambda: [loss.item() for loss in trainers[0].losses])
     mean = [sum(of_step) / len(of_step) for of_step in zip(*losses, strict=True)]
-    needed = [peak + more for peak, more in zip(peaks, held, strict=True) if peak is not None]
-    return Turn([*samples], mean, trainers[0].gradient_norm, max(needed, default=None))
+    return Turn([*samples], mean, trainers[0].gradient_norm, max(filter(None, peaks), default=None))
 
 
 # Rows

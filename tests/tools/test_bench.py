@@ -36,7 +36,7 @@ from cp_dtensor.tools.cases import (
     rows_of,
 )
 from cp_dtensor.tools.errors import ERRORS, Outcome, reference_head, relative_errors
-from cp_dtensor.tools.measure import Suite, compare
+from cp_dtensor.tools.measure import Suite, Work, compare
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Failed, Ranks
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, table_of, times_of
@@ -254,12 +254,14 @@ def method(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -
     return Method(name, lambda case, device: attention, **settings)
 
 
-def run_suite(*methods: Method, case: Case = CASE, device: Device | None = None, repeats: int = 2) -> list[list[Row]]:
+def run_suite(
+    *methods: Method, case: Case = CASE, device: Device | None = None, check_up_to: int = 512
+) -> list[list[Row]]:
     """Return the rows of each of two ranks."""
 
     def body(ranks: Ranks) -> list[Row]:
         rows: list[Row] = []
-        suite = Suite(ranks, device or Device(use_gpu=False), repeats, 1.0, 0.0, check_up_to=512)
+        suite = Suite(ranks, device or Device(use_gpu=False), 2, 1.0, 0.0, check_up_to)
         with suppress(Failed):  # the run has ended: rows are those that were tried
             suite.run(case, ("fwd", "fwdbwd"), methods, rows)
         return rows
@@ -318,6 +320,14 @@ def test_kernels_are_those_of_all_ranks() -> None:
     device.kernels_of = lambda call: ("ours", f"of rank {dist.get_rank()}")  # type: ignore[method-assign]
     for rows in run_suite(method("local", local), device=device):
         assert rows[0]["kernels"] == "ours, of rank 0, of rank 1"
+
+
+def test_results_are_kept_for_errors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all methods would fill the memory in long cases, which are not checked."""
+    monkeypatch.setattr(Work, "results", lambda self: pytest.fail("results are copied"))
+    for rows in run_suite(method("local", local), check_up_to=1):
+        assert [row["status"] for row in rows] == [MEASURED, MEASURED]
+        assert "error_out" not in rows[0]
 
 
 def test_peak_memory_is_that_of_the_call_above_what_was_held_before_it_was_prepared(
