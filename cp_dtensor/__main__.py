@@ -16,7 +16,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the subcommand of the command line; its module is imported only then."""
+    """Run the subcommand of the command line; its module is imported only then."""
     commands = "\n".join(f"  {name:<11} {about}" for name, (_, about) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m cp_dtensor",

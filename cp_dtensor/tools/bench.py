@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cp_dtensor.tools.cases import PASSES, Heads, grid
+from cp_dtensor.tools.cases import PASSES, Case, Heads, grid
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.parsing import (
@@ -24,8 +23,8 @@ from cp_dtensor.tools.parsing import (
     probability,
     uses_gpu,
 )
-from cp_dtensor.tools.ranks import Failed, end, start
-from cp_dtensor.tools.report import ERROR, REFUSED, Row, place, significant, table_of, write_csv
+from cp_dtensor.tools.ranks import Device, Ranks
+from cp_dtensor.tools.report import ERROR, REFUSED, Row, measure_all
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
@@ -125,40 +124,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the benchmark of the command line; rank 0 prints a table of each case and writes the rows."""
+    """Run the benchmark of the command line; rank 0 prints a line for each row that is tried, and the results."""
     options = parse_options(arguments)
-    ranks, device, command = start("-m cp_dtensor bench", arguments, options.use_gpu, options.timeout)
-    rows: list[Row] = []
-    numbers = count(1)
-    total = sum(each.refusal(case, ranks.world_size) is None for case, each in product(options.cases, options.methods))
+    if not options.use_gpu:
+        print("small by default without GPUs: --seq-lens and --heads ask for more", file=sys.stderr)
 
-    def report(row: Row) -> None:
-        if ranks.rank == 0:
-            outcome = f"{row['status']}: {row['message']}" if row["message"] else f"{significant(row['median_ms'])} ms"
-            what = f"{row['tokens']:,} tokens, {row['mask']}, {row['pass']}, {row['method']}"
-            print(f"[{next(numbers)}/{total * len(options.passes)}] {what}: {outcome}", file=sys.stderr, flush=True)
+    def measure(case: Case, ranks: Ranks, device: Device, rows: list[Row]) -> None:
+        def report(row: Row) -> None:
+            if ranks.rank == 0:
+                outcome = f"{row['status']}: {row['message']}" if row["message"] else f"{row['median_ms']:.4g} ms"
+                print(f"{case.title}, {row['pass']}, {row['method']}: {outcome}", file=sys.stderr, flush=True)
 
-    effort = options.repeats, options.row_seconds, options.warm_ms, options.check_up_to
-    suite = Suite(ranks, device, *effort, options.trace, report)
-    lost: Failed | None = None
-    about = place(ranks.world_size)
-    if ranks.rank == 0:
-        small = "" if options.use_gpu else "\n\nSmall by default without GPUs: --seq-lens and --heads ask for more."
-        print(f"{about['machine']}, {about['versions']}\n\n`{command}`{small}", flush=True)
-    for case in options.cases:
-        first = len(rows)
-        try:
-            with torch.autograd.set_multithreading_enabled(not options.one_thread):
-                suite.run(case, options.passes, options.methods, rows)
-        except Failed as failure:
-            lost = failure
-        if ranks.rank == 0:  # now, so that a run that ends early keeps its rows
-            print(f"\n## {case.title}\n\n{table_of(rows[first:], [*case.columns(), 'layout'])}", flush=True)
-            if options.output is not None:
-                write_csv(options.output, [{**about, **row} for row in rows])
-        if lost is not None:
-            break
-    end(ranks, lost)
+        effort = options.repeats, options.row_seconds, options.warm_ms, options.check_up_to
+        Suite(ranks, device, *effort, options.trace, report).run(case, options.passes, options.methods, rows)
+
+    with torch.autograd.set_multithreading_enabled(not options.one_thread):
+        rows = measure_all("-m cp_dtensor bench", arguments, options, options.cases, measure)
     sys.exit(any(row["status"] == ERROR for row in rows) or too_large(rows, options.errors))
 
 

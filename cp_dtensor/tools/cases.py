@@ -225,15 +225,12 @@ def rows_of(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 def inputs_of(case: Case, positions: torch.Tensor) -> Inputs:
     """Draw the tokens at (B, local tokens) positions of all heads."""
-    drawn = []
-    for name, heads in zip(Inputs._fields, (case.heads.q, case.heads.kv, case.heads.kv, case.heads.q), strict=True):
-        by_head = (rows_of(head_of(case, name, head, positions.device), positions) for head in range(heads))
-        first = next(by_head)
-        tensor = first.new_empty(*first.shape[:2], heads, first.size(2))
-        for head, rows in enumerate(itertools.chain([first], by_head)):
-            tensor[:, :, head] = rows
-        drawn.append(tensor.transpose(1, 2))
-    return Inputs(*drawn)
+    counts = (case.heads.q, case.heads.kv, case.heads.kv, case.heads.q)
+    drawn = (
+        [rows_of(head_of(case, name, head, positions.device), positions) for head in range(heads)]
+        for name, heads in zip(Inputs._fields, counts, strict=True)
+    )
+    return Inputs(*(torch.stack(by_head, 2).transpose(1, 2) for by_head in drawn))
 
 
 def positions_by_layout(case: Case, layout: str, device: torch.device) -> torch.Tensor:

@@ -27,7 +27,7 @@ from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.tools import info
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
-from cp_dtensor.tools.info import ALL_GPUS, backends, gpu_name, peer_access
+from cp_dtensor.tools.info import gpu_name
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS, methods_by_name
 from cp_dtensor.tools.parsing import argument, command_parser, positive
@@ -50,7 +50,7 @@ _CPU_RANKS = 2
 _PROBLEMS = 3
 """Exit status of a first rank that has printed problems: Python's own is 1 after an uncaught exception."""
 _REMEDY = "docs/troubleshooting.md has causes by symptom; messages of torch above name the collective"
-_OLDEST_TORCH, _NEWEST_TORCH, _NEWEST_PYTHON = (2, 11), (2, 15), (3, 13)
+_OLDEST_TORCH, _NEWEST_TORCH = (2, 11), (2, 15)
 """Versions that were tried."""
 _SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": (PROBLEM, "every launch waits for its kernel, so transfers never overlap attention"),
@@ -60,7 +60,7 @@ _SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (NOTE, "with 1, transfers may queue behind attention"),
 }
 """Environment variables that matter if they are 1."""
-_OF_GPUS = ("GPU memory", "GPU speed", "peer access", "NCCL", "symmetric memory")
+_OF_GPUS = ("GPU memory", "GPU speed", "NCCL", "symmetric memory")
 """Checks that are made on GPUs only."""
 _LEAST_OF_PEAK = 0.5  # of a GPU's FLOPs, and of a link's bandwidth
 _MATMUL, _SLOW_LAUNCH = 8192, 15e-6
@@ -168,20 +168,17 @@ def _start_ranks(arguments: Sequence[str], count: int, report: Report) -> int:
         while not processes.join(timeout=max(deadline - time.monotonic(), 0)):
             if time.monotonic() > deadline:
                 hanging = [rank for rank, each in enumerate(processes.processes) if each.is_alive()]
-                for each in processes.processes:
-                    each.kill()
-                report.add(Finding("ranks", PROBLEM, f"ranks {hanging} did not end within {_SECONDS} s", _REMEDY))
-                break
-        else:
-            return 0
-    except mp.ProcessExitedException as ended:
-        if (ended.error_index, ended.exit_code) == (0, _PROBLEMS):
+                raise TimeoutError(f"ranks {hanging} did not end within {_SECONDS} s")
+        return 0
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as ended:
+        if ended.error_index == 0 and getattr(ended, "exit_code", 0) == _PROBLEMS:
             return 1  # the first rank has printed them
-        text = f"rank {ended.error_index} ended with status {ended.exit_code}"
-        report.add(Finding("ranks", PROBLEM, text, _REMEDY))
-    except mp.ProcessRaisedException as raised:
-        text = f"rank {raised.error_index} ended: {str(raised).strip().splitlines()[-1]}"
-        report.add(Finding("ranks", PROBLEM, text, _REMEDY))
+        text = f"rank {ended.error_index} ended: {str(ended).strip().splitlines()[-1]}"
+    except TimeoutError as late:
+        text = str(late)
+        for each in processes.processes:
+            each.kill()
+    report.add(Finding("ranks", PROBLEM, text, _REMEDY))
     report.end()
     return 1
 
@@ -214,8 +211,6 @@ def check(report: Report, ranks: Ranks, device: Device, seq_len: int, heads: Hea
         "settings": lambda: first(settings),
         "GPU memory": lambda: each(memory),
         "GPU speed": lambda: speed(ranks.together(timings)),
-        "peer access": lambda: first(peers),
-        "SDPA backends": lambda: first(kernels),
         "gloo": lambda: each(lambda: bandwidth(gloo, torch.device("cpu"), hosts)),
         "NCCL": lambda: each(lambda: bandwidth(mesh.get_group(), device.torch_device, hosts)),
         "symmetric memory": lambda: [symmetric_memory(ranks.together(lambda: _obstacle(device))[0], size, hosts)],
@@ -251,8 +246,6 @@ def versions() -> Iterator[Finding]:
         yield Finding("torch", PROBLEM, f"{torch.__version__} is too old; {tried} were tried", "pip install -U torch")
     elif found > _NEWEST_TORCH:
         yield Finding("torch", NOTE, f"{torch.__version__} is newer than those that were tried, {tried}")
-    if sys.version_info[:2] > _NEWEST_PYTHON:
-        yield Finding("Python", NOTE, f"{sys.version.split()[0]} is newer than those that were tried, 3.10 to 3.13")
     with suppress(importlib.metadata.PackageNotFoundError):
         for requirement in importlib.metadata.requires("torch") or ():
             pinned = re.match(r"(triton|nvidia-(?:cudnn|nccl)[\w-]*)\s*==\s*([\w.]+)", requirement)
@@ -282,26 +275,6 @@ def settings() -> Iterator[Finding]:
         else:
             text = f"this host has GPUs, but torch cannot use them with CUDA {torch.version.cuda}"
             yield Finding("GPUs", PROBLEM, text, "update the driver: nvidia-smi names the CUDA that it supports")
-
-
-def kernels() -> Iterator[Finding]:
-    """Yield findings about the backends of SDPA by head dim, in bfloat16 on a GPU and float32 on a CPU."""
-    on_gpu = torch.cuda.is_available()
-    by_dim = {dim: backends(torch.bfloat16 if on_gpu else torch.float32, dim) for dim in (64, 128, 256)}
-    text = "; ".join(f"head dim {dim}: {', '.join(names) or 'none'}" for dim, names in by_dim.items())
-    yield Finding("SDPA backends", OK, text)
-    if on_gpu and torch.cuda.get_device_capability() >= (9, 0) and "cuDNN" not in by_dim[128]:
-        text = "cuDNN does not serve head dim 128, the fastest kernel that torch has on this GPU"
-        yield Finding("cuDNN", PROBLEM, text, "pip install -U the nvidia-cudnn package of torch's CUDA version")
-
-
-def peers() -> Iterator[Finding]:
-    """Yield a finding about peer access between this host's GPUs."""
-    if torch.cuda.device_count() > 1:
-        text = peer_access()
-        expected = text == ALL_GPUS or gpu_name() is None  # other GPUs need not have NVLink
-        remedy = "" if expected else "look for GPUs without NVLink or hidden from this process: nvidia-smi topo -p2p r"
-        yield Finding("peer access", OK if expected else PROBLEM, text, remedy)
 
 
 def memory() -> Iterator[Finding]:
@@ -394,7 +367,7 @@ def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Findi
         return Finding(name, OK, "ranks read each other's memory")
     if hosts > 1:
         return Finding(name, NOTE, f"not over all ranks: {obstacle}; ranks of one host may share memory")
-    remedy = "K/V travel by NCCL instead; containers need --ipc=host and all GPUs of the host"
+    remedy = "K/V travel by NCCL instead; containers need --ipc=host and all GPUs of the host: nvidia-smi topo -p2p r"
     return Finding(name, PROBLEM if gpu_name() else NOTE, obstacle, remedy)  # other GPUs need not have NVLink
 
 

@@ -6,14 +6,12 @@ B batch, S sequence, H query heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -80,7 +78,6 @@ class Llama(nn.Module):
         is_causal: argument of SDPA; False if a context has the mask.
         contiguous: True to pass attention contiguous (B, H, S, D) tensors, and such gradients.
         checkpointed: True to compute each layer again in backward.
-        offloaded: True to compute each layer again, from inputs in host memory.
     """
 
     def __init__(self, size: Size, **options: bool) -> None:
@@ -108,13 +105,10 @@ class Llama(nn.Module):
 class Layer(nn.Module):
     """Grouped-query attention with rotary positions, and feed-forward, each after a norm and added to its input."""
 
-    def __init__(
-        self, size: Size, *, is_causal: bool, contiguous: bool = False, checkpointed: bool = False,
-        offloaded: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, size: Size, *, is_causal: bool, contiguous: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
         self.head_dim, self.is_causal, self.contiguous = size.head_dim, is_causal, contiguous
-        self.checkpointed, self.offloaded = checkpointed or offloaded, offloaded
+        self.checkpointed = checkpointed
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(size.dim, eps=1e-5) for _ in range(2))
         self.wq = nn.Linear(size.dim, size.heads * size.head_dim, bias=False)
         self.wk, self.wv = (nn.Linear(size.dim, size.kv_heads * size.head_dim, bias=False) for _ in range(2))
@@ -123,10 +117,9 @@ class Layer(nn.Module):
         self.w2 = nn.Linear(size.ffn, size.dim, bias=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if not self.checkpointed:
-            return self._forward(x, positions)
-        with save_on_cpu(pin_memory=True) if self.offloaded else nullcontext():
+        if self.checkpointed:
             return checkpoint(self._forward, x, positions, use_reentrant=False)
+        return self._forward(x, positions)
 
     def _forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = x + self._attention(self.attention_norm(x), positions)

@@ -84,6 +84,7 @@ class Suite:
             Failed: ranks failed differently, so that no more can be measured. The rows so far are there.
         """
         first, outcomes = len(rows), dict[int, Outcome]()
+        checks = not case.dropout and case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
         # Rank 0 frees the whole sequence before it draws shards, and shards before those of another layout.
         layouts = sorted(dict.fromkeys(each.layout for each in methods), key=WHOLE.__ne__)
         drawn: dict[str, tuple[torch.Tensor, Inputs] | None] = {}
@@ -95,7 +96,7 @@ class Suite:
                 row |= {"status": REFUSED, "message": refusal}
                 continue
             try:
-                numbers, outcome = self._row(case, name, method, drawn)
+                numbers, outcome = self._row(case, name, method, drawn, checks)
                 row |= {"status": MEASURED, **numbers}
                 if outcome is not None:
                     outcomes[len(rows) - 1] = outcome
@@ -106,7 +107,7 @@ class Suite:
             finally:
                 self.report(row)
         drawn.clear()
-        if not case.dropout and case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to):
+        if checks:
             try:
                 errors = relative_errors(case, outcomes, self.ranks, self.device.torch_device)
                 for number, by_name in errors.items():
@@ -117,9 +118,9 @@ class Suite:
         compare(rows[first:])
 
     def _row(
-        self, case: Case, name: str, method: Method, drawn: dict[str, tuple[torch.Tensor, Inputs] | None]
+        self, case: Case, name: str, method: Method, drawn: dict[str, tuple[torch.Tensor, Inputs] | None], checks: bool
     ) -> tuple[Row, Outcome | None]:
-        """Return the numbers of a row, and this rank's results; `drawn` has the inputs of one layout."""
+        """Return the numbers of a row, and this rank's results if asked; `drawn` has the inputs of one layout."""
         device, takes_part = self.device.torch_device, method.layout != WHOLE or self.ranks.rank == 0
 
         def draw() -> tuple[torch.Tensor, Inputs]:
@@ -127,7 +128,7 @@ class Suite:
             return positions, inputs_of(case, positions)
 
         def prepare() -> Work:
-            _, inputs = drawn[method.layout] or draw()
+            _, inputs = drawn[method.layout] or draw()  # never the latter: this rank takes part
             stack.enter_context(method.context(case, device))
             attention = method.attention(case, device) if method.attention else sdpa(case, device)
             if method.attention is None and method.shards is not None:
@@ -154,7 +155,7 @@ class Suite:
                 trace = self.traces / re.sub(r"[ :/]", "-", file)
             numbers = self._measure(work, method.captured, trace)
             of_rank = drawn[method.layout]
-            outcome = None if work is None or of_rank is None else Outcome(work.results(), of_rank[0])
+            outcome = Outcome(work.results(), of_rank[0]) if checks and work and of_rank else None
         tflops = case.flops(name) / self.ranks.world_size / numbers["median_ms"] / 1e9
         numbers |= {"tflops": tflops, "percent_of_ideal": None, "times_others": None}  # the others: see `compare`
         numbers["predicted_ms"] = method.predicted_ms(case, name, device)
@@ -195,11 +196,10 @@ class Suite:
         together(lambda: [timed() for _ in range(warm_calls)])
         samples = together(lambda: [timed() for _ in range(repeats)])
         host_us = together(lambda: self.device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
-        mapped = together(self.device.mapped_bytes)
         kernels = dict.fromkeys(each for of_rank in together(lambda: self.device.kernels_of(call)) for each in of_rank)
         if trace is not None:
             together(lambda: self._trace(call, trace))
-        memory = [(peak + more) / 2**20 for peak, more in zip(extra, mapped, strict=True) if peak is not None]
+        memory = [peak / 2**20 for peak in extra if peak is not None]
         return {
             **times_of(samples, self.ranks.world_size if alone else 1),
             "host_us": max((each for each in host_us if each is not None), default=None),

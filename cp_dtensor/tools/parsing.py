@@ -7,6 +7,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, reduce, wraps
 from operator import and_
 from typing import TypeVar
@@ -30,6 +31,7 @@ from cp_dtensor import (
 )
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 MASK_HELP = (
     "causal, full, window:LEFT,RIGHT (keys before and after a query, 'none' for no limit), window N (a query and the "
     "N - 1 keys before it), documents:0,40,64 (cumulative lengths), documents N (causal documents of lognormal "
@@ -52,25 +54,20 @@ def mask_by_name(name: str, seq_len: int) -> Mask:
 
 
 def _single_mask(name: str, seq_len: int) -> Mask:
-    kind, separator, text = re.fullmatch(r"(\w*)([: ]?)(.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
-    numbers = [None if part.strip() == "none" else part.strip() for part in text.split(",")] if text else []
-    if all(part is None or part.isdecimal() for part in numbers):
-        values = [None if part is None else int(part) for part in numbers]
-        match kind, separator, values:
-            case "causal", "", []:
-                return Causal()
-            case "full", "", []:
-                return Full()
-            case "window", ":", [left, right]:
-                return SlidingWindow(left, right)
-            case "window", " ", [int(width)] if width > 0:
-                return SlidingWindow(width - 1, 0)
-            case "documents", ":", [_, _, *_] if None not in values:
-                return Documents(values)
-            case "documents", " ", [int(median)] if median > 0:
-                return lognormal_documents(seq_len, median, sigma=1.0)
-            case "prefix", ":", [int(length)]:
-                return PrefixLM(length)
+    masks: dict[str, Callable[..., Mask]] = {
+        "causal": Causal,
+        "full": Full,
+        "window:": SlidingWindow,
+        "window ": lambda width: SlidingWindow(width - 1, 0),
+        "documents:": lambda first, second, *others: Documents((first, second, *others)),
+        "documents ": lambda median: lognormal_documents(seq_len, median, sigma=1.0),
+        "prefix:": PrefixLM,
+    }
+    found = re.fullmatch(r"(\w+[: ]?)((?:\d+|none)(?:,\s*(?:\d+|none))*)?", name)
+    if found and found[1] in masks:
+        numbers = (None if part.strip() == "none" else int(part) for part in (found[2] or "").split(",") if part)
+        with suppress(TypeError, ValueError):  # another number of numbers, or numbers that no such mask has
+            return masks[found[1]](*numbers)
     raise ValueError(
         "expected a mask such as causal, full, 'documents 2048' (of that median length), 'window 4096', window:3,0, "
         f"documents:0,40,64 or prefix:8, or several joined by &, got {name!r}"
@@ -150,28 +147,22 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-@argument
-def positive(text: str) -> int:
-    """Read a positive integer of a command line."""
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"expected a positive integer, got {text}")
-    return int(text)
+def number(kind: type[N], expected: str, fits: Callable[[N], bool]) -> Callable[[str], N]:
+    """Return the type of a number of a command line."""
+
+    @argument
+    def parse(text: str) -> N:
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise ValueError(f"expected {expected}, got {text}")
+
+    return parse
 
 
-@argument
-def positive_number(text: str) -> float:
-    """Read a positive number of a command line."""
-    if not 0 < float(text) < math.inf:
-        raise ValueError(f"expected a positive number, got {text}")
-    return float(text)
-
-
-@argument
-def probability(text: str) -> float:
-    """Read a probability of a command line."""
-    if not 0 <= float(text) < 1:
-        raise ValueError(f"expected a probability from 0 to less than 1, got {text}")
-    return float(text)
+positive = number(int, "a positive integer", lambda value: value > 0)
+positive_number = number(float, "a positive number", lambda value: 0 < value < math.inf)
+probability = number(float, "a probability from 0 to less than 1", lambda value: 0 <= value < 1)
 
 
 @argument

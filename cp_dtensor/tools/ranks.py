@@ -188,7 +188,7 @@ class Device:
     def extra_bytes(self, call: Call, prepare: Call = lambda: None) -> int | None:
         """Make both calls; return the peak memory of `call` above the memory in use before both. None on CPUs.
 
-        Symmetric memory does not count: see `mapped_bytes`.
+        Symmetric memory that was mapped since `free_unused` counts; torch's allocator does not know it.
         """
         before = torch.cuda.memory_allocated(self.torch_device) if self._is_gpu else 0
         prepare()
@@ -199,7 +199,7 @@ class Device:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         call()
         self.synchronize()
-        return torch.cuda.max_memory_allocated(self.torch_device) - before
+        return torch.cuda.max_memory_allocated(self.torch_device) - before + self.mapped_bytes()
 
     def captured(self, call: Call) -> Call:
         """Capture `call` in a CUDA graph and return its replay."""
@@ -238,5 +238,5 @@ class Device:
             torch.cuda.empty_cache()
 
     def mapped_bytes(self) -> int:
-        """Return the symmetric memory that was mapped since `free_unused`, which torch's allocator does not count."""
+        """Return the symmetric memory that was mapped since `free_unused`."""
         return allocated_bytes(self.torch_device)

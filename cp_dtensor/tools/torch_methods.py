@@ -33,7 +33,7 @@ from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, m
 
 TORCH_RINGS = ("allgather", "alltoall", "allgather FA4", "alltoall FA4")
 """Rotations of torch's rings, with torch's choice of kernels and with FlashAttention-4 in the place of its flash."""
-BALANCERS = ("HeadTail", "PerDocument", "PTRR")
+BALANCERS = ("HeadTail", "PTRR")
 """Load balancers of torch's FlexAttention; PTRR balances blocks by the number of keys that they see."""
 
 
@@ -50,7 +50,7 @@ def torch_methods() -> list[Method]:
     ]  # fmt: skip
     flex = [
         Method(
-            f"torch-flex {name}", partial(_flex, name), partial(_flex_refusal, name), f"torch {name}",
+            f"torch-flex {name}", partial(_flex, name), _flex_refusal, f"torch {name}",
             _balanced_positions, by_default=False, contiguous=True,
         )
         for name in BALANCERS
@@ -209,31 +209,22 @@ def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.
     _refuse_cpus(device)
     indices = _balancer(layout.removeprefix("torch "), case, device)._generate_indices(restore=False)
     positions = indices[0].tensor_split(dist.get_world_size())[dist.get_rank()]
-    return positions.expand(case.batch, -1)
+    return positions.long().expand(case.batch, -1)
 
 
 @lru_cache
 def _balancer(name: str, case: Case, device: torch.device) -> Any:
     from torch.distributed.tensor.experimental import _attention
 
-    ranks = dist.get_world_size()
     if name == "HeadTail":
-        return _attention._HeadTailLoadBalancer(case.seq_len, ranks, device)
-    if name == "PerDocument":
-        lengths = case.mask_value.lengths  # type: ignore[attr-defined]
-        return _attention._PerDocumentHeadTailLoadBalancer([list(lengths)], ranks, device)
-    return _attention._PTRRLoadBalancer(block_mask(case, device), ranks)
+        return _attention._HeadTailLoadBalancer(case.seq_len, dist.get_world_size(), device)
+    return _attention._PTRRLoadBalancer(block_mask(case, device), dist.get_world_size())
 
 
-def _flex_refusal(name: str, case: Case, world_size: int) -> str | None:
+def _flex_refusal(case: Case, world_size: int) -> str | None:
     if case.batch != 1 or case.mask == "full" or case.dropout:
         return "the method is for masks of one batch row, without dropout"
-    if case.seq_len % (BLOCK * world_size):
-        return f"the length is not a multiple of {BLOCK} for each rank"
-    lengths = getattr(case.mask_value, "lengths", [1])
-    if name == "PerDocument" and any(length % (2 * world_size) for length in lengths):
-        return f"not all lengths of documents are multiples of {2 * world_size}"
-    return None
+    return f"the length is not a multiple of {BLOCK} for each rank" if case.seq_len % (BLOCK * world_size) else None
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone

@@ -20,7 +20,7 @@ from cp_dtensor import GPUS
 from cp_dtensor.tools.cases import Case, Heads, Method, grid
 from cp_dtensor.tools.info import gpu_name
 from cp_dtensor.tools.llama import PRESETS, Llama, Size, initialise
-from cp_dtensor.tools.methods import OURS, methods_by_name
+from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.parsing import (
     MASK_HELP,
     command_parser,
@@ -29,8 +29,8 @@ from cp_dtensor.tools.parsing import (
     positive_number,
     uses_gpu,
 )
-from cp_dtensor.tools.ranks import Device, Failed, Ranks, end, start
-from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, place, significant, table_of, times_of, write_csv
+from cp_dtensor.tools.ranks import Device, Failed, Ranks
+from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, measure_all, times_of
 from cp_dtensor.tools.torch_methods import mesh_of_ranks
 
 _DESCRIPTION = """\
@@ -56,6 +56,7 @@ are contiguous as (B, H, S, D), since its backward fails with others, and has no
 _METHODS = ["torch-allgather", "torch-alltoall", "torch-allgather FA4", "ours-auto", "ours-symm_mem", "ours-ulysses"]
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-2}
 """Relative differences of losses and gradient norms up to which methods agree, by dtype."""
+_DIFFERS = "losses or gradient norms differ from the first method's"
 
 
 # Training
@@ -68,15 +69,11 @@ class Job:
     size: Size
     case: Case
     checkpointed: bool = False
-    offloaded: bool = False
 
     def columns(self) -> Row:
         """Return the job as columns of a row."""
         note = f"{self.size.layers} layers of {self.size.dim} and {self.size.ffn}"
-        note += (
-            "; checkpointing" * (self.checkpointed or self.offloaded) + "; layer inputs in host memory" * self.offloaded
-        )
-        return {**self.case.columns(), "pass": "step", "note": note}
+        return {**self.case.columns(), "pass": "step", "note": note + "; checkpointing" * self.checkpointed}
 
     @property
     def title(self) -> str:
@@ -96,10 +93,9 @@ class Trainer:
         dtype, mesh = getattr(torch, job.case.dtype), mesh_of_ranks(device.type)
         wide = torch.promote_types(dtype, torch.float32)
         with torch.device("meta"):
-            model = Llama(
-                job.size, is_causal=job.case.mask == "causal", contiguous=method.contiguous,
-                checkpointed=job.checkpointed, offloaded=job.offloaded,
-            ).to(wide)  # fmt: skip
+            causal = job.case.mask == "causal"
+            model = Llama(job.size, is_causal=causal, contiguous=method.contiguous, checkpointed=job.checkpointed)
+        model = model.to(wide)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
         for layer in model.layers:
             if method.compiled:
@@ -188,53 +184,49 @@ def take_turn(job: Job, method: Method, ranks: Ranks, device: Device, *, warm: i
             return device.extra_bytes(lambda: samples.extend(timed() for _ in range(steps)), prepare), samples
 
     peaks, samples = zip(*ranks.together(run), strict=True)
-    held = ranks.together(device.mapped_bytes)
     losses = ranks.together(lambda: [loss.item() for loss in trainers[0].losses])
     mean = [sum(of_step) / len(of_step) for of_step in zip(*losses, strict=True)]
-    needed = [peak + more for peak, more in zip(peaks, held, strict=True) if peak is not None]
-    return Turn([*samples], mean, trainers[0].gradient_norm, max(needed, default=None))
+    return Turn([*samples], mean, trainers[0].gradient_norm, max(filter(None, peaks), default=None))
 
 
 # Rows
 
 
-def rows_of(job: Job, turns: dict[str, list[Turn]], ranks: int, peak_flops: float | None) -> list[Row]:
+def rows_of(job: Job, turns: dict[str, list[Turn]], ranks: int) -> list[Row]:
     """Return a row for each method, of its turns."""
     rows: list[Row] = []
+    case, gpu = job.case, gpu_name() if job.case.dtype in ("bfloat16", "float16") else None
+    flops = job.size.step_flops(case.batch * case.seq_len, case.batch * case.pairs)
     for name, of_method in turns.items():
         by_rank = zip(*(turn.samples_ms for turn in of_method), strict=True)
-        samples = [[*chain.from_iterable(of_rank)] for of_rank in by_rank]
-        row: Row = {"method": name, "status": MEASURED, "message": None, **times_of(samples)}
-        seconds, case = row["median_ms"] / 1e3, job.case
-        tflops = job.size.step_flops(case.batch * case.seq_len, case.batch * case.pairs) / seconds / ranks / 1e12
-        row |= {"tokens_per_second": case.batch * case.seq_len / seconds, "tflops": tflops}
-        row["mfu_percent"] = None if peak_flops is None else 1e14 * tflops / peak_flops
-        row["times_torch"] = None  # below
+        times = times_of([[*chain.from_iterable(of_rank)] for of_rank in by_rank])
+        tflops = flops / times["median_ms"] / ranks / 1e9
         memory = [turn.peak_bytes / 2**20 for turn in of_method if turn.peak_bytes is not None]
-        row["mib"] = max(memory, default=None)
-        row |= {"first_loss": f"{of_method[0].losses[0]:.4f}", "last_loss": f"{of_method[0].losses[-1]:.4f}"}
-        reference = next(iter(turns.values()))[0]
-        row["difference"] = max((difference(turn, reference) for turn in of_method), key=_nan_last)
-        rows.append(row)
+        differs = difference(of_method, next(iter(turns.values()))[0])
+        rows.append(
+            {
+                "method": name, "status": MEASURED, **times, "tflops": tflops,
+                "mfu_percent": None if gpu is None else 1e14 * tflops / GPUS[gpu].flops,
+                "tokens_per_second": 1e3 * case.batch * case.seq_len / times["median_ms"], "times_torch": None,
+                "mib": max(memory, default=None), "first_loss": f"{of_method[0].losses[0]:.4f}",
+                "last_loss": f"{of_method[0].losses[-1]:.4f}", "difference": differs,
+                "message": None if differs <= TOLERANCES[case.dtype] else _DIFFERS,
+            }
+        )  # fmt: skip
     for row in rows:
-        torchs = [each["median_ms"] for each in rows if not each["method"].startswith(OURS) and _alike(each, row)]
-        row["times_torch"] = min(torchs) / row["median_ms"] if torchs else None
+        compiled = row["method"].endswith(" compiled")
+        torchs = [each for each in rows if each["method"].startswith("torch-")]
+        alike = [each["median_ms"] for each in torchs if each["method"].endswith(" compiled") == compiled]
+        row["times_torch"] = min(alike) / row["median_ms"] if alike else None
     return rows
 
 
-def _alike(one: Row, other: Row) -> bool:
-    """Return whether both methods are compiled, or none."""
-    return one["method"].endswith(" compiled") == other["method"].endswith(" compiled")
-
-
-def difference(turn: Turn, reference: Turn) -> float:
-    """Return the largest relative difference of losses and gradient norms; NaN if there is one."""
-    pairs = zip([turn.gradient_norm, *turn.losses], [reference.gradient_norm, *reference.losses], strict=True)
-    return max((abs(value - expected) / abs(expected) for value, expected in pairs), key=_nan_last)
-
-
-def _nan_last(value: float) -> float:
-    return value if value == value else float("inf")
+def difference(turns: Sequence[Turn], reference: Turn) -> float:
+    """Return the largest relative difference of losses and gradient norms of turns; NaN if there is one."""
+    found, expected = (
+        torch.tensor([[x.gradient_norm, *x.losses] for x in each], dtype=torch.float64) for each in (turns, [reference])
+    )
+    return ((found - expected) / expected).abs().max().item()
 
 
 # The command
@@ -251,7 +243,6 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     what("--dtype", choices=TOLERANCES, default="bfloat16", help="of forward and backward")
     what("--mask", type=mask_argument, nargs="+", default=["causal"], help=f"each a table: {MASK_HELP}")
     what("--checkpoint", action="store_true", help="compute each layer again in backward")
-    what("--offload", action="store_true", help="compute each layer again, from inputs in host memory")
     methods = "such as ours-auto 'ours-symm_mem Balanced' torch-allgather 'torch-allgather FA4'"
     what("--methods", nargs="+", default=_METHODS, metavar="NAME", help=methods)
     what("--compile", action="store_true", help="also measure every method with compiled layers")
@@ -264,8 +255,6 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     how("--output", type=Path, metavar="FILE", help="CSV file of all rows")
     options = parser.parse_args(arguments)
     options.use_gpu = uses_gpu(parser, options.device)
-    if options.offload and options.compile:
-        parser.error("--offload is for layers that are not compiled, got --compile too")
     size = PRESETS[options.preset]
     size = replace(size, layers=options.layers or size.layers)
     cases = grid(
@@ -281,43 +270,34 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(str(error))
     if options.compile:
         options.methods += [replace(each, name=f"{each.name} compiled", compiled=True) for each in options.methods]
-    options.jobs = [Job(size, case, options.checkpoint, options.offload) for case in cases]
+    options.jobs = [Job(size, case, options.checkpoint) for case in cases]
     return options
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the benchmark of the command line; rank 0 prints a line for each turn, a table for each job, and writes."""
+    """Run the benchmark of the command line; rank 0 prints a line for each turn, and the results."""
     options = parse_options(arguments)
-    ranks, device, command = start("-m cp_dtensor train-bench", arguments, options.use_gpu, options.timeout)
-    rows: list[Row] = []
-    lost: Failed | None = None
-    about = place(ranks.world_size)
-    if ranks.rank == 0:
-        print(f"{about['machine']}, {about['versions']}\n\n`{command}`", flush=True)
-    for job in options.jobs:
-        first, lost = len(rows), _measure(job, options, ranks, device, rows)
-        if ranks.rank == 0:
-            print(f"\n## {job.title}\n\n{table_of(rows[first:], [*job.columns(), 'layout'])}", flush=True)
-            if options.output is not None:  # now, so that a run that ends early keeps its rows
-                write_csv(options.output, [{**about, **row} for row in rows])
-        if lost is not None:
-            break
+
+    def measure(job: Job, ranks: Ranks, device: Device, rows: list[Row]) -> None:
+        _measure(job, options, ranks, device, rows)
+
+    rows = measure_all("-m cp_dtensor train-bench", arguments, options, options.jobs, measure)
     measured = [row for row in rows if row["status"] == MEASURED]
-    wrong = [row["method"] for row in measured if not row["difference"] <= TOLERANCES[options.dtype]]
-    if wrong and ranks.rank == 0:
-        print(f"losses or gradient norms differ from the first method's: {', '.join(wrong)}", file=sys.stderr)
-    end(ranks, lost)
-    sys.exit(bool(wrong) or not measured or any(row["status"] == ERROR for row in rows))
+    sys.exit(not measured or any(row["status"] == ERROR or row["message"] == _DIFFERS for row in rows))
 
 
-def _measure(job: Job, options: argparse.Namespace, ranks: Ranks, device: Device, rows: list[Row]) -> Failed | None:
-    """Add the rows of a job; return the failure after which no more can be measured."""
+def _measure(job: Job, options: argparse.Namespace, ranks: Ranks, device: Device, rows: list[Row]) -> None:
+    """Add the rows of a job.
+
+    Raises:
+        Failed: ranks failed differently, so that no more can be measured. The rows so far are there.
+    """
     turns: dict[str, list[Turn]] = {}
     others: dict[str, Row] = {}
-    lost = None
+    lost: Failed | None = None
     for _, method in product(range(options.rounds), options.methods):
         name = method.name
-        if name in others:
+        if name in others or lost is not None:
             continue
         if refusal := method.refusal(job.case, ranks.world_size):
             others[name] = {"status": REFUSED, "message": refusal}
@@ -325,18 +305,15 @@ def _measure(job: Job, options: argparse.Namespace, ranks: Ranks, device: Device
         try:
             turn = take_turn(job, method, ranks, device, warm=options.warm_steps, steps=options.steps)
             turns.setdefault(name, []).append(turn)
-            outcome = f"{significant(times_of(turn.samples_ms)['median_ms'])} ms"
+            outcome = f"{times_of(turn.samples_ms)['median_ms']:.4g} ms"
         except Failed as failure:
             turns.pop(name, None)
             others[name] = {"status": REFUSED if failure.is_refusal else ERROR, "message": str(failure)}
             outcome, lost = str(failure), None if failure.alike else failure
         if ranks.rank == 0:
-            print(f"{job.title}: {name}: {outcome}", file=sys.stderr, flush=True)
-        if lost is not None:
-            break
-    gpu = gpu_name() if options.use_gpu and options.dtype in ("bfloat16", "float16") else None
-    measured = rows_of(job, turns, ranks.world_size, None if gpu is None else GPUS[gpu].flops)
-    found = [*measured, *({"method": name, **other} for name, other in others.items())]
+            print(f"{job.title}, {name}: {outcome}", file=sys.stderr, flush=True)
+    found = [*rows_of(job, turns, ranks.world_size), *({"method": name, **other} for name, other in others.items())]
     layouts = {each.name: each.layout_column for each in options.methods}
     rows += [{**job.columns(), "layout": layouts[row["method"]], **row} for row in found]
-    return lost
+    if lost is not None:
+        raise lost

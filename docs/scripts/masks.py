@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from assignments import NONE, Assignment, assignment
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -21,7 +22,6 @@ from schedules import draw_pairs, legend, show_ranks
 
 from cp_dtensor import Balanced, Batched, Causal, Documents, Full, HeadTail, Mask, PrefixLM, SlidingWindow
 from cp_dtensor.spec.masks import interval_sets_of
-from cp_dtensor.tools.draw import NONE, Assignment, assignment
 
 SEQ_LEN, RANKS = 16, 4
 FAMILIES: dict[str, dict[str, Mask]] = {

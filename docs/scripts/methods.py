@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch.distributed as dist
+from assignments import NONE, key_positions, seen_by
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from schedules import legend, show_ranks
@@ -33,7 +34,6 @@ from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition, masking_of
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
 from cp_dtensor.spec.masks import Causal
-from cp_dtensor.tools.draw import NONE, key_positions, seen_by
 
 HEADS = 4
 

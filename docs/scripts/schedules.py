@@ -13,12 +13,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from assignments import NONE, assignment
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.tools.draw import NONE, RANK_COLOURS, assignment
+from cp_dtensor.tools.draw import RANK_COLOURS
 
 TRANSPORTS = ("allgather", "alltoall")  # the plan of symm_mem is that of allgather
 PANELS: tuple[tuple[str, Layout, int], ...] = (

@@ -18,9 +18,8 @@ from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
-from cp_dtensor.tools.draw import assignment, key_positions
 
-methods, schedules = (docs_script(name) for name in ("methods", "schedules"))
+assignments, methods, schedules = (docs_script(name) for name in ("assignments", "methods", "schedules"))
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -41,7 +40,7 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("transport", schedules.TRANSPORTS)
 def test_schedules_by_rank_and_step(transport: str, _title: str, layout: Layout, group: int) -> None:
     """Every allowed pair, by the rank that owns the query; in step 0 exactly if it owns the key too."""
-    drawn = assignment(
+    drawn = assignments.assignment(
         Causal(), layout, SEQ_LEN, RANKS, batch_size=2, batch_row=group, rotate_method=transport
     )  # fmt: skip
     owner, step = drawn.owner, drawn.step
@@ -57,7 +56,7 @@ def test_positions_of_keys_in_a_gathered_buffer() -> None:
     plan = AllGather().plan(spec, 0)
     (group,) = spec.partition.groups()
     tile = Tile(None, (0, 1), (0, 4), (0, 4), FULL_TILE)
-    assert key_positions(tile, plan, group).tolist() == list(range(SEQ_LEN))
+    assert assignments.key_positions(tile, plan, group).tolist() == list(range(SEQ_LEN))
 
 
 @pytest.mark.parametrize("panel", methods.PANELS, ids=lambda panel: panel.title.split(",")[0])

@@ -133,7 +133,7 @@ def hang(rank: int, *_: object) -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (crash, "rank 1 ended with status 1"),
+        (crash, "rank 1 ended: process 1 terminated with exit code 1"),
         (fail, " ended: ValueError: no such device"),
         (hang, "1] did not end within 2 s"),
     ],
@@ -194,19 +194,6 @@ def test_other_packages_than_torch_was_built_with(monkeypatch: pytest.MonkeyPatc
     _, finding = doctor.versions()
     assert finding.text == "triton 3.5.1 is installed, this torch was built with 3.6.0"
     assert (finding.status, finding.remedy) == (NOTE, "if kernels fail: pip install triton==3.6.0")
-
-
-def test_peer_access_is_expected_of_gpus_with_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
-    found = {}
-    for name in ("H200", None):
-        monkeypatch.setattr(doctor, "gpu_name", lambda name=name: name)
-        (finding,) = doctor.peers()
-        found[name] = finding.status
-        assert finding.text == "1 of 2 pairs of GPUs"
-    assert found == {"H200": PROBLEM, None: OK}
 
 
 def test_a_hopper_without_triton_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
