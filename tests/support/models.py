@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssForCausalLM", _WINDOW_AND_FULL),
     "Llama 4": ("Llama4ForCausalLM", {**_LLAMA_4, "no_rope_layers": [1, 1]}),
     "Llama 4, no RoPE": ("Llama4ForCausalLM", {**_LLAMA_4, "no_rope_layers": [1, 0], "floor_scale": 8}),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", _FOUR_KV_HEADS),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", {**_FOUR_KV_HEADS, "head_dim": None}),
     "Qwen2 with a window": ("Qwen2ForCausalLM", {**_WINDOW_AND_FULL, "max_window_layers": 1}),
     "ModernBERT": (
         "ModernBertForMaskedLM",
@@ -87,7 +87,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA_AND_FULL, **_FOUR_KV_HEADS, "mlp_layer_types": ["dense", "dense"], "num_mtp_layers": 0},
     ),
 }  # fmt: skip
-"""Model class, and changes of `SMALL`."""
+"""Model class, and changes of `SMALL`; None leaves the default."""
 
 
 def is_in_this_version(family: str) -> bool:
@@ -152,7 +152,7 @@ def tiny_model(family: str, attention: str) -> nn.Module:
         transformers.logging.set_verbosity_error()
         config_class = getattr(transformers, kind).config_class
         sizes = _sizes_of(config_class, {}) if family in FAMILIES else _changes_of_runnable(family)
-        config = config_class(**{**sizes, **changes})
+        config = config_class(**{name: size for name, size in {**sizes, **changes}.items() if size is not None})
         config._attn_implementation = attention
         config._experts_implementation = "eager"  # the other ones take no float64
         model: nn.Module = getattr(transformers, kind)(config)

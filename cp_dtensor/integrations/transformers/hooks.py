@@ -139,11 +139,10 @@ def _provider_refused_by_tables(utils: ModuleType) -> Iterator[None]:
     """
 
     def refuse(name: str, implementations: list[str], *_: Any, **__: Any) -> None:
-        seen = [each for each in implementations if each in SEEN]
-        way_out = f'use "{seen[0]}", which context_parallel sees' if seen else "context_parallel sees none of these"
+        seen = [f'use "{each}", which context_parallel sees' for each in implementations if each in SEEN]
         raise ValueError(
             f"{name} of this model has attention classes for {', '.join(implementations)}, not for "
-            f'"{PROVIDER}": {way_out}'
+            f'"{PROVIDER}": {seen[0] if seen else "context_parallel sees none of these"}'
         )
 
     def requested(
@@ -188,7 +187,7 @@ def _masks_of_whole_sequences(utils: Any) -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(utils, PREPROCESS):  # where it is missing, masks are refused when a model asks for one
             stack.enter_context(wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
-        for name, make in (("sdpa", _sdpa_mask), ("flex_attention", _flex_mask)):
+        for name, make in (("sdpa", _mask), ("flex_attention", _block_mask)):
             ours = wraps(table[name])(partial(_of_shards(make), table[name]))
             stack.enter_context(entry_replaced(table, name, ours))
         yield
@@ -235,31 +234,27 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return False, carrier, packed, q_len, kv_len, q_offset, kv_offset
 
 
-def _sdpa_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a tensor that names the mask of the whole sequence; None for masks that SDPA has as `is_causal`."""
+def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kwargs: Any) -> Any:
+    """Return a tensor that names the mask of the whole sequence, None for one that SDPA has, or the block mask."""
     context = sharding_context()
     asked = _model_mask(original, context, *args, **kwargs)
-    if asked is None:
+    if asked is None or (context is None and is_block):
         return original(*args, **kwargs)
-    if context is not None:
-        mask, whole = asked.found(context.call)  # refused here, where the model is
-        # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
-        is_plain = (kwargs.get("allow_is_causal_skip", True) and mask == Causal()) or (
-            kwargs.get("allow_is_bidirectional_skip", False) and mask == Full()
-        )
-        # transformers takes a single query for the next token after a cache, which sees all keys
-        if is_plain and min(whole.queries) > 1:
-            return None
-    return handle_of(asked)
+    if context is None:
+        return handle_of(asked)
+    mask, whole = asked.found(context.call)  # refused here, where the model is
+    if is_block:
+        return block_mask_of(mask, whole, kwargs["batch_size"], asked.device)
+    # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
+    is_plain = (kwargs.get("allow_is_causal_skip", True) and mask == Causal()) or (
+        kwargs.get("allow_is_bidirectional_skip", False) and mask == Full()
+    )
+    # transformers takes a single query for the next token after a cache, which sees all keys
+    return None if is_plain and min(whole.queries) > 1 else handle_of(asked)
 
 
-def _flex_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the block mask of the whole sequence."""
-    context = sharding_context()
-    asked = None if context is None else _model_mask(original, context, *args, **kwargs)
-    if asked is None or context is None:
-        return original(*args, **kwargs)
-    return block_mask_of(asked, context.call, kwargs["batch_size"])
+def _block_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _mask(original, *args, is_block=True, **kwargs)
 
 
 def _model_mask(

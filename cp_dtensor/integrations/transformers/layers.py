@@ -70,11 +70,9 @@ def _convolution(
 
 def _delta(
     rule: Function, _: Function, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor,
-    beta: torch.Tensor, chunk_size: int = 64, initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, scale: float | None = None, **others: Any,
+    beta: torch.Tensor, chunk_size: int = 64, use_qk_l2norm_in_kernel: bool = False, scale: float | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    if initial_state is not None or output_final_state:
-        _refuse_state()
     _refuse_arguments("a linear-attention layer", others)
     options = {"scale": scale, "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel)}
     return rule(query, key, value, g, beta, mesh=_CONTEXT, **options), None
@@ -82,35 +80,32 @@ def _delta(
 
 def _scan(
     _: Function, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    chunk_size: int = 64, initial_states: torch.Tensor | None = None, **options: Any,
+    chunk_size: int = 64, **options: Any,
 ) -> Any:  # fmt: skip
-    if initial_states is not None:
-        _refuse_state()
-    known = {name: options.pop(name) for name in _OPTIONS_OF_SCANS & options.keys()}
+    known = {"D", "dt_bias", "dt_softplus", "dt_limit", "return_final_states"} & options.keys()
+    ours = {name: options.pop(name) for name in known}
     _refuse_arguments("a state-space layer", options)
-    return mamba2(x, dt, A, B, C, mesh=_CONTEXT, **known)
+    return mamba2(x, dt, A, B, C, mesh=_CONTEXT, **ours)
 
 
-_OPTIONS_OF_SCANS = {"D", "dt_bias", "dt_softplus", "dt_limit", "return_final_states"}
+def _one_token(*_: Any, **__: Any) -> None:
+    _refuse_arguments("a layer that continues a sequence", {"cache": True})
 
 
-def _refuse_state(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "context-parallel convolutions and recurrent layers take no cache of a model: pass use_cache=False"
-    )
+_WAYS_OUT = {
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "seq_idx"), "give the context mask=Documents(...), which it reads"),
+    **dict.fromkeys(("initial_state", "initial_states", "output_final_state", "cache"), "pass use_cache=False"),
+}
 
 
 def _refuse_arguments(layer: str, others: dict[str, Any]) -> None:
     """Refuse keyword arguments, unless they ask for nothing."""
     for name, value in others.items():
-        if value is None or value is False or name in PASSED_ON:
-            continue
-        if name in ("cu_seqlens", "cu_seq_lens_q", "seq_idx"):
+        if value is not None and value is not False and name not in PASSED_ON:
+            way_out = f": {_WAYS_OUT[name]}" if name in _WAYS_OUT else ""
             raise NotImplementedError(
-                f"{layer} in context_parallel takes the documents of the context, got {name}: pass "
-                "mask=Documents(...) to the context"
+                f"{layer} in context_parallel expects {name} to be None, got {shown(value)}{way_out}"
             )
-        raise NotImplementedError(f"{layer} in context_parallel expects {name} to be None, got {shown(value)}")
 
 
 def shown(argument: Any) -> str:
@@ -124,10 +119,10 @@ KERNELS: MappingProxyType[str, Function] = MappingProxyType({
     "chunk_kda": partial(_delta, kda),
     "mamba_chunk_scan_combined": _scan,
     "mamba_split_conv1d_scan_combined": lambda *_, **__: None,  # the layer then calls its convolution and its scan
-    "causal_conv1d_update": _refuse_state,
-    "fused_recurrent_gated_delta_rule": _refuse_state,
-    "fused_recurrent_kda": _refuse_state,
-    "selective_state_update": _refuse_state,
+    "causal_conv1d_update": _one_token,
+    "fused_recurrent_gated_delta_rule": _one_token,
+    "fused_recurrent_kda": _one_token,
+    "selective_state_update": _one_token,
 })  # fmt: skip
 """By the name of a kernel: the function of shards."""
 

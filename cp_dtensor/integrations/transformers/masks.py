@@ -385,9 +385,8 @@ def _captured(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 # FlexAttention
 
 
-def block_mask_of(asked: ModelMask, call: Call, batch_size: int) -> BlockMask:
+def block_mask_of(mask: Mask, whole: Gathered, batch_size: int, device: torch.device) -> BlockMask:
     """Return the block mask of a model's mask, for the whole sequence."""
-    mask, whole = asked.found(call)
     q_len, kv_len = whole.lengths
     rows = interval_sets_of(mask, q_len, kv_len, batch_size)
     most = max(1, *map(len, rows))
@@ -398,7 +397,7 @@ def block_mask_of(asked: ModelMask, call: Call, batch_size: int) -> BlockMask:
                 queries = torch.arange(band.first, band.last, device="cpu")
                 ends[row, 0, index, band.first : band.last] = (queries - band.left).clamp(min=band.lo)
                 ends[row, 1, index, band.first : band.last] = (queries + band.right + 1).clamp(max=band.hi)
-    ends, by_row = ends.to(asked.device), len(rows) > 1
+    ends, by_row = ends.to(device), len(rows) > 1
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         row = b if by_row else b * 0
@@ -408,6 +407,4 @@ def block_mask_of(asked: ModelMask, call: Call, batch_size: int) -> BlockMask:
         return seen
 
     rows_of_mask = batch_size if by_row else None
-    return create_block_mask(
-        mask_mod, rows_of_mask, None, q_len, kv_len, device=asked.device, _compile=asked.device.type == "cuda"
-    )
+    return create_block_mask(mask_mod, rows_of_mask, None, q_len, kv_len, device=device, _compile=device.type == "cuda")

@@ -193,7 +193,7 @@ def causal_lm_loss(
     logits: torch.Tensor, shift_labels: torch.Tensor, *, mesh: Mesh | None = None, ignore_index: int = -100,
     num_items_in_batch: int | torch.Tensor | None = None, gradients: str = "mean",
 ) -> torch.Tensor:  # fmt: skip
-    """Return the cross entropy, the mean over the labels of all ranks, as one process computes it of the whole sequence.
+    """Return the cross entropy, a mean over the labels of all ranks, as one process computes it of the whole sequence.
 
     Args:
         logits: (B, S, V), of this rank's tokens; computed in float32 (float64 stays).
