@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.contexts import innermost
 from cp_dtensor.integrations.transformers import masks
 from cp_dtensor.integrations.transformers.masks import ModelMask
+from cp_dtensor.spec.masks import interval_sets_of
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
@@ -26,11 +28,9 @@ utils: Any = pytest.importorskip("transformers.masking_utils", reason="needs the
 def dense(mask: Mask, length: int) -> torch.Tensor:
     """(S, S) number of times that a mask has each pair."""
     pairs = torch.zeros(length, length, dtype=torch.int64)
-    for bands in mask.interval_sets(length, length):
-        for band in bands:
-            for query in range(max(band.first, 0), min(band.last, length)):
-                lo, hi = band.keys(query)
-                pairs[query, max(lo, 0) : max(min(hi, length), 0)] += 1
+    for band in chain(*interval_sets_of(mask, length, length, 1)[0]):
+        for query in range(band.first, band.last):
+            pairs[query, slice(*band.keys(query))] += 1
     return pairs
 
 
