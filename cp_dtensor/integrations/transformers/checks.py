@@ -79,10 +79,13 @@ def _problem_of_layer(module: nn.Module) -> str | None:
     return f"{name} {texts[0]}" if texts else None
 
 
-def problems_of(model: nn.Module) -> list[str]:
-    """One line for each kind of layer that would be wrong in a context, with the names of the layers.
+def check_model(model: nn.Module) -> list[str]:
+    """Return the known problems of a model inside of `context_parallel`; an empty list if there are none.
 
-    Parts that run only if a call has images or sound are left out: their own calls are checked.
+    Each line names the layers: attention that a context does not see (`attn_implementation="eager"` and kernels of
+    other packages), convolutions, recurrent and linear-attention layers, and positions that are counted in each shard.
+    A context refuses to run a model of transformers of which this list is not empty. Parts that run only if a call has
+    images or sound are left out: their own calls are checked.
     """
     if is_model(model) and _inputs_of(type(model)).is_tower and _attends(model):
         return [f"{type(model).__name__} {OWN_TOKENS}"]
@@ -157,7 +160,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     implementation = implementation_of(getattr(model, "config", None))
     known = _problems.get(model)
     if known is None or known[0] != implementation:
-        known = _problems[model] = implementation, problems_of(model)
+        known = _problems[model] = implementation, check_model(model)
     if known[1]:
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"

@@ -205,8 +205,7 @@ def _refuse_counted_positions(
     if len(parts) < 2 or not all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
         return
     tokens, buffers = local.size(1), [shard.buffer.tensor for shard in context.buffers] if context is not None else []
-    buffers = [each.reshape(-1, tokens)[:1] for each in buffers if tokens and each.numel() and each.size(-1) == tokens]
-    is_given = not tokens or any(_are_equal(each, local[:1]) for each in buffers)
+    is_given = not tokens or any(_are_equal(each.flatten()[:tokens], local[0]) for each in buffers)
     if not all(given for (given,) in call.ranks.gather_integers([int(is_given)], local.device)):
         raise ValueError(
             "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "

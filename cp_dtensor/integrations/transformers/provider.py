@@ -19,9 +19,7 @@ from cp_dtensor.api.extension import (
     sequence_ranks,
     value_of,
 )
-from cp_dtensor.integrations.transformers.checks import problems_of
 from cp_dtensor.integrations.transformers.layers import shown
-from cp_dtensor.integrations.transformers.masks import ModelMask
 from cp_dtensor.integrations.transformers.private import PASSED_ON, PROVIDER, table_of
 
 
@@ -47,16 +45,6 @@ def register() -> str:
         # The function for "sdpa" is that of the hook now.
         AttentionMaskInterface.register(PROVIDER, table_of(AttentionMaskInterface)["sdpa"])
     return PROVIDER
-
-
-def check_model(model: nn.Module) -> list[str]:
-    """Return the known problems of a model inside of `context_parallel`; an empty list if there are none.
-
-    Each line names the layers: attention that a context does not see (`attn_implementation="eager"` and kernels of
-    other packages), convolutions, recurrent and linear-attention layers, and positions that are counted in each shard.
-    A context refuses to run a model of transformers of which this list is not empty.
-    """
-    return problems_of(model)
 
 
 # Attention
@@ -115,9 +103,7 @@ def _attention(
 
 @torch.compiler.disable
 def _mask_alone(name: torch.Tensor) -> Any:
-    mask = value_of(name)
-    assert isinstance(mask, ModelMask)
-    return mask.alone()
+    return value_of(name).alone()
 
 
 # Batches and loss
