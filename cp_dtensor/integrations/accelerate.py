@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
@@ -31,11 +30,12 @@ from cp_dtensor import Documents, HeadTail, Layout, Mask, context_parallel, loca
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
+    entry_replaced,
     sequence_ranks,
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import is_model, models_with_positions
+from cp_dtensor.integrations.transformers.checks import is_model, missing_positions
 
 __all__ = ["Enabled", "enable"]
 
@@ -45,6 +45,9 @@ _SEQUENCE_INPUTS = (
 """Inputs of transformers models whose dim 1 is the sequence."""
 _DOCUMENT_INPUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Inputs by which padding-free collators tell kernels of packed documents where these begin."""
+
+
+# The switch
 
 
 class Enabled(ExitStack):
@@ -62,7 +65,7 @@ class Enabled(ExitStack):
         self.callback(_in_force.remove, self)
 
     def disable(self) -> None:
-        """Gives accelerate its own functions back, if no other switch is in force; further calls do nothing.
+        """Give accelerate its own functions back, if no other switch is in force; further calls do nothing.
 
         Accelerators that were prepared before keep this library.
         """
@@ -77,37 +80,38 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
 
     yield wrapped(Accelerator, "_prepare_cp", _prepare_cp)
     yield wrapped(Accelerator, "maybe_context_parallel", _maybe_context_parallel)
-    yield when_loaded("transformers.trainer", _trainer_patched)
-    yield when_loaded("trl.trainer.sft_trainer", _sft_trainer_patched)
+
+    def of_shards(steps: _Steps, _: Any, *args: Any, **kwargs: Any) -> Any:  # TRL's own computes whole sequences
+        return _trainer_prediction(steps, _loss_of_shards, *args, **kwargs)
+
+    for module, owner, name, ours in (
+        ("transformers.trainer", "Trainer", "_prepare_context_parallel_inputs", _trainer_inputs),
+        ("transformers.trainer", "Trainer", "prediction_step", _trainer_prediction),
+        ("trl.trainer.sft_trainer", "SFTTrainer", "prediction_step", of_shards),
+    ):
+        yield when_loaded(module, partial(_trainer_patched, owner, name, ours))
+
+
+def _trainer_patched(owner: str, name: str, ours: Callable[..., Any], module: Any) -> AbstractContextManager[None]:
+    """While open, a method of trainers whose accelerator this library has prepared is `ours(steps, original, ...)`."""
+
+    def around(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = getattr(trainer.accelerator, "_cp_context", None)
+        if isinstance(steps, _Steps):
+            return ours(steps, original, trainer, *args, **kwargs)
+        return original(trainer, *args, **kwargs)
+
+    return wrapped(getattr(module, owner), name, around)
 
 
 _installation = SharedInstallation(_patches)
 
 
-@contextmanager
-def _trainer_patched(trainer: Any) -> Iterator[None]:
-    with (
-        wrapped(trainer.Trainer, "_prepare_context_parallel_inputs", _trainer_inputs),
-        wrapped(trainer.Trainer, "prediction_step", _trainer_prediction),
-    ):
-        yield
-
-
-def _sft_trainer_patched(sft_trainer: Any) -> AbstractContextManager[None]:
-    return wrapped(sft_trainer.SFTTrainer, "prediction_step", _sft_prediction)
-
-
 def enable(
-    *,
-    mask: Mask | None = None,
-    method: str = "auto",
-    layout: Layout | None = None,
-    rotate_method: str | None = None,
-    sinks: torch.Tensor | None = None,
-    deterministic: bool = False,
-    debug: bool = False,
-) -> Enabled:
-    """Switches `ParallelismConfig(cp_size=n)` to this library, in `Accelerator.prepare` from now on.
+    *, mask: Mask | None = None, method: str = "auto", layout: Layout | None = None, rotate_method: str | None = None,
+    sinks: torch.Tensor | None = None, deterministic: bool = False, debug: bool = False,
+) -> Enabled:  # fmt: skip
+    """Switch `ParallelismConfig(cp_size=n)` to this library, in `Accelerator.prepare` from now on.
 
     Args:
         mask, method, layout, sinks, deterministic, debug: of the contexts that `maybe_context_parallel` and `Trainer`
@@ -132,70 +136,49 @@ def enable(
     )  # fmt: skip
 
 
+# Accelerator
+
+
 class _Steps:
     """`_cp_context` of an accelerator: opens a context for each step, and adds positions that models lack.
 
     Args:
         mesh: the context-parallel axis.
         options: options of the contexts.
+        prepared: what the accelerator prepares; models of transformers may be inside of others, such as adapters.
     """
 
-    def __init__(self, mesh: Mesh, options: dict[str, Any]) -> None:
-        self.mesh = mesh
-        self.options = options
-        self._positions: Callable[[], torch.Tensor] | None = None
-        """Makes the position ids of this rank's tokens, in a step."""
-        self._models = WeakSet[nn.Module]()
+    def __init__(self, mesh: Mesh, options: dict[str, Any], prepared: Sequence[Any]) -> None:
+        self.mesh, self.options = mesh, options
+        modules = (module for each in prepared if isinstance(each, nn.Module) for module in each.modules())
+        self._models = WeakSet(filter(is_model, modules))
 
     @contextmanager
     def __call__(
-        self,
-        *,
-        buffers: Sequence[torch.Tensor] | None = None,
-        buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: Collection[torch.Tensor] | None = None,
-        **options: Any,
-    ) -> Iterator[None]:
+        self, *, buffers: Sequence[torch.Tensor] | None = None, buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None, **options: Any,
+    ) -> Iterator[None]:  # fmt: skip
         options = {**self.options, **{name: value for name, value in options.items() if value is not None}}
         tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
-        lengths = {tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=False)}
-        device = tensors[0].device if tensors else torch.device("cpu")
-        context = context_parallel(
-            self.mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, **options
-        )
-        before, self._positions = self._positions, partial(self._local_positions, lengths, options["layout"], device)
-        models_with_positions.update(self._models)
-        try:
-            with context:
-                yield
-        finally:
-            self._positions = before
-            if before is None:
-                models_with_positions.difference_update(self._models)
+        lengths = sorted({tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=False)})
 
-    def attach(self, model: nn.Module) -> None:
-        """Adds missing position ids to calls of models of transformers, also inside of others, such as adapters'."""
-        for part in filter(is_model, model.modules()):
-            part.register_forward_pre_hook(self._with_positions, with_kwargs=True, prepend=True)
-            self._models.add(part)
+        def positions() -> torch.Tensor:
+            if len(lengths) != 1:
+                raise ValueError(
+                    f"position_ids are missing, and the buffers of this step have the lengths {lengths}: pass "
+                    "position_ids, as one of the buffers"
+                )
+            layout = options["layout"] or HeadTail()
+            return local_positions(self.mesh, lengths[0], layout, device=tensors[0].device)[None]
 
-    def _with_positions(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        parameters = signature(model.forward).parameters
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if self._positions is None or "position_ids" not in parameters or given.get("position_ids") is not None:
-            return None
-        return args, {**kwargs, "position_ids": self._positions()}
-
-    def _local_positions(self, lengths: set[int], layout: Layout | None, device: torch.device) -> torch.Tensor:
-        """Return (1, tokens) of this rank's tokens; refuses buffers of several lengths."""
-        if len(lengths) != 1:
-            raise ValueError(
-                f"position_ids are missing, and the buffers of this step have the lengths {sorted(lengths)}: pass "
-                "position_ids, as one of the buffers"
+        with ExitStack() as stack:
+            for model in self._models:
+                stack.enter_context(entry_replaced(missing_positions, model, positions))
+            context = context_parallel(
+                self.mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, **options
             )
-        return local_positions(self.mesh, next(iter(lengths)), layout or HeadTail(), device=device)[None]
+            stack.enter_context(context)
+            yield
 
 
 def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> tuple[Any, ...]:
@@ -207,10 +190,7 @@ def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> t
     handler = accelerator.parallelism_config.cp_handler
     if options["rotate_method"] is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
         options["rotate_method"] = "alltoall"  # "allgather" is accelerate's default, so it is no choice
-    accelerator._cp_context = _Steps(accelerator.torch_device_mesh["cp"], options)
-    for arg in args:
-        if isinstance(arg, nn.Module):
-            accelerator._cp_context.attach(arg)
+    accelerator._cp_context = _Steps(accelerator.torch_device_mesh["cp"], options, args)
     return args
 
 
@@ -232,16 +212,20 @@ def _maybe_context_parallel(
     return result
 
 
+# Trainer
+
+
 def _trainer_inputs(
-    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any]
+    steps: _Steps, _: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """`Trainer._prepare_context_parallel_inputs` that shards all inputs, with labels shifted before."""
-    steps = getattr(self.accelerator, "_cp_context", None)
-    if not isinstance(steps, _Steps):
-        result: tuple[Callable[..., Any], dict[str, Any]] = original(self, model, inputs)
-        return result
-    _refuse_losses_of_labels(self, inputs)
-    _refuse_dropped_documents(self, model)
+    for name, argument in (("label_smoother", "label_smoothing_factor"), ("compute_loss_func", "compute_loss_func")):
+        if "labels" in inputs and getattr(trainer, name, None) is not None:
+            raise NotImplementedError(
+                f"Trainer got {argument}, which would shift labels within this rank's shard: override "
+                "Trainer.compute_loss instead, where inputs have shift_labels, shifted before they are sharded"
+            )
+    _refuse_dropped_documents(trainer, model)
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     batch, length = tokens.shape[:2]
     documents, own = _documents_of(inputs, tokens), steps.options["mask"]
@@ -249,24 +233,20 @@ def _trainer_inputs(
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if inputs.get("position_ids") is None:
         inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(batch, 1)
-    sharded = [name for name in _SEQUENCE_INPUTS if isinstance(inputs.get(name), torch.Tensor)]
-    others = [
-        name
-        for name, value in inputs.items()
-        if name not in sharded and isinstance(value, torch.Tensor) and value.shape[:2] == (batch, length)
-    ]
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    others = [name for name in tensors if name not in _SEQUENCE_INPUTS and tensors[name].shape[:2] == (batch, length)]
     if others:
         raise NotImplementedError(
             f"expected the inputs {', '.join(_SEQUENCE_INPUTS)} only, since others may have to be sharded; got "
             f"{', '.join(others)} of shape (batch, sequence): open accelerator.maybe_context_parallel in a "
             "training_step of your own"
         )
-    for name in sharded:
-        # Views, such as expanded position ids, cannot be sharded in place.
-        inputs[name] = self._prepare_input(inputs[name]).contiguous()
-    buffers = [inputs[name] for name in sharded]
+    # Views, such as expanded position ids, cannot be sharded in place.
+    sharded = {name: trainer._prepare_input(tensors[name]).contiguous() for name in _SEQUENCE_INPUTS if name in tensors}
+    inputs.update(sharded)
+    buffers = [*sharded.values()]
     opened = partial(
-        self.accelerator.maybe_context_parallel, buffers=buffers, buffer_seq_dims=[1] * len(buffers),
+        trainer.accelerator.maybe_context_parallel, buffers=buffers, buffer_seq_dims=[1] * len(buffers),
         no_restore_buffers=buffers, mask=documents if documents is None or own is None else own & documents,
     )  # fmt: skip
     return opened, inputs
@@ -327,34 +307,20 @@ def _refuse_dropped_documents(trainer: Any, model: nn.Module) -> None:
         )
 
 
-def _refuse_losses_of_labels(trainer: Any, inputs: dict[str, Any]) -> None:
-    """Refuses losses that Trainer computes of the labels themselves, which they shift inside of this rank's shard."""
-    for name, argument in (("label_smoother", "label_smoothing_factor"), ("compute_loss_func", "compute_loss_func")):
-        if "labels" in inputs and getattr(trainer, name, None) is not None:
-            raise NotImplementedError(
-                f"Trainer got {argument}, which would shift labels within this rank's shard: override "
-                "Trainer.compute_loss instead, where inputs have shift_labels, shifted before they are sharded"
-            )
-
-
 def _trainer_prediction(
-    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool,
-    *args: Any, **kwargs: Any,
+    steps: _Steps, original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any],
+    prediction_loss_only: bool, *args: Any, **kwargs: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`Trainer.prediction_step` whose loss is the mean over the ranks of a sequence.
 
     Trainer takes the ranks' losses for those of other rows, and drops some of them in the last batch.
     """
-    steps = getattr(self.accelerator, "_cp_context", None)
-    if not isinstance(steps, _Steps):
-        result: tuple[Any, Any, Any] = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-        return result
     if not prediction_loss_only:
         raise NotImplementedError(
             "Trainer.predict, and evaluate with compute_metrics, would take the logits of each rank's shard for "
             "those of other rows: under context parallelism only the loss is evaluated (prediction_loss_only=True)"
         )
-    ends = self.accelerator.gradient_state
+    ends = trainer.accelerator.gradient_state
     if ends.end_of_dataloader and ends.remainder > 0:
         warnings.warn(
             f"the last batch of this evaluation has {ends.remainder} rows, fewer than the others: accelerate "
@@ -362,18 +328,10 @@ def _trainer_prediction(
             "if there are others, is no mean over rows: make the data set a multiple of the evaluation batch",
             stacklevel=2,
         )
-    loss, logits, labels = original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    loss, logits, labels = original(trainer, model, inputs, prediction_loss_only, *args, **kwargs)
     if loss is not None:
         loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
     return loss, logits, labels
-
-
-def _sft_prediction(original: Callable[..., Any], self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """`SFTTrainer.prediction_step` of shards: TRL's own computes whole sequences on every rank."""
-    steps = getattr(self.accelerator, "_cp_context", None)
-    if not isinstance(steps, _Steps):
-        return original(self, model, *args, **kwargs)
-    return _trainer_prediction(_loss_of_shards, self, model, *args, **kwargs)
 
 
 def _loss_of_shards(self: Any, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:

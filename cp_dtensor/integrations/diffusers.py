@@ -56,17 +56,10 @@ def register() -> None:
 
 
 def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    _parallel_config: Any = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, _parallel_config: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The backend's function, with the arguments of diffusers' backends.
 
     Args:
@@ -89,14 +82,15 @@ def attention(
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if attn_mask is not None and attn_mask.dim() == 2:
         attn_mask = attn_mask[:, None, None]
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+        "enable_gqa": enable_gqa,
+    }  # fmt: skip
     config = None if _parallel_config is None else _parallel_config.context_parallel_config
     if config is None:
         if return_lse:
             raise NotImplementedError("return_lse is supported with context parallelism only")
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return out.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
     mesh, method = _axes(config)
     layout, lengths = _order(mesh, q, k, is_uneven=config.ring_anything or config.ulysses_anything)
     if attn_mask is not None and attn_mask.size(-1) not in (1, lengths[1]):
@@ -105,11 +99,10 @@ def attention(
                 f"expected attn_mask with the {lengths[1]} keys of all ranks, or with this rank's {k.size(2)} keys and "
                 f"one row for all queries; got {tuple(attn_mask.shape)}"
             )
-        (attn_mask,) = context_parallel_unshard(mesh, [attn_mask], [-1], layout)
+        (options["attn_mask"],) = context_parallel_unshard(mesh, [attn_mask], [-1], layout)
     result = context_parallel_attention(
-        q, k, v, mesh=mesh, method=method, is_causal=is_causal, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale,
-        enable_gqa=enable_gqa, layout=layout, seq_len=lengths, return_lse=return_lse,
-    )  # fmt: skip
+        q, k, v, mesh=mesh, method=method, layout=layout, seq_len=lengths, return_lse=return_lse, **options
+    )
     if isinstance(result, tuple):
         return result[0].transpose(1, 2), result[1].transpose(1, 2)
     return result.transpose(1, 2)

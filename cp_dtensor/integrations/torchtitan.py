@@ -33,7 +33,9 @@ from cp_dtensor import (
     context_parallel_flex_attention,
     varlen_attention,
 )
-from cp_dtensor.api.extension import CachedHash, Mesh, Segment, bottom_right_mask, never_compiled, sequence_ranks
+from cp_dtensor.api.extension import Mesh, bottom_right_mask, never_compiled, sequence_ranks
+from cp_dtensor.spec.balanced_layouts import OneLength
+from cp_dtensor.spec.layouts import Span, joined_spans
 
 __all__ = ["Metadata", "PermutedParts", "attention", "describe_installed", "inner_attention_map", "prepare_metadata"]
 
@@ -242,26 +244,12 @@ def _layout_of(permutation: torch.Tensor | None, world_size: int) -> Layout:
     parts = [positions[rank * share : (rank + 1) * share] for rank in range(world_size)]
     if any(sorted(part) != part for part in parts):
         raise ValueError("expected a permutation in which the positions of each rank's tokens ascend; got another")
-    return PermutedParts(tuple(map(_runs, parts)), len(positions))
-
-
-def _runs(positions: list[int]) -> tuple[tuple[int, int], ...]:
-    """The (start, stop) of adjacent positions.
-
-    >>> _runs([0, 1, 2, 4, 5])
-    ((0, 3), (4, 6))
-    """
-    runs: list[tuple[int, int]] = []
-    for position in positions:
-        if runs and runs[-1][1] == position:
-            runs[-1] = (runs[-1][0], position + 1)
-        else:
-            runs.append((position, position + 1))
-    return tuple(runs)
+    runs = [joined_spans([(position, position + 1) for position in part]) for part in parts]
+    return PermutedParts(tuple(map(tuple, runs)), len(positions))
 
 
 @dataclass(frozen=True)
-class PermutedParts(CachedHash, Layout):
+class PermutedParts(OneLength):
     """Each rank owns the runs of adjacent tokens that a permutation gives it.
 
     Args:
@@ -269,24 +257,17 @@ class PermutedParts(CachedHash, Layout):
         seq_len: global number of tokens.
 
     >>> layout = PermutedParts((((0, 2), (6, 8)), ((2, 6),)), seq_len=8)
-    >>> [[list(segment.positions()) for segment in layout.segments(8, rank, 2)] for rank in range(2)]
-    [[[0, 1], [6, 7]], [[2, 3, 4, 5]]]
+    >>> layout.local_length(8, 0, 2), layout.blocks(2)[1]
+    (4, [(2, 6)])
     """
 
-    runs: tuple[tuple[tuple[int, int], ...], ...]
+    runs: tuple[tuple[Span, ...], ...]
     seq_len: int
 
-    def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
-        if (seq_len, world_size) != (self.seq_len, len(self.runs)):
-            raise ValueError(
-                f"this layout divides {self.seq_len} tokens among {len(self.runs)} ranks, got {seq_len} and "
-                f"{world_size}"
-            )
-        return tuple(Segment.contiguous(start, stop) for start, stop in self.runs[rank])
-
-    @property
-    def only_length(self) -> int:
-        return self.seq_len
+    def blocks(self, world_size: int) -> list[list[Span]]:
+        if world_size != len(self.runs):
+            raise ValueError(f"this layout divides tokens among {len(self.runs)} ranks, got {world_size}")
+        return [list(part) for part in self.runs]
 
 
 def describe_installed() -> str:

@@ -20,11 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 accelerate = pytest.importorskip("accelerate", reason="needs the extra [integrations]")
 transformers = pytest.importorskip("transformers", reason="needs the extra [integrations]")
 
-from cp_dtensor import Contiguous, Documents, SlidingWindow, Striped, context_parallel, context_parallel_shard  # noqa: E402
+from cp_dtensor import Contiguous, Documents, SlidingWindow, Striped, context_parallel  # noqa: E402
 from cp_dtensor.integrations import accelerate as cp_accelerate  # noqa: E402
 from cp_dtensor.integrations.transformers import register  # noqa: E402
 
 Accelerator = accelerate.Accelerator
+Trainer: Any = transformers.Trainer
 RANKS, LENGTH, BATCH = 2, 21, 2
 SIZES = {
     "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -87,58 +88,63 @@ def in_steps(rank: int, model: Any, inputs: dict[str, torch.Tensor], names: list
     return loss.detach(), list(grads)
 
 
+def compare(results: list[Any], whole: tuple[torch.Tensor, Any]) -> None:
+    """Compares the sums over the ranks of losses and gradients with those of one process."""
+    torch.testing.assert_close(sum(loss for loss, _ in results).double(), whole[0].double(), rtol=1e-5, atol=1e-5)
+    for *grads, expected in zip(*(grads for _, grads in results), whole[1], strict=True):
+        assert all(grad is None for grad in grads) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+
+
+class Adapter(nn.Module):
+    """A model inside of another, whose arguments have no position ids."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.model(**kwargs)
+
+
 ALL = ["input_ids", "labels", "shift_labels"]
+WITHOUT_POSITIONS = {name: tensor for name, tensor in batch().items() if name != "position_ids"}
+ALL_SEEN = {**batch(), "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)}
 
 
-@pytest.mark.parametrize("layout", [None, Contiguous(), Striped(1)], ids=str)
 @pytest.mark.filterwarnings("ignore:position_ids are those of packed documents, and the model has a cache")
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "without positions", "packed", "padded", "all seen"])
-def test_loss_and_gradients_are_those_of_one_process(kind: str, use_cache: bool, layout: Any) -> None:
-    inputs = {"packed": packed, "padded": padded}.get(kind, batch)()
-    names = [*ALL, "position_ids"]
-    options: dict[str, Any] = {"layout": layout}
-    if kind == "without positions":
-        del inputs["position_ids"]
-        names = ALL
-    if kind == "all seen":
-        inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    if "attention_mask" in inputs:
-        names = [*names, "attention_mask"]
+@pytest.mark.parametrize(
+    ("inputs", "use_cache", "layout"),
+    [
+        *[(batch(), True, layout) for layout in (None, Contiguous(), Striped(1))],
+        *[(WITHOUT_POSITIONS, True, layout) for layout in (None, Contiguous(), Striped(1))],
+        *[(each, use_cache, None) for each in (packed(), padded(), ALL_SEEN) for use_cache in (True, False)],
+    ],
+)
+def test_loss_and_gradients_are_those_of_one_process(inputs: Any, use_cache: bool, layout: Any) -> None:
     model = llama()
     model.config.use_cache = use_cache  # with a cache, transformers does not tell packed documents apart
-    whole_loss, whole_grads = one_process(model, inputs)
-
-    def body(rank: int) -> Any:
-        return in_steps(rank, deepcopy(model), inputs, names, options)
-
+    names = [*ALL, *({"position_ids", "attention_mask"} & inputs.keys())]
     with cp_accelerate.enable():
-        results = run_ranks(RANKS, body)
-    torch.testing.assert_close(sum(loss for loss, _ in results), whole_loss, rtol=1e-5, atol=1e-5)
-    for *grads, expected in zip(*(grads for _, grads in results), whole_grads, strict=True):
-        torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+        steps = run_ranks(RANKS, lambda rank: in_steps(rank, deepcopy(model), inputs, names, {"layout": layout}))
+        adapted = run_ranks(RANKS, lambda rank: in_steps(rank, Adapter(deepcopy(model)), inputs, names, {}))
+    compare(steps, one_process(model, inputs))
+    compare(adapted, one_process(model, inputs))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cp_dtensor"])
-@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
-def test_models_make_their_own_masks(kind: str, implementation: str) -> None:
+@pytest.mark.parametrize("kind", [batch, packed, padded])
+def test_models_make_their_own_masks(kind: Any, implementation: str) -> None:
     """A window, and packed documents or padding, without a mask of the step."""
-    inputs = {"packed": packed, "padded": padded}.get(kind, batch)()
-    model = llama("Mistral", sliding_window=13)
+    inputs, model = kind(), llama("Mistral", sliding_window=13)
     model.config.use_cache = False
-    whole_loss, whole_grads = one_process(model, inputs)
+    whole = one_process(model, inputs)
     register()
     model.set_attn_implementation(implementation)
     names = [*ALL, *({"position_ids", "attention_mask"} & inputs.keys())]
-
-    def body(rank: int) -> Any:
-        return in_steps(rank, deepcopy(model), inputs, names, {})
-
     with cp_accelerate.enable():
-        results = run_ranks(RANKS, body)
-    torch.testing.assert_close(sum(loss for loss, _ in results), whole_loss, rtol=1e-5, atol=1e-5)
-    for *grads, expected in zip(*(grads for _, grads in results), whole_grads, strict=True):
-        torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+        compare(run_ranks(RANKS, lambda rank: in_steps(rank, deepcopy(model), inputs, names, {})), whole)
 
 
 def test_missing_positions_are_refused_outside_of_steps() -> None:
@@ -160,64 +166,25 @@ def test_missing_positions_are_refused_outside_of_steps() -> None:
 
 
 def test_options_of_the_switch_and_of_a_step_reach_the_context() -> None:
-    """A window of the switch, combined with sinks of a step, equals the same on one rank."""
+    """A window of the switch, combined with sinks of a step."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64, generator=generator) for _ in range(3))
     sinks = torch.randn(2, dtype=torch.float64, generator=generator)
+    options: Any = {"mask": SlidingWindow(3, 0), "layout": Contiguous(), "method": "ring"}
 
-    def attend(rank: int) -> torch.Tensor:
-        accelerator = prepared(rank, nn.Identity())
-        buffers = [tensor.clone() for tensor in (q, k, v)]
-        with Accelerator.maybe_context_parallel(
-            accelerator, buffers=buffers, buffer_seq_dims=[2, 2, 2], no_restore_buffers=buffers, sinks=sinks
-        ):
-            out = nn.functional.scaled_dot_product_attention(*buffers, is_causal=True)
+    def attend(rank: int) -> None:
+        accelerator, outs = prepared(rank, nn.Identity()), []
         mesh = accelerator.torch_device_mesh["cp"]
-        (expected,) = context_parallel_shard(mesh, [whole], [2], Contiguous())
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-        return out
+        steps = partial(Accelerator.maybe_context_parallel, accelerator, sinks=sinks)
+        for opened in (steps, partial(context_parallel, mesh, sinks=sinks, **options), partial(context_parallel, mesh)):
+            buffers = [tensor.clone() for tensor in (q, k, v)]
+            with opened(buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+                outs.append(nn.functional.scaled_dot_product_attention(*buffers, is_causal=True))
+        assert torch.equal(outs[0], outs[1])
+        assert not torch.equal(outs[0], outs[2])
 
-    at = torch.arange(12)
-    distance = at[:, None] - at
-    logits = (q @ k.transpose(2, 3) / 2).masked_fill((distance < 0) | (distance > 3), -torch.inf)
-    logits = torch.cat([logits, sinks.view(1, 2, 1, 1).expand(1, 2, 12, 1)], 3)
-    whole = logits.softmax(3)[..., :-1] @ v
-    with cp_accelerate.enable(mask=SlidingWindow(3, 0), layout=Contiguous(), method="ring"):
+    with cp_accelerate.enable(**options):
         run_ranks(RANKS, attend)
-
-
-@pytest.mark.parametrize(
-    ("make", "names", "message"),
-    [
-        (llama, ["input_ids", "labels"], "a model got labels inside of context_parallel"),
-        (partial(llama, attn_implementation="eager"), ALL, "computes attention as matrix products"),
-    ],
-)
-def test_steps_that_would_be_wrong_are_refused(make: Any, names: list[str], message: str) -> None:
-    def body(rank: int) -> None:
-        in_steps(rank, make(), batch(), names, {})
-
-    with cp_accelerate.enable(), pytest.raises((ValueError, NotImplementedError), match=message):
-        run_ranks(RANKS, body)
-
-
-def test_models_inside_of_others_get_positions() -> None:
-    """As those with adapters, whose arguments have no position ids."""
-
-    class Adapter(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, **kwargs: Any) -> Any:
-            return self.model(**kwargs)
-
-    inputs = {name: tensor for name, tensor in batch().items() if name != "position_ids"}
-    model = llama()
-    whole_loss, _ = one_process(model, inputs)
-    with cp_accelerate.enable():
-        results = run_ranks(RANKS, lambda rank: in_steps(rank, Adapter(deepcopy(model)), inputs, ALL, {}))
-    torch.testing.assert_close(sum(loss for loss, _ in results), whole_loss, rtol=1e-5, atol=1e-5)
 
 
 def test_the_switch_is_reversible_nested_and_safe() -> None:
@@ -290,26 +257,18 @@ def document_by_document(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def check_steps_of_a_trainer(model: Any, inputs: dict[str, Any], use_cache: bool = False) -> None:
     """Compares the loss and the gradients of a step of Trainer with those of single documents."""
-    from transformers.trainer import Trainer
-
-    whole_loss, whole_grads = document_by_document(model)
 
     def body(rank: int) -> Any:
         own, given = deepcopy(model), {name: each.clone() for name, each in inputs.items() if torch.is_tensor(each)}
         numbers = {name: each for name, each in inputs.items() if name not in given}
-        opened, ready = Trainer._prepare_context_parallel_inputs(trainer_of(rank, own), own, {**given, **numbers})  # type: ignore[arg-type]
+        opened, ready = Trainer._prepare_context_parallel_inputs(trainer_of(rank, own), own, {**given, **numbers})
         count = (ready["shift_labels"] != -100).sum()
         with opened():
             loss = own(**ready, use_cache=use_cache, num_items_in_batch=count).loss
             return loss.detach(), torch.autograd.grad(loss, list(own.parameters()), allow_unused=True)
 
     with cp_accelerate.enable():
-        results = run_ranks(RANKS, body)
-    torch.testing.assert_close(sum(loss for loss, _ in results).double(), whole_loss.double(), rtol=1e-5, atol=1e-5)
-    for *grads, expected in zip(*(grads for _, grads in results), whole_grads, strict=True):
-        assert all(grad is None for grad in grads) == (expected is None)
-        if expected is not None:
-            torch.testing.assert_close(sum(grads), expected, rtol=1e-5, atol=1e-5)
+        compare(run_ranks(RANKS, body), document_by_document(model))
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -332,73 +291,47 @@ def test_recurrent_layers_have_the_documents_of_padding_free_collators(family: s
     check_steps_of_a_trainer(tiny_model(family, "sdpa"), flattened())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"position_ids": torch.arange(LENGTH)[None]}, "seq_idx, position_ids begin .* first of which is token 9"),
-        ({"cu_seq_lens_k": torch.tensor([0, 9, 12, LENGTH])}, "begin packed documents at different .* token 12"),
-        ({"input_ids": batch()["input_ids"]}, "seq_idx need a batch of one row, got 2 rows"),
-    ],
-)
-def test_documents_that_differ_are_refused(changes: dict[str, Any], message: str) -> None:
-    from transformers.trainer import Trainer
+DIFFER = "begin packed documents at different"
+DROPPED = "takes documents from seq_lengths with padding_free=True only"
 
-    def body(rank: int) -> None:
-        model = llama()
-        with pytest.raises((ValueError, NotImplementedError), match=message):
-            Trainer._prepare_context_parallel_inputs(trainer_of(rank, model), model, {**flattened(), **changes})  # type: ignore[arg-type]
 
-    with cp_accelerate.enable():
-        run_ranks(RANKS, body)
+def collated(columns: list[str], padding_free: bool) -> dict[str, Any]:
+    """A trainer's data set and collator: SFTTrainer removes position_ids, and may not read seq_lengths."""
+    return {
+        "train_dataset": SimpleNamespace(column_names=columns),
+        "data_collator": SimpleNamespace(padding_free=padding_free),
+    }
 
 
 @pytest.mark.parametrize(
-    ("columns", "padding_free", "is_refused"),
+    ("trainer", "changes", "message"),
     [
-        (["input_ids", "position_ids"], False, True),
-        (["input_ids", "position_ids"], True, True),
-        (["input_ids", "seq_lengths"], False, True),
-        (["input_ids", "seq_lengths"], True, False),
-        (["input_ids", "labels"], False, False),
+        ({}, {"position_ids": torch.arange(LENGTH)[None]}, "seq_idx, position_ids begin .* first of which is token 9"),
+        ({}, {"cu_seq_lens_k": torch.tensor([0, 9, 12, LENGTH])}, f"{DIFFER} .* token 12"),
+        ({}, {"input_ids": batch()["input_ids"]}, "seq_idx need a batch of one row, got 2 rows"),
+        (collated(["input_ids", "position_ids"], False), {}, DROPPED),
+        (collated(["input_ids", "position_ids"], True), {}, DROPPED),
+        (collated(["input_ids", "seq_lengths"], False), {}, DROPPED),
+        (collated(["input_ids", "seq_lengths"], True), {}, None),
+        (collated(["input_ids", "labels"], False), {}, None),
+        ({"label_smoother": len}, {}, "got label_smoothing_factor, which would shift labels within this rank's shard"),
+        ({"compute_loss_func": len}, {}, "got compute_loss_func, which would shift labels within this rank's shard"),
+        ({"compute_loss_func": len}, {"labels": None}, None),
     ],
 )
-def test_packed_data_whose_documents_trl_drops_are_refused(
-    columns: list[str], padding_free: bool, is_refused: bool
-) -> None:
-    """SFTTrainer removes the column position_ids, and reads seq_lengths with padding_free=True only."""
-    from transformers.trainer import Trainer
-
+def test_steps_of_a_trainer_that_would_be_wrong_are_refused(trainer: Any, changes: Any, message: str | None) -> None:
     def body(rank: int) -> None:
         model = llama()
-        data, collator = SimpleNamespace(column_names=columns), SimpleNamespace(padding_free=padding_free)
-        trainer = trainer_of(rank, model, train_dataset=data, data_collator=collator)
-        message = "takes documents from seq_lengths with padding_free=True only"
-        with pytest.raises(ValueError, match=message) if is_refused else nullcontext():
-            Trainer._prepare_context_parallel_inputs(trainer, model, flattened())
-
-    with cp_accelerate.enable():
-        run_ranks(RANKS, body)
-
-
-@pytest.mark.parametrize("given", ["label_smoother", "compute_loss_func"])
-def test_losses_that_trainer_computes_of_labels_are_refused(given: str) -> None:
-    from transformers.trainer import Trainer
-
-    def body(rank: int) -> None:
-        model = llama()
-        trainer = trainer_of(rank, model, **{given: len})
-        prepare = Trainer._prepare_context_parallel_inputs
-        with pytest.raises(NotImplementedError, match="would shift labels within this rank's shard"):
-            prepare(trainer, model, batch())
-        prepare(trainer, model, {"input_ids": batch()["input_ids"]})
+        inputs = {name: each for name, each in {**flattened(), **changes}.items() if each is not None}
+        refused = pytest.raises((ValueError, NotImplementedError), match=message) if message else nullcontext()
+        with refused:
+            Trainer._prepare_context_parallel_inputs(trainer_of(rank, model, **trainer), model, inputs)
 
     with cp_accelerate.enable():
         run_ranks(RANKS, body)
 
 
 def test_every_rank_evaluates_the_mean_of_the_losses_and_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.trainer import Trainer
-
     def of_rank(self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         return inputs["loss"], None, None
 
@@ -408,14 +341,14 @@ def test_every_rank_evaluates_the_mean_of_the_losses_and_no_logits(monkeypatch: 
         trainer = SimpleNamespace(accelerator=prepared(rank, nn.Identity()))
         trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=rank == 0, remainder=-1)
         inputs = {"loss": torch.tensor([3.0, 8.0][rank])}
-        assert Trainer.prediction_step(trainer, None, inputs, True)[0] == 5.5  # type: ignore[arg-type]
+        assert Trainer.prediction_step(trainer, None, inputs, True)[0] == 5.5
         with pytest.raises(NotImplementedError, match="only the loss is evaluated"):
-            Trainer.prediction_step(trainer, None, inputs, False)  # type: ignore[arg-type]
+            Trainer.prediction_step(trainer, None, inputs, False)
 
     def partial_batch(rank: int) -> None:
         trainer = SimpleNamespace(accelerator=prepared(rank, nn.Identity()))
         trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=True, remainder=3)
-        Trainer.prediction_step(trainer, None, {"loss": torch.zeros(())}, True)  # type: ignore[arg-type]
+        Trainer.prediction_step(trainer, None, {"loss": torch.zeros(())}, True)
 
     with cp_accelerate.enable():
         run_ranks(RANKS, body)
@@ -426,7 +359,6 @@ def test_every_rank_evaluates_the_mean_of_the_losses_and_no_logits(monkeypatch: 
 
 def test_sft_trainer_evaluates_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """`SFTTrainer.prediction_step` of TRL opens no context: a stand-in for its class, which must not be reached."""
-    from transformers.trainer import Trainer
 
     class SFTTrainer(SimpleNamespace):
         def prediction_step(self, *_: Any) -> Any:

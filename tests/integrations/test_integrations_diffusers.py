@@ -86,22 +86,17 @@ def check(
 
 
 @pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_self_attention_with_grouped_heads(degrees: tuple[int, int], is_causal: bool) -> None:
-    check(degrees, ((6,) * 4, (6,) * 4), is_causal=is_causal)
-
-
-@pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_any_length_on_every_rank(degrees: tuple[int, int], is_causal: bool) -> None:
-    """Such as joined text and image, each divided by itself."""
-    check(degrees, (UNEVEN[0], UNEVEN[0]), is_causal=is_causal)
-
-
-@pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize("lengths", [UNEVEN, ((6,) * 4, (2,) * 4)])
-def test_cross_attention(degrees: tuple[int, int], lengths: Any) -> None:
-    check(degrees, lengths, scale=0.3)
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        *[(((6,) * 4, (6,) * 4), {"is_causal": is_causal}) for is_causal in (False, True)],
+        # Such as joined text and image, each divided by itself.
+        *[((UNEVEN[0], UNEVEN[0]), {"is_causal": is_causal}) for is_causal in (False, True)],
+        *[(lengths, {"scale": 0.3}) for lengths in (UNEVEN, ((6,) * 4, (2,) * 4))],  # cross-attention
+    ],
+)
+def test_lengths(degrees: tuple[int, int], lengths: Any, options: dict[str, Any]) -> None:
+    check(degrees, lengths, **options)
 
 
 @pytest.mark.parametrize("degrees", DEGREES)

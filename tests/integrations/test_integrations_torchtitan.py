@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -69,30 +68,21 @@ def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
         class Config:
             pass
 
-    @contextmanager
-    def no_typecheck() -> Iterator[None]:
-        yield
-
+    kinds = {each.__name__: each for each in (InnerAttention, VarlenInnerAttention, FlexInnerAttention)}
+    packages = ("torchtitan", "torchtitan.models", "torchtitan.models.common", "torchtitan.distributed")
+    groups = {"spmd_mesh_group": lambda axis: dist.group.WORLD if axis == "cp" else None}
     contents: dict[str, dict[str, Any]] = {
-        "torchtitan": {},
-        "torchtitan.models": {},
-        "torchtitan.models.common": {},
-        "torchtitan.models.common.attention": {
-            each.__name__: each for each in (InnerAttention, VarlenInnerAttention, FlexInnerAttention)
-        },
+        **{name: {} for name in packages},
+        "torchtitan.models.common.attention": kinds,
         "torchtitan.models.common.attention.cp_attention": {base_name: Base},
-        "torchtitan.distributed": {},
         f"torchtitan.distributed.{axes}": {"MeshAxisName": SimpleNamespace(CP="cp")},
-        "torchtitan.distributed.spmd_types": {
-            "spmd_mesh_group": lambda axis: dist.group.WORLD if axis == "cp" else None
-        },
-        "spmd_types": {"no_typecheck": no_typecheck, "is_type_checking": lambda: False},
+        "torchtitan.distributed.spmd_types": groups,
+        "spmd_types": {"no_typecheck": nullcontext, "is_type_checking": lambda: False},
     }
     made = {}
     for name, names in contents.items():
         made[name] = module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        module.__path__ = []
+        module.__spec__, module.__path__ = ModuleSpec(name, None), []
         vars(module).update(names)
     return made
 
@@ -236,41 +226,40 @@ def test_metadata_that_does_not_fit_is_refused(titan: dict[str, ModuleType]) -> 
         run_ranks(RANKS, body)
 
 
+API = "distributed/context_parallel/api.py"
 SOURCES = {
-    "on main|not attention: use cp_dtensor.integrations.torchtitan": {
-        "models/common/attention/cp_attention.py": "class CPAttention", "distributed/context_parallel/api.py": "",
+    "not attention: use cp_dtensor.integrations.torchtitan": {
+        "models/common/attention/cp_attention.py": "class CPAttention", API: "",
     },
-    "0.3|the SDPA of DTensors from torch": {"distributed/context_parallel/api.py": "def apply_cp_to_forward("},
-    "after 0.3|has no place for another inner attention": {"distributed/context_parallel/api.py": "def cp_shard("},
-    "0.2.2|load balancers and SDPA from torch": {"distributed/context_parallel.py": "plan = _ContextParallel("},
-    "0.2.1|takes the context manager": {},
+    "the SDPA of DTensors from torch": {API: "def apply_cp_to_forward("},
+    "has no place for another inner attention": {API: "def cp_shard("},
+    "load balancers and SDPA from torch": {"distributed/context_parallel.py": "plan = _ContextParallel("},
+    "takes the context manager": {},
+    "": None,
 }  # fmt: skip
+"""By what is said of an installed version: its files; None if there is none."""
 
 
-@pytest.mark.parametrize("version", SOURCES)
+@pytest.mark.parametrize("said", SOURCES)
 def test_redirected_imports_name_what_an_installed_version_takes(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, text in {"__init__.py": "raise AssertionError('imported')", **SOURCES[version]}.items():
+    for name, text in ({"__init__.py": "raise AssertionError('imported')"} | (SOURCES[said] or {})).items():
         path = tmp_path / "torchtitan" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torchtitan", raising=False)
+    if SOURCES[said] is None:
+        monkeypatch.setattr("cp_dtensor.integrations.torchtitan.find_spec", lambda name: None)
     with redirect_imports() as redirected:
-        assert version.partition("|")[2] in redirected.torchtitan
+        assert said in redirected.torchtitan
+        assert bool(said) == bool(redirected.torchtitan)
         assert str(redirected).endswith(redirected.torchtitan)
         experimental = "torch.distributed.tensor.experimental"
         assert redirected.replaced[experimental] == ("context_parallel",)
         assert "_context_parallel_shard" in redirected.replaced[f"{experimental}._attention"]
         assert f"{experimental}: context_parallel\n" in str(redirected)
-
-
-def test_without_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_dtensor.integrations.torchtitan.find_spec", lambda name: None)
-    with redirect_imports() as redirected:
-        assert redirected.torchtitan == ""
-        assert len(redirected.replaced) == str(redirected).count("\n")
 
 
 def test_a_program_started_with_redirected_imports(

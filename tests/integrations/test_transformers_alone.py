@@ -54,6 +54,19 @@ def test_the_provider_attends_as_sdpa(kind: str, use_cache: bool, positions: lis
     torch.testing.assert_close(found, model(**given).logits)
 
 
+def test_packed_documents_with_blocks_of_tokens_are_masked_as_by_sdpa() -> None:
+    """Blocks see each other in both directions; the ranks of a context would have parts of them."""
+    positions, blocks = torch.tensor([[*range(4), *range(5)]]), torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1, -1]])
+    given = {"inputs_embeds": torch.zeros(1, 9, 16), "attention_mask": None, "past_key_values": None}
+    expected, found = (
+        transformers.masking_utils.create_causal_mask(
+            tiny_model(each).config, **given, position_ids=positions, block_sequence_ids=blocks
+        )
+        for each in ("sdpa", "cp_dtensor")
+    )
+    assert torch.equal(value_of(found).alone(), expected)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_other_implementations_compile_to_one_graph(implementation: str) -> None:
     torch.compiler.reset()

@@ -24,6 +24,9 @@ def test_check_model_names_layers() -> None:
     assert check_model(tiny_model("LFM2", "sdpa")) == check_model(tiny_model("Qwen3-Next", "sdpa")) == []
     assert any("mixer" in line for line in check_model(tiny_model("Mamba", "eager")))
     assert any("embed_positions" in line for line in check_model(tiny_model("BART", "sdpa")))
+    model: Any = tiny_model("Llama", "sdpa")
+    model.config.layer_types = ["full_attention", "attention_of_a_later_version"]
+    assert any("layer_types has 'attention_of_a_later_version', layers that" in line for line in check_model(model))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.contexts import innermost
 from cp_dtensor.integrations.transformers import masks
-from cp_dtensor.integrations.transformers.masks import MaskRequest, ModelMask
+from cp_dtensor.integrations.transformers.masks import ModelMask
+from cp_dtensor.spec.masks import interval_sets_of
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
@@ -26,11 +28,9 @@ utils: Any = pytest.importorskip("transformers.masking_utils", reason="needs the
 def dense(mask: Mask, length: int) -> torch.Tensor:
     """(S, S) number of times that a mask has each pair."""
     pairs = torch.zeros(length, length, dtype=torch.int64)
-    for bands in mask.interval_sets(length, length):
-        for band in bands:
-            for query in range(max(band.first, 0), min(band.last, length)):
-                lo, hi = band.keys(query)
-                pairs[query, max(lo, 0) : max(min(hi, length), 0)] += 1
+    for band in chain(*interval_sets_of(mask, length, length, 1)[0]):
+        for query in range(band.first, band.last):
+            pairs[query, slice(*band.keys(query))] += 1
     return pairs
 
 
@@ -57,11 +57,12 @@ def functions(left_padding: torch.Tensor | None = None) -> dict[str, Case]:
     }
 
 
-def model_mask(case: Case, length: int, request: MaskRequest, rows: int = 2) -> ModelMask:
-    return ModelMask(case[0], request, rows, (length, length), torch.device("cpu"), case[1])
+def value_of(case: Case, length: int, call: Call, rows: int = 2, **known: Any) -> Mask:
+    """The value of a mask of `length` tokens of this rank."""
+    return ModelMask(**known, function=case[0], batch_size=rows, local=(length, length), size=case[1]).found(call)[0]
 
 
-def config_of_two_ranks() -> Call:
+def call_of_two_ranks() -> Call:
     return Call.of(init_device_mesh("cpu", (2,)))
 
 
@@ -84,7 +85,7 @@ def test_values_have_the_pairs_of_the_function(name: str, padded: bool) -> None:
         places = positions_of(HeadTail().segments(length, rank, 2, 0), padding.device)
         of_shard = padding[:, places]
         case = functions((of_shard.cumsum(1) == 0).sum(1))[name]
-        value = model_mask(case, local, MaskRequest(None, of_shard, None, False)).mask_for(config_of_two_ranks())
+        value = value_of(case, local, call_of_two_ranks(), padding=of_shard)
         for row in range(rows):
             assert torch.equal(dense(value.of_batch_row(row), length), wanted[row, 0].long())
         if known is not None and not padded:
@@ -103,8 +104,7 @@ def test_functions_that_read_tensors_of_the_shard_are_refused(padded: bool) -> N
     def body(rank: int) -> None:
         function = utils.and_masks(utils.causal_mask_function, lambda b, h, q, kv: of_shard[kv] >= 0)
         padding = torch.arange(8)[None] > 2 if padded else None
-        request = MaskRequest(None, padding, None, False)
-        model_mask((function, None, None), 8, request, rows=1).mask_for(config_of_two_ranks())
+        value_of((function, None, None), 8, call_of_two_ranks(), rows=1, padding=padding)
 
     with pytest.raises(NotImplementedError, match="reads of_shard, a tensor of this rank's tokens"):
         run_ranks(2, body)
@@ -148,16 +148,15 @@ def test_position_ids_travel_again_once_those_of_any_rank_are_others() -> None:
     case = functions()["causal"]
 
     def body(rank: int) -> tuple[list[Mask], list[bool]]:
-        config = replace(config_of_two_ranks(), layout=Contiguous())
+        call = replace(call_of_two_ranks(), layout=Contiguous())
         values, travelled, local = [], [], torch.zeros(1, 4, dtype=torch.int64)
         with context_parallel(init_device_mesh("cpu", (2,)), layout=Contiguous(), seq_len=8):
             context = innermost()
             assert context is not None
             for ids in (one, one, three, three, two, one):  # from one to three only rank 1 has others
                 local.copy_(torch.tensor([ids[4 * rank : 4 * rank + 4]]))  # in place, as a collective would
-                request = MaskRequest(local, None, None, False, is_packed=True, context=context)
                 before = masks._latest.get(context)
-                values.append(model_mask(case, 4, request, rows=1).mask_for(config))
+                values.append(value_of(case, 4, call, rows=1, positions=local, context=context))
                 travelled.append(masks._latest[context] is not before)
         return values, travelled
 

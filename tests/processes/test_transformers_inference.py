@@ -18,7 +18,7 @@ from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import context_parallel
-from cp_dtensor.integrations.transformers import ModelBatch, hooks, register
+from cp_dtensor.integrations.transformers import ModelBatch, register
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,13 +58,9 @@ def generation(rank: int) -> None:
         assert torch.equal(model.generate(tokens(), **given), expected)  # type: ignore[operator]
 
 
-def test_generate_says_where_to_call_it(two_processes: Processes) -> None:
-    two_processes.run(generation)
-
-
-def caches(rank: int, attention: str) -> None:
+def caches(rank: int, with_provider: bool) -> None:
     """Before and after `register()`, which keeps the functions of models replaced."""
-    model: Any = tiny_model("Llama", attention).eval()
+    model: Any = tiny_model("Llama", register() if with_provider else "sdpa").eval()
     last = tokens()[:, -1:]
     own = transformers.DynamicCache()
     called_in_context(model, ModelBatch(input_ids=tokens()), past_key_values=own)
@@ -82,26 +78,12 @@ def caches(rank: int, attention: str) -> None:
         model(last, past_key_values=model(tokens()).past_key_values)  # one that no context has seen
 
 
-def test_a_cache_of_a_context_is_refused_outside(two_processes: Processes) -> None:
-    two_processes.run(caches, "sdpa")
-    two_processes.run(register_and_caches)
-
-
-def register_and_caches(rank: int) -> None:
-    caches(rank, register())
-
-
 def caches_of_compiled_models(rank: int) -> None:
     torch.compiler.reset()
     model: Any = tiny_model("Llama", register()).eval()
     found = called_in_context(torch.compile(model, backend="eager"), ModelBatch(input_ids=tokens()))
     with pytest.raises(NotImplementedError, match=REFUSED):
         model(tokens()[:, -1:], past_key_values=found.past_key_values)
-
-
-@pytest.mark.slow
-def test_a_cache_of_a_compiled_model_is_refused_outside(two_processes: Processes) -> None:
-    two_processes.run(caches_of_compiled_models)
 
 
 def caches_of_cross_attention(rank: int) -> None:
@@ -117,25 +99,16 @@ def caches_of_cross_attention(rank: int) -> None:
         model(tokens()[:, -1:], encoder_hidden_states=encoded, past_key_values=found)
 
 
-def test_both_caches_of_cross_attention_are_refused_outside(two_processes: Processes) -> None:
-    two_processes.run(caches_of_cross_attention)
-
-
 def joined_documents(rank: int) -> None:
-    hooks._warn_of_joined_documents.cache_clear()
     model: Any = tiny_model("Llama", "sdpa").eval()
     for positions, expected in ((None, 0), (packed(), 1)):
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")
             for _ in range(2):
                 called_in_context(model, ModelBatch(input_ids=tokens(), position_ids=positions))
         shown = [str(each.message) for each in caught]
         assert len(shown) == expected
         assert all("documents attend to each other" in each and "use_cache=False" in each for each in shown)
-
-
-def test_packed_documents_with_a_cache_are_warned_of_once(two_processes: Processes) -> None:
-    two_processes.run(joined_documents)
 
 
 def readme(rank: int) -> None:
@@ -154,8 +127,15 @@ def readme(rank: int) -> None:
         torch.testing.assert_close(parameter.grad / 2, expected.grad, rtol=1e-6, atol=1e-8)
 
 
-def test_the_program_of_the_readme_keeps_documents_apart(two_processes: Processes) -> None:
-    two_processes.run(readme)
+@pytest.mark.parametrize(
+    "case",
+    [
+        (caches, False), (caches, True), (generation,), (caches_of_cross_attention,), (joined_documents,), (readme,),
+        pytest.param((caches_of_compiled_models,), marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_caches(two_processes: Processes, case: tuple[Any, ...]) -> None:
+    two_processes.run(*case)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_dtensor import Layout, context_parallel
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
-from support.models import LENGTH, ROWS, VOCABULARY, tiny_model
+from support.models import LENGTH, ROWS, VOCABULARY, assert_gradients_sum_to, gradients, tiny_model
 
 COLUMNS = {
     "plain": "plain context",
@@ -80,18 +80,13 @@ def _run_cell(family: str, column: str, layout: Layout | None, device: str) -> s
     if "position_ids" not in inspect.signature(tiny_model(family, "eager").forward).parameters:
         batch.inputs.pop("position_ids", None)
     loss, grads = _alone(family, batch, more, device, column.startswith("plain"))
-    try:
-        model = tiny_model(family, "sdpa" if column.startswith("plain") else register())
-    except (ValueError, KeyError):  # models without SDPA are used as they come
-        model = tiny_model(family, "eager")
-    model.to(device)
+    model = _model_of(family, "sdpa" if column.startswith("plain") else register()).to(device)
     if column == "checkpointed":
         if not model.supports_gradient_checkpointing:
             return "transformers has no gradient checkpointing for it"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.compiler.reset()
     called = torch.compile(model, backend="aot_eager", dynamic=False) if column == "compiled" else model
-    if column == "compiled":
-        torch.compiler.reset()
     world: Any = dist.group.WORLD
     assert batch.shift_labels is not None
     buffers = [*batch.buffers["buffers"], *more.values()]
@@ -100,20 +95,20 @@ def _run_cell(family: str, column: str, layout: Layout | None, device: str) -> s
             logits = called(**batch.inputs, **more, use_cache=False).logits
             found = causal_lm_loss(logits, batch.shift_labels, gradients="sum")
             found.backward()
-    except _NAMED as error:
-        return _reason(str(error))
-    except Exception as error:  # errors of Dynamo have the reason in their message
-        if column != "compiled" or "NotImplementedError" not in repr(error):
+    except Exception as error:  # a refusal names a reason; errors of Dynamo have it in their message
+        if not isinstance(error, _NAMED) and (column != "compiled" or "NotImplementedError" not in repr(error)):
             raise
         return _reason(str(error))
-    for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(grad)
-        torch.testing.assert_close(
-            grad, grads[name], rtol=_TOLERANCE, atol=_TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_gradients_sum_to(model, grads, _TOLERANCE)
     torch.testing.assert_close(found.detach(), loss, rtol=_TOLERANCE, atol=_TOLERANCE, check_dtype=False)
     return "right"
+
+
+def _model_of(family: str, attention: str) -> Any:
+    try:
+        return tiny_model(family, attention)
+    except (ValueError, KeyError):  # models without SDPA are used as they come
+        return tiny_model(family, "eager")
 
 
 class _SoftmaxInFloat64(TorchFunctionMode):
@@ -128,24 +123,19 @@ class _SoftmaxInFloat64(TorchFunctionMode):
 
 def _alone(
     family: str, batch: ModelBatch, more: dict[str, torch.Tensor], device: str, is_plain: bool
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Loss and gradients of one process."""
-    model: Any = None
-    with suppress(ValueError):
-        model = tiny_model(family, "sdpa")
+    model = _model_of(family, "sdpa")
     # Versions before 5.21 let "sdpa" leave out the softcap, which the provider has.
-    if not is_plain and getattr(getattr(model, "config", None), "attn_logit_softcapping", None):
-        model = None
-    model = (tiny_model(family, "eager") if model is None else model).to(device)
+    if not is_plain and getattr(model.config, "attn_logit_softcapping", None):
+        model = tiny_model(family, "eager")
+    model.to(device)
     assert batch.shift_labels is not None
     with _SoftmaxInFloat64(), recurrences_in_float64(model):
         logits = model(**batch.inputs, **more, use_cache=False).logits
     loss = F.cross_entropy(logits.double().flatten(0, 1), batch.shift_labels.flatten())
     loss.backward()
-    grads = {
-        name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in model.named_parameters()
-    }
-    return loss.detach(), grads
+    return loss.detach(), gradients(model)
 
 
 @contextmanager

@@ -6,9 +6,8 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
-from support.models import VOCABULARY
+from support.models import VOCABULARY, with_random_weights
 
 ROWS, LENGTH, PLACEHOLDER = 2, 64, 50
 FIRST = 22
@@ -85,14 +84,9 @@ def tiny_multimodal(name: str, attention: str) -> Any:
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
         model_class = getattr(transformers, kind)
-        model: nn.Module = model_class(model_class.config_class(**changes))
-    model.set_attn_implementation(attention)  # type: ignore[operator]
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, parameter in sorted(model.named_parameters()):
-            drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
-            parameter.copy_(1 + 0.1 * drawn if "norm" in key.lower() and key.endswith("weight") else 0.2 * drawn)
-    return model.double().train()
+        model = model_class(model_class.config_class(**changes))
+    model.set_attn_implementation(attention)
+    return with_random_weights(model)
 
 
 def batch_of(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -11,6 +11,7 @@ Masks (windows, chunks, packed documents, padding) are those of the model, found
 the model's. Source: transformers' AttentionInterface and AttentionMaskInterface.
 """
 
-from cp_dtensor.integrations.transformers.provider import ModelBatch, causal_lm_loss, check_model, register
+from cp_dtensor.integrations.transformers.checks import check_model
+from cp_dtensor.integrations.transformers.provider import ModelBatch, causal_lm_loss, register
 
 __all__ = ["ModelBatch", "causal_lm_loss", "check_model", "register"]

@@ -9,13 +9,15 @@ positions. A function that is none of these is evaluated at all pairs. What cann
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import Batched, Causal, Documents, Full, Mask, SlidingWindow
 from cp_dtensor.api.extension import (
@@ -27,69 +29,51 @@ from cp_dtensor.api.extension import (
     global_length,
     positions_of,
 )
-from cp_dtensor.integrations.transformers.private import MASKING_UTILS, REMAP
+from cp_dtensor.integrations.transformers.private import MASKING_UTILS, PROVIDER, REMAP, implementation_of
 from cp_dtensor.spec.layouts import Span
-from cp_dtensor.spec.masks import mask_intersection
+from cp_dtensor.spec.masks import interval_sets_of, mask_intersection
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 _MOST_PAIRS = 1 << 32
 """Pairs of positions up to which a function is evaluated: 65,536 squared."""
 _MOST_RANGES = 64
 """Ranges of keys of one query up to which a function is a mask value."""
+_DEEPEST = 8
+"""Functions inside of functions that are looked at."""
 NO_CACHE = (
     "context-parallel attention takes no cache of keys that has tokens, or room for tokens, of other calls: pass "
     "use_cache=False, and decode outside of the context, each rank with all keys"
 )
 MaskFunction = Callable[..., Any]
+_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, eq=False)
-class MaskRequest:
-    """Arguments with which a model asked for a mask, of this rank's tokens.
+class Gathered(NamedTuple):
+    """Facts about the tokens of all ranks."""
 
-    Args:
-        positions: (B or 1, queries) position ids; None: unknown, or not needed.
-        padding: (B, keys) boolean, False for padding: whole on every rank, or of this rank's keys. None: no padding.
-        packed: (B, queries) documents that transformers found in this rank's position ids; None: one, or unknown.
-        is_cached: True if there are keys of other calls, which only attention of one process takes.
-        is_packed: True if `positions` tell which tokens are a document.
-        context: the open context, which remembers its latest position ids.
-        check: called with the position ids (B, S) of the whole sequence; it may refuse them.
-    """
-
+    lengths: Span
+    """Global numbers of queries and keys."""
+    queries: list[int]
+    keys: list[int]
+    """Numbers of queries and of keys of each rank."""
+    kept: list[list[Span]] | None
+    """By batch row: the ranges of keys that are no padding; None if there is no padding."""
     positions: torch.Tensor | None
-    padding: torch.Tensor | None
-    packed: torch.Tensor | None
-    is_cached: bool
-    is_packed: bool = False
-    context: OpenContext | None = None
-    check: Callable[[torch.Tensor], None] = lambda whole: None
-
-    def as_padding(self, like: torch.Tensor, kv_len: int) -> torch.Tensor:
-        """Return a tensor that transformers passes on as the padding, and that `of_padding` knows again."""
-        rows = like.size(0)
-        tensor = (
-            torch.ones(rows, kv_len, dtype=torch.bool, device=like.device) if self.padding is None else self.padding[:]
-        )
-        setattr(tensor, _REQUEST, self)
-        return tensor
-
-    @staticmethod
-    def of_padding(padding: Any) -> MaskRequest | None:
-        """Return the request that a padding carries; None for a tensor of another origin."""
-        return getattr(padding, _REQUEST, None)
-
-
-_REQUEST = "_cp_dtensor_request"
+    """(B, S) position ids on the CPU."""
 
 
 @dataclass(eq=False)
 class ModelMask(NamedMask):
-    """A mask that a model asked for.
+    """A mask that a model asked for: first the facts that are known before its function is, of this rank's tokens.
 
     Args:
-        function: of (batch row, head, query, key), without documents and padding.
-        request: the other arguments of the model.
+        config: the configuration of the model.
+        positions: (B or 1, queries) position ids; None: unknown.
+        padding: (B, keys) boolean, False for padding: whole on every rank, or of this rank's keys. None: no padding.
+        has_cache: True if the model has a cache; then position ids do not tell which tokens are a document.
+        is_cached: True if there are keys of other calls, which only attention of one process takes.
+        context: the open context, which remembers its latest position ids.
+        function: of (batch row, head, query, key), without padding.
         batch_size: rows of the batch.
         local: this rank's numbers of queries and keys.
         device: of the model's tensors.
@@ -98,218 +82,161 @@ class ModelMask(NamedMask):
         alone: makes the tensor that one process uses.
     """
 
-    function: MaskFunction
-    request: MaskRequest
-    batch_size: int
-    local: Span
-    device: torch.device
+    config: Any = None
+    positions: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
+    has_cache: bool = False
+    is_cached: bool = False
+    context: OpenContext | None = None
+    function: MaskFunction = lambda *_: None
+    batch_size: int = 1
+    local: Span = (0, 0)
+    device: torch.device = _CPU
     size: int | None = None
     use_vmap: bool = False
     alone: Callable[[], Any] = lambda: None
-    whole: Span = (-1, -1)
-    """Global numbers of queries and keys, once known."""
-    fewest_queries: int = 0
-    """The number of queries on the rank that has fewest, once known."""
-    shards: set[int] = field(default_factory=set)
-    """Numbers of queries and keys of all ranks, once known: the ranks decide alike by them."""
-    _known: dict[Any, Mask] = field(default_factory=dict)
+    _found: dict[Any, tuple[Mask, Gathered]] = field(default_factory=dict)
 
     def of_call(self, call: Call) -> CallMask:
-        return CallMask(self.mask_for(call))
+        return CallMask(self.found(call)[0])
 
-    def mask_for(self, call: Call) -> Mask:
+    def found(self, call: Call) -> tuple[Mask, Gathered]:
         """Return the mask of the whole sequence; the first call with some ranks and layout is a collective."""
-        if self.request.is_cached:
+        if self.is_cached:
             raise NotImplementedError(NO_CACHE)
         key = (call.ranks, call.layout)
-        if key not in self._known:
-            self._known[key] = self._found(call)
-        return self._known[key]
+        if key not in self._found:
+            gathered = _gathered(self, call)
+            rows = [*_rows(self, gathered)]
+            self._found[key] = rows[0] if len({*rows}) == 1 else Batched(rows), gathered
+        return self._found[key]
 
-    def _found(self, call: Call) -> Mask:
-        request, packed = self.request, None
-        positions, whole, state = _state_of_positions(request, self.batch_size)
-        q_len, kv_len, kept, states = self._whole_lengths(call, state)
-        padding = None if kept is None else [_kept_ranges(row) for row in kept.tolist()]
+    def is_by_row(self, value: Any) -> bool:
+        """Return whether a value is a number for each batch row, such as its left padding."""
+        return isinstance(value, torch.Tensor) and tuple(value.shape) == (self.batch_size,)
+
+
+def _rows(asked: ModelMask, whole: Gathered) -> Iterator[Mask]:
+    """Yield the mask of each batch row."""
+    kv_len, positions = whole.lengths[1], whole.positions
+    if asked.has_cache or asked.padding is not None or (positions is not None and bool((positions.diff() == 1).all())):
+        positions = None  # they tell no documents
+    # The function counts chunks from the left padding of this rank's tokens.
+    local = None if asked.size is None else asked.padding
+    found = dict[tuple[int, int], Mask | None]()
+    for row in range(asked.batch_size):
+        kept = [(0, kv_len)] if whole.kept is None else whole.kept[row]
+        left = kept[0][0] if kept else kv_len
+        here = 0 if local is None else int((local[row].cumsum(0) == 0).sum())
+        if (here, left) not in found:
+            found[here, left] = _known(asked, row, here, left)
+        mask = found[here, left]
         if positions is not None:
-            if whole is None or max(states) > _KNOWN:
-                whole = gathered_shards(positions.contiguous(), call.layout, call.ranks, "position_ids").cpu()
-                if _NEW in states:
-                    _refuse_counted_positions(whole, call)
-                if request.context is not None:
-                    _latest[request.context] = positions.clone(), whole
-            request.check(whole)
-            packed = whole if request.is_packed and bool((whole.diff(dim=1) != 1).any()) else None
-        rows, found = [], dict[tuple[int, int], Mask | None]()
-        for row in range(self.batch_size):
-            left = 0 if not padding else (padding[row][0][0] if padding[row] else kv_len)
-            # The function counts chunks from the left padding of this rank's tokens.
-            local = None if self.size is None else self.request.padding
-            here = 0 if local is None else int((local[row].cumsum(0) == 0).sum())
-            if (here, left) not in found:
-                found[here, left] = self._own(row, here, left)
-            mask = found[here, left]
-            if packed is not None:
-                mask = self._inside_documents(mask, packed[row].tolist())
-            elif mask is None:
-                mask = self._evaluated(row, (q_len, kv_len))
-            if padding and padding[row] != [(0, kv_len)]:
-                mask = mask_intersection(mask, Keys(tuple(padding[row])))
-            rows.append(mask)
-        return rows[0] if len({*rows}) == 1 else Batched(rows)
+            mask = _inside_documents(asked, mask, positions[row].tolist())
+        elif mask is None:
+            mask = _evaluated(asked, row, whole)
+        yield mask if kept == [(0, kv_len)] else mask_intersection(mask, Keys(tuple(kept)))
 
-    def _whole_lengths(self, call: Call, state: int) -> tuple[int, int, torch.Tensor | None, list[int]]:
-        """Return global numbers of queries and keys, the whole padding, and every rank's `_state_of_positions`.
 
-        Raises:
-            ValueError: parts that are not of one batch; on every rank alike.
-        """
-        ranks, layout, padding = call.ranks, call.layout, self.request.padding
-        given = -1 if padding is None else padding.size(1)
-        gathered = ranks.gather_integers([*self.local, given, self.batch_size, state], self.device)
-        of_queries, of_keys, widths, rows, states = map(list, zip(*gathered, strict=True))
-        if len({*rows}) > 1 or any(-1 in each and {*each} != {-1} for each in (widths, states)):
-            raise ValueError(
-                f"the ranks of a sequence have other batches: {rows} batch rows, attention_mask of {widths} columns "
-                f"(-1: none) and position_ids {[each != _NONE for each in states]} on ranks 0 to {len(rows) - 1}; "
-                "every rank needs its part of the same batch"
-            )
-        q_len, kv_len = global_length(of_queries, layout, "query"), global_length(of_keys, layout, "key")
-        self.whole, self.fewest_queries = (q_len, kv_len), min(of_queries)
-        self.shards = {*of_queries, *of_keys}
-        if padding is None:
-            return q_len, kv_len, None, states
+# What the ranks have
+
+
+def _gathered(asked: ModelMask, call: Call) -> Gathered:
+    """Gather the lengths, the padding and, where they are not known, the position ids of all ranks.
+
+    Raises:
+        ValueError: parts that are not of one batch; on every rank alike.
+    """
+    ranks, layout, padding, positions, context = call.ranks, call.layout, asked.padding, asked.positions, asked.context
+    latest, whole = (None, None) if context is None else _latest.get(context, (None, None))
+    if positions is not None:
+        if positions.dim() != 2:
+            raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(positions.shape)}")
+        positions = positions.expand(asked.batch_size, -1)
+    known = -1 if positions is None else int(latest is not None and _are_equal(latest, positions))
+    width = -1 if padding is None else padding.size(1)
+    facts = ranks.gather_integers([*asked.local, width, asked.batch_size, known], asked.device)
+    of_queries, of_keys, widths, rows, knows = map(list, zip(*facts, strict=True))
+    if len({*rows}) > 1 or any(-1 in each and {*each} != {-1} for each in (widths, knows)):
+        raise ValueError(
+            f"the ranks of a sequence have other batches: {rows} batch rows, attention_mask of {widths} columns (-1: "
+            f"none) and position_ids {[each != -1 for each in knows]} on ranks 0 to {len(rows) - 1}; every rank needs "
+            "its part of the same batch"
+        )
+    q_len, kv_len = global_length(of_queries, layout, "query"), global_length(of_keys, layout, "key")
+    kept = None
+    if padding is not None:
         if widths == of_keys:
-            whole = gathered_shards(padding, layout, ranks, "an attention_mask")
-        elif {*widths} == {kv_len}:
-            whole = padding
-        else:
+            padding = gathered_shards(padding, layout, ranks, "an attention_mask")
+        elif {*widths} != {kv_len}:
             raise ValueError(
                 f"attention_mask has {widths} columns on ranks 0 to {len(widths) - 1}, which have {of_keys} of "
                 f"{kv_len} keys: make it one of the context's buffers (buffer_seq_dims 1), or pass the whole one on "
                 "every rank"
             )
-        return q_len, kv_len, None if bool(whole.all()) else whole.cpu(), states
-
-    def _own(self, row: int, here: int, left_padding: int) -> Mask | None:
-        """Return the value of a mask of transformers' own for one batch row; None for another function.
-
-        Args:
-            row: the batch row.
-            here: tokens of left padding that the function counts chunks from.
-            left_padding: the same of the whole row.
-        """
-        if self.use_vmap or not self._is_made_by_transformers():
-            return None
-        for seen, whole in _candidates(self.size, here, left_padding):
-            if self._agrees(row, seen, here):
-                return whole
-        return None
-
-    def _agrees(self, row: int, mask: Mask, left_padding: int) -> bool:
-        """Return whether the function has the pairs of a mask at the edges of windows and chunks, and far from them."""
-        size = self.size or 0
-        edges = [0, size // 2, size, 2 * size, left_padding, left_padding + size, left_padding + 2 * size]
-        positions = sorted({max(edge + step, 0) for edge in edges for step in (-1, 0, 1, 2)} | {2 * max(edges) + 8})
-        at = torch.tensor(positions, device=self.device)
-        found = self.function(torch.full_like(at, row), torch.zeros_like(at), at[:, None], at[None])
-        expected = _pairs_at(mask, tuple(positions))
-        return bool((found.expand(len(at), len(at)).cpu() == torch.tensor(expected, device="cpu")).all())
-
-    def _is_made_by_transformers(self) -> bool:
-        """Return whether the function consists of functions of masking_utils and the numbers of this call."""
-        for _, value in _captured(self.function):
-            if callable(value):
-                if getattr(value, "__module__", None) != MASKING_UTILS:
-                    return False
-            elif not (value == self.size if isinstance(value, int) else self._is_by_row(value)):
-                return False
-        return True
-
-    def _is_by_row(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and tuple(value.shape) == (self.batch_size,)
-
-    def _inside_documents(self, mask: Mask | None, positions: list[int]) -> Mask:
-        """Return the mask of documents that the position ids of a row give, each with `mask` inside."""
-        if mask is None:
-            raise NotImplementedError(
-                f"the mask function {_qualname(self.function)} inside of packed documents is not one of transformers' "
-                "own: give the context a mask=, and the model position ids that do not begin again"
-            )
-        starts, lengths = _documents(positions)
-        if self.size is None or isinstance(mask, (Causal, Full, SlidingWindow, Keys)):
-            return Documents.from_lengths(lengths, within=mask)
-        if not hasattr(sys.modules[MASKING_UTILS], REMAP):  # earlier versions count chunks from the row's first token
-            return mask_intersection(Documents.from_lengths(lengths, within=Full()), mask)
-        if any(start % self.size for start in starts):
-            raise NotImplementedError(
-                f"chunked attention expects documents whose position ids begin with 0, got {starts}"
-            )
-        return Documents.from_lengths(lengths, within=mask)
-
-    def _evaluated(self, row: int, lengths: Span) -> Mask:
-        """Return the mask of a function by its value at each pair; refuse one that reads tensors of this rank only."""
-        q_len, kv_len = lengths
-        for name, value in _captured(self.function):
-            if not isinstance(value, torch.Tensor) or self.shards == {*lengths}:
-                continue
-            # A tensor of the batch's shape has each row's left padding, which another rank's shard does not have.
-            if {*value.shape} & self.shards or (self.request.padding is not None and self._is_by_row(value)):
-                raise NotImplementedError(
-                    f"the mask function of this model reads {name}, a tensor of this rank's tokens "
-                    f"{tuple(value.shape)}, where context-parallel attention needs that of the whole sequence "
-                    f"({q_len} tokens)"
-                )
-        if q_len * kv_len > _MOST_PAIRS:
-            raise NotImplementedError(
-                f"the mask function of this model ({_qualname(self.function)}) is not one of transformers' own, "
-                f"and {q_len} x {kv_len} pairs are too many to evaluate: give the context a mask="
-            )
-        utils = sys.modules[MASKING_UTILS]
-
-        def of_row(batch: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.function(batch + row, *places)
-            return found
-
-        rows: list[list[Span]] = []
-        step = max((1 << 24) // max(kv_len, 1), 1)
-        for first in range(0, q_len, step):
-            seen = _original(utils.sdpa_mask)(
-                batch_size=1, q_length=min(step, q_len - first), kv_length=kv_len, q_offset=first,
-                mask_function=of_row, allow_is_causal_skip=False, use_vmap=self.use_vmap, device=self.device,
-            )[0]  # fmt: skip
-            if seen.size(0) != 1:
-                raise NotImplementedError("the mask function of this model differs between heads")
-            rows += [_kept_ranges(each) for each in seen[0].tolist()]
-        most = max(map(len, rows), default=0)
-        if most > _MOST_RANGES:
-            raise NotImplementedError(
-                f"the mask of this model ({_qualname(self.function)}) shows a query {most} ranges of keys, expected at "
-                f"most {_MOST_RANGES}: use FlexAttention inside of the context"
-            )
-        return Bands.of_rows(rows, kv_len)
+        kept = None if bool(padding.all()) else [_kept_ranges(row) for row in padding.tolist()]
+    if positions is not None:
+        if whole is None or 0 in knows:
+            whole = gathered_shards(positions.contiguous(), layout, ranks, "position_ids").cpu()
+            _refuse_counted_positions(whole, positions, context, call)
+            if context is not None:
+                _latest[context] = positions.clone(), whole
+        _check_positions(asked, whole)
+    return Gathered((q_len, kv_len), of_queries, of_keys, kept, None if positions is None else whole)
 
 
-def arguments_alone(function: MaskFunction, request: MaskRequest) -> dict[str, Any]:
-    """Return arguments of transformers' mask function with which one process makes its own mask.
+_latest = WeakKeyDictionary[OpenContext, tuple[torch.Tensor, torch.Tensor]]()
+"""By context: the latest position ids of this rank, and those of the whole sequence on the CPU, (B, tokens) each."""
 
-    Raises:
-        NotImplementedError: documents of a function that reads other tensors, whose order differs between versions.
-    """
-    if request.packed is None:
-        return {"attention_mask": request.padding}
-    if any(isinstance(value, torch.Tensor) and value.dim() > 1 for _, value in _captured(function)):
-        raise NotImplementedError(
-            "outside of context_parallel the provider takes no packed documents together with blocks of tokens that "
-            'see each other (block_sequence_ids): set attn_implementation="sdpa" there'
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare by value, since collectives write to tensors uncounted."""
+    return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
+
+
+def _refuse_counted_positions(
+    whole: torch.Tensor, local: torch.Tensor, context: OpenContext | None, call: Call
+) -> None:
+    """Refuse position ids (B, S) that ranks counted in their shards, unless each rank has its own in a buffer."""
+    length, size = whole.size(1), call.ranks.size
+    by_rank = [call.layout.segments(length, rank, size, 0) for rank in range(size)]
+    parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
+    # The first rank's part of arange(seq_len) is what its model would have counted.
+    if len(parts) < 2 or not all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
+        return
+    tokens, buffers = local.size(1), [shard.buffer.tensor for shard in context.buffers] if context is not None else []
+    is_given = not tokens or any(_are_equal(each.flatten()[:tokens], local[0]) for each in buffers)
+    if not all(given for (given,) in call.ranks.gather_integers([int(is_given)], local.device)):
+        raise ValueError(
+            "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
+            "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
+            "pass them to the model"
         )
-    utils = sys.modules[MASKING_UTILS]
-    remap = getattr(utils, REMAP, None)
-    positions = request.positions
-    assert positions is not None
-    inside = function if remap is None else remap(function, positions.expand(request.packed.size(0), -1))
-    function = utils.and_masks(inside, utils.packed_sequence_mask_function(request.packed))
-    return {"attention_mask": None, "mask_function": function, "allow_is_causal_skip": False}
+
+
+def _check_positions(asked: ModelMask, whole: torch.Tensor) -> None:
+    """Refuse position ids (B, S) of the whole sequence that a model's RoPE does not take; warn of joined documents."""
+    config, context = asked.config, asked.context
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for each in (scaling, *[value for value in scaling.values() if isinstance(value, dict)]):
+        kind = str(each.get("rope_type", each.get("type")))
+        original = each.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        # The frequencies depend on the largest position of this rank's shard.
+        if kind in ("longrope", "dynamic") and original and int(whole.max()) >= original:
+            raise NotImplementedError(
+                f"rope_type={kind!r} takes its frequencies from the largest position, which differs between ranks: got "
+                f"position {int(whole.max())}, expected less than {original}"
+            )
+    if context is None or not asked.has_cache or asked.padding is not None:
+        return
+    # The caller may say which tokens see each other.
+    is_said = implementation_of(config) == PROVIDER and "cu_seq_lens_q" in context.seen
+    if context.call.mask is None and not is_said and (whole.diff(dim=1) != 1).any():
+        warnings.warn(
+            "position_ids are those of packed documents, and the model has a cache: documents attend to each other, as "
+            "in transformers without context_parallel. Pass use_cache=False, which keeps them apart",
+            stacklevel=2,
+        )
 
 
 def _kept_ranges(row: list[bool]) -> list[Span]:
@@ -322,99 +249,119 @@ def _kept_ranges(row: list[bool]) -> list[Span]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-# Position ids
+# Functions as mask values
 
 
-_NONE, _KNOWN, _OF_BUFFER, _NEW = range(-1, 3)
-"""States of a rank's position ids: it has none, knows those of the whole sequence, or does not, which the ranks gather.
-"""
-_latest = WeakKeyDictionary[OpenContext, tuple[torch.Tensor, torch.Tensor]]()
-"""By context: the latest position ids of this rank, and those of the whole sequence on the CPU, (B, tokens) each."""
+def without_documents(function: MaskFunction) -> MaskFunction:
+    """Return a mask function without the documents of this rank's position ids, which transformers has added."""
+    parts = [value for _, value in _captured(function, _DEEPEST)]
+    others = [each for each in parts if not _qualname(each).startswith("packed_sequence_mask_function")]
+    if len(others) != 1 or len(parts) != 2:
+        return function
+    if _qualname(others[0]).startswith(REMAP):
+        others = [value for _, value in _captured(others[0], _DEEPEST) if callable(value)]
+    return others[0]
 
 
-def _state_of_positions(request: MaskRequest, batch_size: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """Return (B, tokens) position ids of a request, those of the whole sequence if they are known, and the state."""
-    context, positions = request.context, request.positions
-    if positions is None:
-        return None, None, _NONE
-    if positions.dim() != 2:
-        raise NotImplementedError(f"expected position_ids of shape (batch, tokens), got {tuple(positions.shape)}")
-    rows = positions.expand(batch_size, -1)
-    if context is None:
-        return rows, None, _NEW
-    latest, whole = _latest.get(context, (None, None))
-    if latest is not None and _are_equal(latest, rows):  # by value: collectives write to tensors uncounted
-        return rows, whole, _KNOWN
-    length = rows.size(1)
-    buffers = [shard.buffer.tensor for shard in context.buffers]
-    buffers = [each.reshape(-1, length)[:1] for each in buffers if length and each.numel() and each.size(-1) == length]
-    is_given = not length or any(_are_equal(each, rows[:1]) for each in buffers)
-    return rows, None, _OF_BUFFER if is_given else _NEW
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)
-
-
-def _refuse_counted_positions(whole: torch.Tensor, call: Call) -> None:
-    """Refuse position ids (B, S) that ranks counted in their shards, which some have in no buffer; all alike."""
-    length, size = whole.size(1), call.ranks.size
-    by_rank = [call.layout.segments(length, rank, size, 0) for rank in range(size)]
-    parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
-    # The first rank's part of arange(seq_len) is what its model would have counted.
-    if len(parts) > 1 and all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
-        raise ValueError(
-            "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
-            "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
-            "pass them to the model"
-        )
-
-
-def _documents(positions: list[int]) -> tuple[list[int], list[int]]:
-    """Return first positions and lengths of documents, which begin where a position does not follow the one before.
-
-    >>> _documents([0, 1, 2, 0, 1])
-    ([0, 0], [3, 2])
-    """
-    begins = [index for index, position in enumerate(positions) if not index or position != positions[index - 1] + 1]
-    ends = [*begins[1:], len(positions)]
-    return [positions[begin] for begin in begins], [end - begin for begin, end in zip(begins, ends, strict=True)]
-
-
-# Windows and chunks
-
-
-def _candidates(size: int | None, here: int, whole: int) -> Iterator[tuple[Mask, Mask]]:
-    """Yield masks that transformers makes for a window or chunk of `size` tokens, and their values for the whole row.
+def _known(asked: ModelMask, row: int, here: int, left: int) -> Mask | None:
+    """Return the value of a function of transformers' own for one batch row; None for another function.
 
     Args:
-        size: tokens of a window or chunk; None if there is none.
+        row: the batch row.
         here: tokens of left padding that the function counts chunks from.
-        whole: tokens of left padding of the whole row.
+        left: tokens of left padding of the whole row.
     """
+    size = asked.size
+    for _, value in _captured(asked.function):
+        if callable(value):
+            is_known = getattr(value, "__module__", None) == MASKING_UTILS
+        else:
+            is_known = value == size if isinstance(value, int) else asked.is_by_row(value)
+        if asked.use_vmap or not is_known:
+            return None
     masks: list[Mask] = [Causal(), Full()]
+    if size is not None:  # a size of 0: a window that no layer uses, in which no query sees a key
+        masks += [SlidingWindow(size - 1, 0), SlidingWindow(size, size)] if size > 0 else [Keys(())]
+    pairs = [(mask, mask) for mask in masks]
     if size is not None and size > 0:
-        masks += [SlidingWindow(size - 1, 0), SlidingWindow(size, size)]
-    if size is not None and size <= 0:
-        masks.append(Keys(()))  # a window that no layer uses: no query sees a key
-    yield from zip(masks, masks, strict=True)
-    if size is not None and size > 0:
-        yield mask_intersection(Chunks(size, here), Causal()), mask_intersection(Chunks(size, whole), Causal())
+        pairs.append((Chunks(size, here) & Causal(), Chunks(size, left) & Causal()))
+    # The edges of windows and chunks, and a place far from them.
+    edges = {0} if size is None else {0, size // 2, *(start + n * size for start in (0, here) for n in (0, 1, 2))}
+    places = sorted({max(edge + step, 0) for edge in edges for step in (-1, 0, 1, 2)} | {2 * max(edges) + 8})
+    at = torch.tensor(places, device=asked.device)
+    seen = _values(asked, row, at, at)
+    return next((whole for mask, whole in pairs if _pairs_at(mask, tuple(places)) == seen), None)
+
+
+def _values(asked: ModelMask, row: int, queries: torch.Tensor, keys: torch.Tensor) -> list[list[bool]]:
+    """Return the function's value at each pair."""
+    function, zero = asked.function, torch.zeros((), dtype=torch.int64, device=asked.device)
+    if asked.use_vmap:
+        for dims in ((None, None, None, 0), (None, None, 0, None)):
+            function = torch.vmap(function, in_dims=dims)
+        seen = function(zero + row, zero, queries, keys)
+    else:
+        seen = function(zero + row, zero, queries[:, None], keys[None])
+    values: list[list[bool]] = seen.expand(len(queries), len(keys)).tolist()
+    return values
 
 
 @lru_cache(maxsize=64)
-def _pairs_at(mask: Mask, positions: tuple[int, ...]) -> list[list[bool]]:
-    length = positions[-1] + 1
-    rows = []
-    for query in positions:
-        bands = [
-            band for each in mask.interval_sets(length, length) for band in each if band.first <= query < band.last
-        ]
-        rows.append([any(lo <= key < hi for lo, hi in (band.keys(query) for band in bands)) for key in positions])
+def _pairs_at(mask: Mask, places: tuple[int, ...]) -> list[list[bool]]:
+    length, rows = places[-1] + 1, []
+    (sets,) = interval_sets_of(mask, length, length, 1)
+    for query in places:
+        spans = [band.keys(query) for bands in sets for band in bands if band.first <= query < band.last]
+        rows.append([any(lo <= key < hi for lo, hi in spans) for key in places])
     return rows
 
 
-# Closures
+def _inside_documents(asked: ModelMask, mask: Mask | None, positions: list[int]) -> Mask:
+    """Return the mask of documents that the position ids of a row give, each with `mask` inside."""
+    if mask is None:
+        raise NotImplementedError(
+            f"the mask function {_qualname(asked.function)} inside of packed documents is not one of transformers' "
+            "own: give the context a mask=, and the model position ids that do not begin again"
+        )
+    begins = [index for index, position in enumerate(positions) if not index or position != positions[index - 1] + 1]
+    documents = Documents([*begins, len(positions)], within=mask)
+    if asked.size is None or isinstance(mask, (Causal, Full, SlidingWindow, Keys)):
+        return documents
+    if not hasattr(sys.modules[MASKING_UTILS], REMAP):  # earlier versions count chunks from the row's first token
+        return mask_intersection(Documents(documents.cu_seqlens, within=Full()), mask)
+    starts = [positions[begin] for begin in begins]
+    if any(start % asked.size for start in starts):
+        raise NotImplementedError(f"chunked attention expects documents whose position ids begin with 0, got {starts}")
+    return documents
+
+
+def _evaluated(asked: ModelMask, row: int, whole: Gathered) -> Mask:
+    """Return the mask of a function by its value at each pair; refuse one that reads tensors of this rank only."""
+    function, (q_len, kv_len), of_ranks = asked.function, whole.lengths, {*whole.queries, *whole.keys}
+    for name, value in _captured(function) if of_ranks != {*whole.lengths} else ():
+        # A tensor of the batch's shape has each row's left padding, which another rank's shard does not have.
+        if isinstance(value, torch.Tensor) and (
+            {*value.shape} & of_ranks or (asked.padding is not None and asked.is_by_row(value))
+        ):
+            raise NotImplementedError(
+                f"the mask function of this model reads {name}, a tensor of this rank's tokens {tuple(value.shape)}, "
+                f"where context-parallel attention needs that of the whole sequence ({q_len} tokens)"
+            )
+    if q_len * kv_len > _MOST_PAIRS:
+        raise NotImplementedError(
+            f"the mask function of this model ({_qualname(function)}) is not one of transformers' own, and {q_len} x "
+            f"{kv_len} pairs are too many to evaluate: give the context a mask="
+        )
+    keys = torch.arange(kv_len, device=asked.device)
+    parts = torch.arange(q_len, device=asked.device).split(max((1 << 24) // max(kv_len, 1), 1))
+    rows = [_kept_ranges(each) for queries in parts for each in _values(asked, row, queries, keys)]
+    most = max(map(len, rows), default=0)
+    if most > _MOST_RANGES:
+        raise NotImplementedError(
+            f"the mask of this model ({_qualname(function)}) shows a query {most} ranges of keys, expected at most "
+            f"{_MOST_RANGES}: use FlexAttention inside of the context"
+        )
+    return Bands.of_rows(rows, kv_len)
 
 
 def _qualname(function: MaskFunction) -> str:
@@ -430,10 +377,33 @@ def _captured(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         value = cell.cell_contents
         for each in value if isinstance(value, (tuple, list)) else (value,):
             yield name, each
-            if callable(each) and depth < 8:
+            if callable(each) and depth < _DEEPEST:
                 yield from _captured(each, depth + 1)
 
 
-def _original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of transformers without the patches of open contexts."""
-    return getattr(function, "__wrapped__", function)
+# FlexAttention
+
+
+def block_mask_of(mask: Mask, whole: Gathered, batch_size: int, device: torch.device) -> BlockMask:
+    """Return the block mask of a model's mask, for the whole sequence."""
+    q_len, kv_len = whole.lengths
+    rows = interval_sets_of(mask, q_len, kv_len, batch_size)
+    most = max(1, *map(len, rows))
+    ends = torch.zeros(len(rows), 2, most, q_len, dtype=torch.int64, device="cpu")  # first and last + 1 key; 0: none
+    for row, sets in enumerate(rows):
+        for index, bands in enumerate(sets):
+            for band in bands:
+                queries = torch.arange(band.first, band.last, device="cpu")
+                ends[row, 0, index, band.first : band.last] = (queries - band.left).clamp(min=band.lo)
+                ends[row, 1, index, band.first : band.last] = (queries + band.right + 1).clamp(max=band.hi)
+    ends, by_row = ends.to(device), len(rows) > 1
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        row = b if by_row else b * 0
+        seen = (ends[row, 0, 0, q] <= kv) & (kv < ends[row, 1, 0, q])
+        for index in range(1, most):
+            seen = seen | ((ends[row, 0, index, q] <= kv) & (kv < ends[row, 1, index, q]))
+        return seen
+
+    rows_of_mask = batch_size if by_row else None
+    return create_block_mask(mask_mod, rows_of_mask, None, q_len, kv_len, device=device, _compile=device.type == "cuda")

@@ -1,4 +1,4 @@
-"""Private names of transformers that contexts and the provider depend on, in one place."""
+"""Names of transformers, private ones among them, that contexts and the provider depend on, in one place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ PREPROCESS = "_preprocess_mask_arguments"
 """The function of `MASKING_UTILS` that finds lengths and packed documents, before a mask function is called."""
 REMAP = "remap_positions_for_packed_sequence"
 """The function of `MASKING_UTILS` that counts positions in each document, in versions that do so."""
+PROVIDER = "cp_dtensor"
+"""Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
+SEEN = ("sdpa", "flex_attention", PROVIDER)
+"""Attention implementations of transformers that a context sees."""
 TESTED = ("5.10", "5.24")
 """Oldest and newest minor version of which the support matrix was run (docs/models.md)."""
 PASSED_ON = frozenset({
@@ -27,33 +31,19 @@ PASSED_ON = frozenset({
 
 
 def implementation_of(config: Any) -> str | None:
-    """The `attn_implementation` of a model's configuration."""
+    """Return the `attn_implementation` of a model's configuration."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
 
 
 def table_of(interface: Any) -> dict[str, Any]:
-    """The functions of an AttentionInterface or AttentionMaskInterface, by name; shared by all models."""
+    """Return the functions of an AttentionInterface or AttentionMaskInterface, by name; all models share them."""
     table: dict[str, Any] = interface._global_mapping
     return table
 
 
-@lru_cache(maxsize=1)
-def warn_of_version() -> None:
-    """Warn once of a version of transformers of which no model was run."""
-    version = str(sys.modules["transformers"].__version__)
-    minor = tuple(map(int, version.split(".")[:2]))
-    oldest, newest = (tuple(map(int, each.split("."))) for each in TESTED)
-    if not oldest <= minor <= newest:
-        warnings.warn(
-            f"cp_dtensor was run with transformers {TESTED[0]} to {TESTED[1]}, this is {version}: what is not "
-            "understood is refused, but compare a loss with one process first (docs/models.md)",
-            stacklevel=2,
-        )
-
-
 def kernel_name(function: Any) -> str | None:
-    """The name of the kernel that stands behind a function of a model, None if there is none."""
+    """Return the name of the kernel that stands behind a function of a model, None if there is none."""
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is not None and "func_name" in code.co_freevars:
@@ -61,3 +51,16 @@ def kernel_name(function: Any) -> str | None:
             return name
         function = getattr(function, "__wrapped__", None)
     return None
+
+
+@lru_cache(maxsize=1)
+def warn_of_version() -> None:
+    """Warn once of a version of transformers of which no model was run."""
+    version = str(sys.modules["transformers"].__version__)
+    oldest, minor, newest = (tuple(map(int, each.split(".")[:2])) for each in (TESTED[0], version, TESTED[1]))
+    if not oldest <= minor <= newest:
+        warnings.warn(
+            f"cp_dtensor was run with transformers {TESTED[0]} to {TESTED[1]}, this is {version}: what is not "
+            "understood is refused, but compare a loss with one process first (docs/models.md)",
+            stacklevel=2,
+        )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cp_dtensor import Documents, Full
+from cp_dtensor import Documents
 from cp_dtensor.api.extension import (
     Mesh,
     attention_of_shards,
@@ -19,15 +19,12 @@ from cp_dtensor.api.extension import (
     sequence_ranks,
     value_of,
 )
-from cp_dtensor.integrations.transformers.checks import PROVIDER, problems_of
-from cp_dtensor.integrations.transformers.hooks import provider_mask
 from cp_dtensor.integrations.transformers.layers import shown
-from cp_dtensor.integrations.transformers.masks import ModelMask
-from cp_dtensor.integrations.transformers.private import PASSED_ON, table_of
+from cp_dtensor.integrations.transformers.private import PASSED_ON, PROVIDER, table_of
 
 
 def register() -> str:
-    """Makes `attn_implementation="cp_dtensor"` available in transformers, for the rest of the process.
+    """Make `attn_implementation="cp_dtensor"` available in transformers, for the rest of the process.
 
     With it, models attend to the whole sequence inside of `context_parallel` and in modules with `ContextParallel`, in
     any layout, with gradient checkpointing and under `torch.compile`. Outside of both they attend as with "sdpa". Masks
@@ -41,28 +38,13 @@ def register() -> str:
         ImportError: transformers is not installed.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     if PROVIDER not in table_of(AttentionInterface):
         context_hooks.acquire()  # for good
         AttentionInterface.register(PROVIDER, _attention)
-
-        @torch.compiler.disable
-        def mask(**kwargs: Any) -> Any:
-            return provider_mask(sdpa_mask, **kwargs)
-
-        AttentionMaskInterface.register(PROVIDER, mask)
+        # The function for "sdpa" is that of the hook now.
+        AttentionMaskInterface.register(PROVIDER, table_of(AttentionMaskInterface)["sdpa"])
     return PROVIDER
-
-
-def check_model(model: nn.Module) -> list[str]:
-    """The known problems of a model inside of `context_parallel`; an empty list if there are none.
-
-    Each line names the layers: attention that a context does not see (`attn_implementation="eager"` and kernels of
-    other packages), convolutions, recurrent and linear-attention layers, and positions that are counted in each shard.
-    A context refuses to run a model of transformers of which this list is not empty.
-    """
-    return problems_of(model)
 
 
 # Attention
@@ -74,7 +56,7 @@ def _attention(
     is_causal: bool | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
+    """Compute attention as a function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
     for name, argument in kwargs.items():
         if name not in PASSED_ON and argument is not None and argument is not False:
             raise NotImplementedError(
@@ -90,7 +72,13 @@ def _attention(
     if cu_seq_lens_q is None and cu_seq_lens_k is not None:
         raise ValueError("got cu_seq_lens_k without cu_seq_lens_q, expected both or neither")
     if cu_seq_lens_q is not None:
-        documents = _documents(query, cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "cu_seq_lens_q is not supported in compiled code: pass position_ids that begin with 0 in each document"
+            )
+        if query.size(0) != 1:
+            raise NotImplementedError(f"cu_seq_lens_q needs a batch of one row, got {query.size(0)}")
+        documents = Documents(cu_seq_lens_q, cu_seq_lens_k)
     out = attention_of_shards(
         query, key, value, attn_mask=attention_mask, is_causal=causal, mask=documents, dropout_p=dropout, scale=scaling,
         sinks=s_aux, softcap=softcap or 0.0,
@@ -103,39 +91,19 @@ def _attention(
                 f'outside of context_parallel, attn_implementation="{PROVIDER}" is "sdpa", which does not support '
                 f"{', '.join(names)}: set another attn_implementation there"
             )
-        return _attention_alone(module, query, key, value, attention_mask, scaling, dropout, is_causal)
-    return out.transpose(1, 2).contiguous(), None
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-
-def _documents(query: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> Documents:
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "cu_seq_lens_q is not supported in compiled code: pass position_ids that begin with 0 in each document"
+        mask = _mask_alone(attention_mask) if is_handle(attention_mask) else attention_mask
+        alone: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal
         )
-    if query.size(0) != 1:
-        raise NotImplementedError(f"cu_seq_lens_q needs a batch of one row, got {query.size(0)}")
-    return Documents(queries, keys, within=Full())
-
-
-def _attention_alone(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
-    scaling: float | None, dropout: float, is_causal: bool | None,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Attention of one process, by transformers' own function."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    mask = _mask_alone(attention_mask) if is_handle(attention_mask) else attention_mask
-    out: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal
-    )
-    return out
+        return alone
+    return out.transpose(1, 2).contiguous(), None
 
 
 @torch.compiler.disable
 def _mask_alone(name: torch.Tensor) -> Any:
-    mask = value_of(name)
-    assert isinstance(mask, ModelMask)
-    return mask.alone()
+    return value_of(name).alone()
 
 
 # Batches and loss
@@ -211,7 +179,7 @@ def causal_lm_loss(
     logits: torch.Tensor, shift_labels: torch.Tensor, *, mesh: Mesh | None = None, ignore_index: int = -100,
     num_items_in_batch: int | torch.Tensor | None = None, gradients: str = "mean",
 ) -> torch.Tensor:  # fmt: skip
-    """Cross entropy, the mean over the labels of all ranks, as one process computes it of the whole sequence.
+    """Return the cross entropy, a mean over the labels of all ranks, as one process computes it of the whole sequence.
 
     Args:
         logits: (B, S, V), of this rank's tokens; computed in float32 (float64 stays).
