@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -112,7 +111,7 @@ def test_out_and_gradients_are_those_of_one_device(kind: str, packing: str) -> N
         q_heads, kv_heads = (heads[0], heads[0]) if packing == "qkvpacked_" else heads
         problem = PackedProblem(
             edges, q_len=edges[-1] + padding * ranks, q_heads=q_heads, kv_heads=kv_heads, is_causal=causal,
-            window=window, scale=0.3 if heads[0] == 3 else None,
+            window=window, scale=0.3 if heads[0] == 3 else None, softcap=0.5 if heads[0] == 4 else 0.0,
         )  # fmt: skip
         check(kind, packing, problem, ranks, prepared_causal=causal and prepared_causal, debug=debug)
 
@@ -125,6 +124,7 @@ def check(kind: str, packing: str, problem: PackedProblem, ranks: int, *, prepar
     inputs, wanted_grads = packed(packing, *qkv), packed(packing, *grads)
     left, right = (-1 if end is None else end for end in problem.window)
     options = {"causal": problem.is_causal, "window_size": (left, right), "softmax_scale": problem.scale}
+    options |= {"softcap": problem.softcap, "debug": debug}
 
     def body(rank: int) -> None:
         def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def check(kind: str, packing: str, problem: PackedProblem, ranks: int, *, prepar
 
         leaves = [local(tensor).requires_grad_() for tensor in inputs]
         told = documents(kind, problem.cu_seqlens, prepared_causal, rank, ranks)
-        got, got_lse, nothing = function(kind, packing)(*leaves, **told, **options, return_attn_probs=True, debug=debug)
+        got, got_lse, nothing = function(kind, packing)(*leaves, **told, **options, return_attn_probs=True)
         assert got.is_contiguous()
         assert nothing is None
         assert_close(got, local(out), f"out of rank {rank}, {problem}")
@@ -144,13 +144,6 @@ def check(kind: str, packing: str, problem: PackedProblem, ranks: int, *, prepar
 
 
 PROBLEM = PackedProblem((0, 8, 16))
-CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
-    "dropout_p": (0.5, None),
-    "softmax_scale": (0.9, replace(PROBLEM, scale=0.9)),
-    "softcap": (0.5, replace(PROBLEM, softcap=0.5)),
-    "causal": (True, replace(PROBLEM, is_causal=True)),
-    "window_size": ((2, 1), replace(PROBLEM, window=(2, 1))),
-}
 _NOT_PREPARED = "to be the tensor that llama3_flash_attn_prepare_cu_seqlens returned, not a copy"
 Refused = dict[str, tuple[Any, type[Exception], str]]
 REFUSED: Refused = {
@@ -181,13 +174,8 @@ def test_no_argument_is_ignored(kind: str) -> None:
         return function(kind)(*local, **{**documents(kind, PROBLEM.cu_seqlens, False, rank, 2), **changed})
 
     with equal_generators():
-        before = run_ranks(2, body, {})
-        for argument, (value, changed) in CHANGES.items():
-            for rank, out in enumerate(run_ranks(2, body, {argument: value})):
-                assert not torch.allclose(out, before[rank]), argument
-                if changed:
-                    wanted = extracted(kind, changed.reference(*changed.draw(0))[0], PROBLEM.cu_seqlens, rank, 2)
-                    assert_close(out, wanted, argument)
+        for out, dropped in zip(run_ranks(2, body, {}), run_ranks(2, body, {"dropout_p": 0.5}), strict=True):
+            assert not torch.allclose(out, dropped)
     refused = {**REFUSED, **(REFUSED_LLAMA3 if kind == "llama3" else REFUSED_CHUNKS)}
     for argument, (value, error, message) in refused.items():
         for each in errors_by_rank(2, partial(body, changed={argument: value})):

@@ -5,9 +5,9 @@
     # and: from torch.distributed.tensor.experimental._attention import set_rotate_method
 
 Or leave the program unchanged and call `redirect_imports()` before its own imports. Names and signatures are those of
-torch 2.11 to 2.15, underscores included, because programs import them. `OURS` are of this package; the others are
-torch's own objects: `_cp_options`, the load balancers, `_ContextParallel`, which makes DTensors of a module's inputs or
-gathers keys for FlexAttention, and `_templated_ring_attention`, which calls an attention function of the program.
+torch 2.11 to 2.15, underscores included, because programs import them. `OURS` are of this package; every other name is
+torch's own object: `_cp_options`, the load balancers, `_ContextParallel`, which makes DTensors of a module's inputs or
+gathers keys for FlexAttention, `_templated_ring_attention`, which calls an attention function of the program.
 """
 
 from __future__ import annotations
@@ -24,26 +24,19 @@ from cp_dtensor.integrations.torch_experimental.context import (
     context_parallel,
     set_rotate_method,
 )
-from cp_dtensor.integrations.torch_experimental.private import (
-    _ContextParallel,
-    _cp_options,
-    _HeadTailLoadBalancer,
-    _LoadBalancer,
-    _PerDocumentHeadTailLoadBalancer,
-    _PTRRLoadBalancer,
-    _RotateMethod,
-    _templated_ring_attention,
-    flex_cp_allgather,
-)
+from cp_dtensor.integrations.torch_experimental.private import torchs_own
 from cp_dtensor.integrations.torch_experimental.sharding import _context_parallel_shard, context_parallel_unshard
 from cp_dtensor.integrations.torchtitan import describe_installed
 
 __all__ = [
-    "OURS", "_ContextParallel", "_HeadTailLoadBalancer", "_LoadBalancer", "_PTRRLoadBalancer",
-    "_PerDocumentHeadTailLoadBalancer", "_RotateMethod", "_context_parallel_shard", "_cp_options",
-    "_disable_context_parallel_dispatcher", "_enable_context_parallel_dispatcher", "_templated_ring_attention",
-    "context_parallel", "context_parallel_unshard", "flex_cp_allgather", "redirect_imports", "set_rotate_method",
+    "OURS", "_context_parallel_shard", "_disable_context_parallel_dispatcher", "_enable_context_parallel_dispatcher",
+    "context_parallel", "context_parallel_unshard", "redirect_imports", "set_rotate_method",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    return torchs_own(name)
+
 
 OURS: dict[str, Any] = {
     each.__name__: each

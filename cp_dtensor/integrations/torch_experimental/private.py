@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.tensor.experimental._context_parallel import _attention
-from torch.distributed.tensor.experimental._context_parallel._attention import (
-    _ContextParallel,
+from torch.distributed.tensor.experimental import _context_parallel
+from torch.distributed.tensor.experimental._context_parallel import (
+    _attention,
     _cp_options,
-    _RotateMethod,
-    _templated_ring_attention,
-)
-from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
-from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
     _HeadTailLoadBalancer,
-    _LoadBalancer,
-    _PerDocumentHeadTailLoadBalancer,
-    _PTRRLoadBalancer,
+    _RotateMethod,
 )
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
-    "_ContextParallel", "_HeadTailLoadBalancer", "_LoadBalancer", "_PTRRLoadBalancer",
-    "_PerDocumentHeadTailLoadBalancer", "_RotateMethod", "_cp_options", "_templated_ring_attention", "flatten_tree",
-    "flex_cp_allgather", "torchs_shard", "torchs_unshard",
+    "_HeadTailLoadBalancer", "_RotateMethod", "_cp_options", "flatten_tree", "torchs_own", "torchs_shard",
+    "torchs_unshard",
 ]  # fmt: skip
 
-torchs_shard, torchs_unshard = _attention._context_parallel_shard, _attention.context_parallel_unshard
+torchs_shard, torchs_unshard = _context_parallel._context_parallel_shard, _context_parallel.context_parallel_unshard
+
+
+def torchs_own(name: str) -> Any:
+    """Return torch's object of a name of its context parallel."""
+    for module in (_context_parallel, _attention):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"neither cp_dtensor nor torch's experimental context parallel has a name {name!r}")
 
 
 def flatten_tree(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
