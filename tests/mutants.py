@@ -68,7 +68,7 @@ MUTANTS = (
         "attention/masked.py",
         "slope = _by_kv_head(1 - (logits / softcap).square(), k) if softcap else None",
         "slope = None",
-        "tests/attention/test_attention_softcap.py",
+        "tests/attention/test_masked_attention.py",
     ),
     Mutant(
         "dropout of other heads",

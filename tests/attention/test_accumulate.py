@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.accumulations import (
@@ -26,6 +25,7 @@ from support.accumulations import (
     float64_results,
 )
 from support.cases import examples
+from support.devices import no_gpu
 
 from cp_dtensor.attention import accumulate
 from cp_dtensor.attention.accumulate import Accumulator, Part, place_sums
@@ -69,7 +69,7 @@ def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObje
     check(source, data.draw(scripts(source)))
 
 
-@pytest.mark.skipif(GPUS > 0, reason="the kernels are compiled for the GPU of this machine")
+@no_gpu
 @each_kind
 @settings(max_examples=examples(40))
 @given(data=st.data())

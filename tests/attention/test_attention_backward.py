@@ -22,7 +22,6 @@ from support.attention_kernels import (
     configs,
     draw,
     each_way_to_load,
-    interpreted,
     masks_of,
     seen_by,
     through_kernels,
@@ -30,6 +29,8 @@ from support.attention_kernels import (
     to,
 )
 from support.cases import examples
+from support.devices import interpreted
+from support.dropouts import dropout_of
 from support.row_masks import window
 
 from cp_dtensor.attention import masked
@@ -174,6 +175,24 @@ def test_descriptors_want_aligned_rows_and_some_keys() -> None:
         assert not configs.can_use_tma(aligned, other)
         assert not configs.default_config(other, aligned).tma
     assert configs.default_config(aligned, aligned).tma
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "bias", "tma"), [("full", "none", False), ("causal", "boolean", True), ("any intervals", "additive", True)]
+)
+def test_capped_logits(device: str, kind: str, bias: str, tma: bool) -> None:
+    tensors = draw(device, 20, 37, heads=(2, 1), batch=2)
+    for softcap in (0.5, 30.0):
+        check(tensors, masks_of(20, 37)[kind], biases_of(2, 20, 37)[bias], replace(SMALL, tma=tma), softcap=softcap)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # NumPy's: the cap of large logits is 1 - 2 / inf
+@interpreted
+def test_capped_logits_beside_dropout_and_with_logits_far_beyond_the_cap(device: str) -> None:
+    q, k, v = draw(device, 20, 37, heads=(2, 1), batch=2)
+    check((q, k, v), RowMask(causal_offset=4), config=SMALL, dropout=dropout_of(20, 37), softcap=1.0)
+    check((q * 1e4, k, v), RowMask(causal_offset=4), config=SMALL, softcap=1.0)
 
 
 @interpreted

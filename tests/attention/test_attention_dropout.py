@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,14 @@ from support.attention_kernels import (
     biases_of,
     check,
     draw,
-    interpreted,
     masks_of,
     patterns,
     through_kernels,
 )
+from support.devices import interpreted
 from support.dropouts import dropout_in_runs, dropout_of, moved
 
-from cp_dtensor.attention.masked import Dropout, RowMask, attention_backward, attention_forward
+from cp_dtensor.attention.masked import Dropout, RowMask, attention_forward
 from cp_dtensor.attention.triton.dropout import kept_reference
 
 
@@ -87,30 +86,6 @@ def draw_wide(rows: int = 23, columns: int = 29, heads: int = 4, kv_heads: int =
     generator = torch.Generator().manual_seed(0)
     shapes = ((heads, rows, 6), (kv_heads, columns, 6), (kv_heads, columns, 5))
     return tuple(torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
-
-
-class _Attention(torch.autograd.Function):
-    """autograd.Function of `attention_forward` and `attention_backward`."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        mask, dropout = masks_of(5, 8)["causal"], dropout_of(5, 8, 0.4)
-        out, lse = attention_forward(q, k, v, mask, SCALE, dropout=dropout)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = mask, dropout
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
-        q, k, v, out, lse = ctx.saved_tensors
-        mask, dropout = ctx.options
-        delta = (grads[0] * out).sum(-1) - grads[1]
-        return attention_backward(grads[0], q, k, v, out, lse, mask, SCALE, delta=delta, dropout=dropout)
-
-
-def test_gradients_are_those_of_the_forward() -> None:
-    q, k, v = (x[:, :, :8].requires_grad_() for x in draw_wide(5, 8))
-    assert torch.autograd.gradcheck(_Attention.apply, (q, k, v))
 
 
 def test_the_mean_over_seeds_is_attention_without_dropout() -> None:

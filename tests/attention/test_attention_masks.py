@@ -11,9 +11,9 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import GPUS
 from hypothesis import given
 from support.attention_kernels import SCALE, SMALL, backward_kernel, configs, draw, launch, masks_of
+from support.devices import no_gpu
 from support.row_masks import window
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +46,7 @@ def operations(call: Callable[[], object]) -> list[str]:
     return recorded.names
 
 
-@pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
+@no_gpu
 @pytest.mark.parametrize("kind", ["window", "any intervals"])
 def test_a_second_call_launches_kernels_alone(kind: str) -> None:
     q, k, v = draw("cpu", ROWS, COLUMNS, heads=(1, 1), batch=2)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 from support.attention_kernels import SCALE, biases_of, masks_of
 from support.cases import examples
+from support.dropouts import dropout_of
 from support.row_masks import window
 
-from cp_dtensor.attention.masked import RowMask, attention_backward, attention_forward
+from cp_dtensor.attention import masked
+from cp_dtensor.attention.masked import (
+    Dropout,
+    RowMask,
+    attention_backward,
+    attention_bias_gradient,
+    attention_delta,
+    attention_forward,
+)
+from cp_dtensor.attention.triton.dropout import kept_reference
 
 ROWS, COLUMNS, HEADS = 37, 41, 4
 Tensors = tuple[torch.Tensor, ...]
@@ -26,7 +38,7 @@ def dense(mask: RowMask, rows: int, columns: int) -> torch.Tensor:
 
 
 def textbook(
-    tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None, softcap: float
+    tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None, dropout: Dropout | None, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` by a softmax over the keys, differentiable everywhere."""
     q, k, v = tensors
@@ -41,14 +53,22 @@ def textbook(
     weights = logits.exp() * seen
     total = weights.sum(-1, keepdim=True)
     safe_total = torch.where(total > 0, total, 1.0)
+    if dropout is not None:
+        kept = kept_reference(dropout, q.size(0), q.size(1), range(q.size(2)), range(k.size(2)))
+        weights = weights * kept * dropout.scale
     return weights / safe_total @ v, torch.where(total > 0, safe_total.log(), -float("inf")).squeeze(-1)
 
 
-def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None, softcap: float = 0.0) -> None:
-    """out, lse and all gradients; the loss looks at lse too, where there is one."""
+def check(
+    tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None, dropout: Dropout | None = None,
+    softcap: float = 0.0,
+) -> None:  # fmt: skip
+    """out, lse and all gradients, also of an additive bias; the loss looks at lse too, where there is one."""
     rows, columns = tensors[0].size(2), tensors[1].size(2)
     leaves = [x.clone().requires_grad_() for x in tensors]
-    expected = textbook(tuple(leaves), dense(mask, rows, columns), bias, softcap)
+    is_added = bias is not None and bias.is_floating_point()
+    of_bias = bias.double().requires_grad_() if is_added else bias
+    expected = textbook(tuple(leaves), dense(mask, rows, columns), of_bias, dropout, softcap)
     generator = torch.Generator().manual_seed(1)
     grad_out = torch.randn(expected[0].shape, generator=generator, dtype=torch.float64)
     grad_lse = torch.randn(expected[1].shape, generator=generator, dtype=torch.float64)
@@ -56,12 +76,16 @@ def check(tensors: Tensors, mask: RowMask, bias: torch.Tensor | None = None, sof
     loss = (expected[0] * grad_out).sum() + (torch.where(expected[1].isfinite(), expected[1], 0.0) * grad_lse).sum()
     loss.backward()
 
-    out, lse = attention_forward(*tensors, mask, SCALE, bias=bias, softcap=softcap)
+    options: dict[str, Any] = {"bias": bias, "dropout": dropout, "softcap": softcap}
+    out, lse = attention_forward(*tensors, mask, SCALE, **options)
     torch.testing.assert_close(out, expected[0].detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(lse, expected[1].detach(), rtol=1e-10, atol=1e-10)
-    delta = (grad_out * out).sum(-1) - grad_lse
-    options = {"bias": bias, "delta": delta, "softcap": softcap}
-    got = attention_backward(grad_out, *tensors, out, lse, mask, SCALE, **options)
+    options["delta"] = (grad_out * out).sum(-1) - grad_lse
+    got = [*attention_backward(grad_out, *tensors, out, lse, mask, SCALE, **options)]
+    if is_added:
+        leaves.append(of_bias)
+        wide = {"grad_dtype": torch.float64}
+        got.append(attention_bias_gradient(grad_out, *tensors, lse, mask, SCALE, **options, **wide))
     for leaf, gradient in zip(leaves, got, strict=True):
         wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
@@ -79,10 +103,45 @@ def test_masks_and_biases(mask: RowMask, bias: torch.Tensor | None) -> None:
     check(draw(ROWS, COLUMNS), mask, bias)
 
 
+SHAPES = [(2, HEADS, ROWS, COLUMNS), (HEADS, 1, COLUMNS), (2, 1, ROWS, 1), (1, HEADS, 1, 1), (ROWS, COLUMNS), (1,), ()]
+
+
+@pytest.mark.parametrize("p", [None, 0.3], ids=["", "dropout"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
+def test_shapes_of_biases(
+    mask: RowMask, shape: tuple[int, ...], p: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several blocks, beside dropout, with some -inf."""
+    monkeypatch.setattr(masked, "_MASKED_ROWS", 8)
+    monkeypatch.setattr(masked, "LOGITS_BYTES", 2 * HEADS * 5 * COLUMNS * 8)
+    generator = torch.Generator().manual_seed(5)
+    bias = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if bias.numel() > 100:
+        bias[torch.rand(shape, generator=generator) > 0.9] = -float("inf")
+    check(draw(ROWS, COLUMNS), mask, bias, None if p is None else dropout_of(ROWS, COLUMNS, p))
+
+
+def test_gradients_of_biases_have_their_dtype_or_the_one_asked_for() -> None:
+    """That of q has no influence."""
+    q, k, v = (x.bfloat16() for x in draw(ROWS, COLUMNS, dims=(6, 6)))
+    for given_dtype in (torch.float16, torch.float32):
+        bias = torch.randn(SHAPES[0], generator=torch.Generator().manual_seed(5)).to(given_dtype)
+        out, lse = attention_forward(q, k, v, RowMask(), SCALE, bias=bias)
+        options: dict[str, Any] = {"bias": bias, "delta": attention_delta(q, out)}
+        got = attention_bias_gradient(q, q, k, v, lse, RowMask(), SCALE, **options)
+        assert got.dtype == given_dtype
+        wide = attention_bias_gradient(q, q, k, v, lse, RowMask(), SCALE, **options, grad_dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        torch.testing.assert_close(got.float(), wide, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [None, 0.3], ids=["", "dropout"])
 @pytest.mark.parametrize("bias", ["none", "additive", "boolean"])
 @pytest.mark.parametrize("kind", ["full", "causal", "any intervals"])
-def test_capped_logits(kind: str, bias: str) -> None:
-    check(draw(ROWS, COLUMNS), masks_of(ROWS, COLUMNS)[kind], biases_of(HEADS, ROWS, COLUMNS)[bias], softcap=0.4)
+def test_capped_logits(kind: str, bias: str, p: float | None) -> None:
+    dropout = None if p is None else dropout_of(ROWS, COLUMNS, p)
+    check(draw(ROWS, COLUMNS), masks_of(ROWS, COLUMNS)[kind], biases_of(HEADS, ROWS, COLUMNS)[bias], dropout, 0.4)
 
 
 @given(data=st.data())
@@ -112,5 +171,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"fit|dtype|scale|int32|broadcast"):
             attention_forward(*tensors, mask, scale, **options)
+    lse = q.sum(-1)
+    with pytest.raises(ValueError, match="no gradient"):
+        attention_bias_gradient(q, q, k, k, lse, RowMask(), 1.0, bias=torch.ones(5, 7) > 0, delta=lse)
     with pytest.raises(ValueError, match="or both lo and hi"):
         RowMask(lo=short)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from conftest import GPUS
+from support.devices import each_implementation
 
 from cp_dtensor.attention.merge import MergePart, merge, merge_reference
 from cp_dtensor.attention.triton import MAX_PARTS
@@ -19,17 +19,7 @@ INFINITY = float("inf")
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 KEYS = 12
 
-# The kernel runs in Triton's interpreter where there is no GPU, and only there.
-no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
-each_merge = pytest.mark.parametrize(
-    ("merge", "device"),
-    [
-        pytest.param(merge_reference, "cpu", id="torch"),
-        pytest.param(launch_merge, "cpu", marks=no_gpu, id="interpreter"),
-        pytest.param(merge_reference, "cuda", marks=pytest.mark.gpu, id="torch-cuda"),
-        pytest.param(launch_merge, "cuda", marks=pytest.mark.gpu, id="triton"),
-    ],
-)
+each_merge = each_implementation("merge", merge_reference, launch_merge)
 each_place = pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
 
 

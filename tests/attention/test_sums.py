@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import GPUS
+from support.devices import each_implementation
 
 from cp_dtensor.attention.merge import SumPart, add_parts, add_parts_reference
 from cp_dtensor.attention.triton import MAX_PARTS
@@ -21,17 +21,7 @@ def torch_sum(out: torch.Tensor, base: torch.Tensor, parts: Sequence[SumPart]) -
     add_parts_reference(out, base, parts, torch.float32)
 
 
-# The kernel runs in Triton's interpreter where there is no GPU, and only there.
-no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
-each_sum = pytest.mark.parametrize(
-    ("add", "device"),
-    [
-        pytest.param(torch_sum, "cpu", id="torch"),
-        pytest.param(launch_sum, "cpu", marks=no_gpu, id="interpreter"),
-        pytest.param(torch_sum, "cuda", marks=pytest.mark.gpu, id="torch-cuda"),
-        pytest.param(launch_sum, "cuda", marks=pytest.mark.gpu, id="triton"),
-    ],
-)
+each_sum = each_implementation("add", torch_sum, launch_sum)
 each_place = pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
 
 

@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import GPUS
 from support.compiled_subprocess import run_uninterpreted
+from support.devices import all_devices
 
 kernel = pytest.importorskip("cp_dtensor.comm.triton_kernels")
-
-no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
-all_devices = pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
-)
 
 
 def launch_of(

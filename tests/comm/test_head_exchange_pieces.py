@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.devices import all_devices
 
 from cp_dtensor.comm.head_exchange_symm_mem import Piece, Written, offsets, pieces_of
 from cp_dtensor.engine.planner import exchange_stages
@@ -15,7 +15,6 @@ from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch,
 
 kernel = pytest.importorskip("cp_dtensor.comm.triton_kernels")
 DIM = 4
-no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
 
 
 def copied_by_hand(pieces: tuple[Piece, ...], memory: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -139,10 +138,7 @@ def test_pieces_exchange_heads_and_rows_and_back(
     check(copied_by_hand, layout, length, batch, ranks, *heads, stages)
 
 
-@pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
-)
+@all_devices
 @pytest.mark.parametrize(("q_heads", "kv_heads", "stages"), [(4, 2, 1), (5, 5, 2), (8, 1, 2), (2, 1, 1)])
 def test_the_kernel_copies_the_same(q_heads: int, kv_heads: int, stages: int, device: str) -> None:
     for ranks, length in ((3, 40), (2, 1)):

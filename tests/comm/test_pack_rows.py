@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import GPUS
+from support.devices import all_devices
 
 from cp_dtensor._torch.tensors import cut
 from cp_dtensor.comm.transport import HeadBlocks, pack_rows, row_width
@@ -56,13 +56,7 @@ def test_the_rows_that_other_ranks_attend_to(
     assert [plan.send_spans for plan in plans] == sent
 
 
-no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
-
-
-@pytest.mark.parametrize(
-    "device",
-    [pytest.param("cpu", marks=no_gpu, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu, id="triton")],
-)
+@all_devices
 @pytest.mark.parametrize("stage_heads", [1, 2, 4])
 @pytest.mark.parametrize("dims", [(4, 4), (24, 16)], ids=str)
 def test_one_launch_writes_the_same_rows(dims: tuple[int, int], stage_heads: int, device: str) -> None:

@@ -29,9 +29,6 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 # kernel and kind of arguments: `test_attention_gpu` has the compiled cases.
 if not GPUS:
     replace_functions_once_a_launch()
-no_gpu = pytest.mark.skipif(GPUS > 0, reason="the kernel is compiled for the GPU of this machine")
-_INTERPRETER = pytest.param("cpu", marks=no_gpu, id="interpreter")
-interpreted = pytest.mark.parametrize("device", [_INTERPRETER])
 each_way_to_load = pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 NARROW = {"cpu": torch.float16, "cuda": torch.bfloat16}
 EXACT = {"cpu": torch.float32, "cuda": torch.bfloat16}
