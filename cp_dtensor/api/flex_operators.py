@@ -59,7 +59,8 @@ def check_context_mask(mask: Mask | None) -> None:
 class _Left:
     """What `flex_keys` leaves for its backward."""
 
-    gather: KVGather
+    call: Call
+    """With layout and lengths of the open context, if the call asks one."""
     asked: tuple[str, Call] | None
     """Key and call of the context that was asked, if one was."""
     begun_in: int | None
@@ -98,10 +99,10 @@ def _keys(
             f"{layout}"
         )
     begun_in = pending.begin(*asked) if asked and needs_backward else None
-    gather = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug)
-    rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0))
-    left = handle_of(_Left(gather, asked, begun_in), for_copies=needs_backward)
-    return *gather.gather(k, v), rows.positions(q.device).clone(), left
+    left = handle_of(_Left(call, asked, begun_in), for_copies=needs_backward)
+    keys, values = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug).gather(k, v)
+    positions = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0)).positions(q.device)
+    return keys, values, positions.clone(), left
 
 
 def _fake_keys(
@@ -122,7 +123,9 @@ def _keys_backward(grad_k: torch.Tensor, grad_v: torch.Tensor, left: torch.Tenso
     found: _Left = value_of(left)
     if found.asked is not None:
         pending.end(*found.asked, found.begun_in)
-    return found.gather.reduce_gradients(grad_k, grad_v, local)
+    call, kv_len = found.call, grad_k.size(2)
+    gather = KVGather(call.ranks, call.layout, kv_len, kv_len, call.transport, call.debug)
+    return gather.reduce_gradients(grad_k, grad_v, local)
 
 
 def _fake_keys_backward(
