@@ -98,10 +98,10 @@ def _keys(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
         )
-    begun_in = pending.begin(*asked) if asked and needs_backward else None
-    left = handle_of(_Left(call, asked, begun_in), for_copies=needs_backward)
     keys, values = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug).gather(k, v)
     positions = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0)).positions(q.device)
+    begun_in = pending.begin(*asked) if asked and needs_backward else None
+    left = handle_of(_Left(call, asked, begun_in), for_copies=needs_backward)
     return keys, values, positions.clone(), left
 
 
