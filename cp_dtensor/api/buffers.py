@@ -59,12 +59,6 @@ class InPlaceShard:
         with torch.no_grad():
             self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
 
-    def lengths(self) -> list[int]:
-        """Return the length of the shard on each rank."""
-        buffer = self.buffer
-        whole, size = self.whole_shape[buffer.dim], buffer.ranks.size
-        return [buffer.layout.local_length(whole, rank, size) for rank in range(size)]
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Make the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly."""
@@ -183,7 +177,8 @@ def refuse_shards_of_other_dims(shards: tuple[InPlaceShard, ...], call: Call, q:
     if ranks.size == 1 or q.dim() < 3 or q_len in lengths:
         return
     for index, each in enumerate(shards):
-        dim, shape, (share, *others) = each.buffer.dim, tuple(each.whole_shape), {*each.lengths()}
+        dim, shape = each.buffer.dim, tuple(each.whole_shape)
+        share, *others = {*shard_lengths(each.buffer.layout, shape[dim], ranks.size)}
         if others or q.shape[: dim + 1] != (*shape[:dim], share):
             continue
         is_batch = dim == 0 and q_len in shape[1:]

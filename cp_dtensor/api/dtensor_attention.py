@@ -39,11 +39,7 @@ def dtensor_sdpa(
 
     The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
     placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
-    is redistributed.
-
-    Args:
-        mask: the mask of the open context, besides that of the call.
-        deterministic: True if results must be equal in every run.
+    is redistributed. `mask` and `deterministic` are those of the open context.
     """
     q, k, v = arguments.q, arguments.k, arguments.v
     sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
@@ -82,17 +78,19 @@ def dtensor_attention(
         enable_gqa: as for `context_parallel_attention`.
         needs_lse: False if lse may be empty.
         options: others of `context_parallel_attention`. The method "auto" is a ring, Ulysses or a hybrid, by the names
-            and placements of the mesh axes.
-
-    Raises:
-        ValueError, TypeError: tensors that do not fit, or a method that the placements do not permit.
+            and placements of the mesh axes; methods that the placements do not permit are refused.
     """
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
     local = placed_call(q, k, v, mask, **options)
     bias = of_heads = None
-    if attn_mask is not None or sinks is not None:
-        bias, of_heads = _local_modifiers(q, k.size(2), attn_mask, sinks, local.placed)
+    if attn_mask is not None:
+        bias = _local_bias(q, attn_mask, local.placed)
+        check_bias(q, bias, (q.size(2), k.size(2)))
+    if sinks is not None:
+        whole = _on_mesh_of(q, "sinks", sinks)
+        checked_sinks(whole, q)
+        of_heads = local_beside(whole, local.placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
     seed = _seed_of_all(local.q, q.device_mesh) if local.call.dropout_p else None
     t = Tensors(local.q, local.k, local.v, bias, of_heads, seed)
     out, lse = attend(local.call, t, needs_lse=needs_lse)
@@ -119,11 +117,7 @@ def placed_call(
 ) -> PlacedCall:  # fmt: skip
     """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit.
 
-    Args:
-        q, k, v: as for `dtensor_attention`.
-        mask: by global position.
-        method, rotate_method, deterministic: as for `context_parallel_attention`.
-        factors: scale, dropout_p and others of `Call.factors`.
+    Arguments are those of `dtensor_attention`; `factors` are those of `Call.factors`.
     """
     checked_bools(deterministic=deterministic)
     checked_method(method)
@@ -296,21 +290,6 @@ def local_only_sdpa(
 
 
 # Modifiers
-
-
-def _local_modifiers(
-    q: DTensor, kv_len: int, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None, placed: AttentionPlacements
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the bias and the sinks of a rank's queries."""
-    bias = of_heads = None
-    if attn_mask is not None:
-        bias = _local_bias(q, attn_mask, placed)
-        check_bias(q, bias, (q.size(2), kv_len))
-    if sinks is not None:
-        sinks = _on_mesh_of(q, "sinks", sinks)
-        checked_sinks(sinks, q)
-        of_heads = local_beside(sinks, placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
-    return bias, of_heads
 
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,30 +118,25 @@ def _refuse_context_options(op: Any) -> None:
             )
 
 
-def _flash_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=out.device)
-    debug_mask = torch.empty(0, dtype=out.dtype, device=out.device)
-    return out, lse, None, None, q_len, kv_len, rng_state, rng_state.new_zeros(()), debug_mask
-
-
-def _efficient_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
-    rng_state = torch.zeros((), dtype=torch.int64, device=out.device)
-    return out, lse, rng_state, rng_state.new_zeros(())
-
-
-def _cudnn_outputs(out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
-    rng_state = torch.zeros((), dtype=torch.int64, device=out.device)
-    return out, lse, None, None, q_len, kv_len, rng_state, rng_state.new_zeros(()), None
+def _outputs(name: str, out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
+    """Return the outputs of a forward op; random states are those of a call without dropout."""
+    if name == "cpu":
+        return out, lse
+    shape, dtype = ((2,), torch.uint64) if name == "flash" else ((), torch.int64)
+    state = torch.zeros(shape, dtype=dtype, device=out.device)
+    lengths = () if name == "efficient" else (None, None, q_len, kv_len)
+    debug_mask = {"efficient": (), "cudnn": (None,)}.get(name, (torch.empty(0, dtype=out.dtype, device=out.device),))
+    return out, lse, *lengths, state, state.new_zeros(()), *debug_mask
 
 
 _FUSED_OPS: dict[Any, tuple[str, Callable[..., tuple[Any, ...]] | tuple[None, ...]]] = {
-    aten._scaled_dot_product_flash_attention.default: ("FLASH_ATTENTION", _flash_outputs),
+    aten._scaled_dot_product_flash_attention.default: ("FLASH_ATTENTION", partial(_outputs, "flash")),
     aten._scaled_dot_product_flash_attention_backward.default: ("FLASH_ATTENTION", ()),
-    aten._scaled_dot_product_efficient_attention.default: ("EFFICIENT_ATTENTION", _efficient_outputs),
+    aten._scaled_dot_product_efficient_attention.default: ("EFFICIENT_ATTENTION", partial(_outputs, "efficient")),
     aten._scaled_dot_product_efficient_attention_backward.default: ("EFFICIENT_ATTENTION", (None,)),
-    aten._scaled_dot_product_cudnn_attention.default: ("CUDNN_ATTENTION", _cudnn_outputs),
+    aten._scaled_dot_product_cudnn_attention.default: ("CUDNN_ATTENTION", partial(_outputs, "cudnn")),
     aten._scaled_dot_product_cudnn_attention_backward.default: ("CUDNN_ATTENTION", ()),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: ("FLASH_ATTENTION", lambda out, lse, *_: (out, lse)),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ("FLASH_ATTENTION", partial(_outputs, "cpu")),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ("FLASH_ATTENTION", ()),
 }
 """Backends of the fused ops; outputs of a forward op as a function, further outputs of a backward op as they are."""

@@ -82,16 +82,12 @@ def explain(
     """Predict time, bytes on each axis and memory of every method, and print the table on rank 0 of the mesh.
 
     Args:
-        mesh: the ranks that share the sequence, as for `context_parallel_attention`.
+        mesh, rotate_method: as for `context_parallel_attention`.
         seq_len: the global number of tokens, or a pair of those of queries and keys.
         q_heads, kv_heads: query heads, and key/value heads (None: as many).
         head_dim, batch_size, dtype: of queries, keys and values.
         is_causal: True: query i sees keys j <= i only. None is True without a mask, False with one.
-        mask: the keys that each query sees, such as `Documents(cu_seqlens)`; combined with `is_causal`. None takes that
-            of the context around the call, if that is over these ranks; `Full()` takes none.
-        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
-            these ranks, else `HeadTail()`.
-        rotate_method: the KV transport of rings; None is the process default.
+        mask, layout: as for `context_parallel_attention`; None takes that of the context around the call.
         v_head_dim: of values; None is `head_dim`.
         latent_dims: R and Dr of `context_parallel_mla`; `head_dim` is Dn + Dr then, and `kv_heads` None.
         hardware: the GPUs and links to assume: a `Hardware`, or the name of a GPU in `GPUS` ("H100"), with one of
@@ -108,19 +104,11 @@ def explain(
     Raises:
         TypeError, ValueError: arguments that do not fit.
 
-    Fastest method for 32 query and 8 key heads:
-
-        explain(mesh, seq_len=131072, q_heads=32, kv_heads=8).chosen
-
-    A ring over two nodes of H100s, planned in one process on a laptop:
+    A ring over two nodes of H100s, planned in one process on a laptop, and its fastest method:
 
         torch.distributed.init_process_group("fake", rank=0, world_size=16)
         mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("ring", "ulysses"))
-        explain(mesh, seq_len=131072, q_heads=32, hardware={"ring": "H100, Ethernet 400G", "ulysses": "H100"})
-
-    Bytes of multi-head latent attention, latents against keys and values of all heads:
-
-        explain(mesh, seq_len=131072, q_heads=128, head_dim=192, v_head_dim=128, latent_dims=(512, 64))
+        explain(mesh, seq_len=131072, q_heads=32, hardware={"ring": "H100, Ethernet 400G", "ulysses": "H100"}).chosen
     """
     kv_heads = q_heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim

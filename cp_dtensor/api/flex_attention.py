@@ -55,14 +55,10 @@ def context_parallel_flex_attention(
     the same.
 
     Args:
-        q: (B, H, S, D), this rank's queries in `layout` order; S may differ between ranks, and be 0.
-        k: (B, Hkv, T, D), this rank's keys. T may differ from S (cross-attention).
-        v: (B, Hkv, T, Dv), this rank's values.
-        mesh: the ranks that share the sequence, as for `context_parallel_attention`.
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)` changes a scaled logit; positions are global.
         block_mask: `create_block_mask(mask_mod, B, H, global S, global T)` with any block size, where B and H may be
             None; None lets every query see every key. The block mask of local rows is cached as long as it exists.
-        scale, enable_gqa, layout, seq_len, return_lse, debug: as for `context_parallel_attention`.
+        q, k, v, mesh, scale, enable_gqa, layout, seq_len, return_lse, debug: as for `context_parallel_attention`.
         rotate_method: "auto" and "symm_mem" read K/V from symmetric memory where the ranks share it (see
             `set_rotate_method`), the others all-gather them; None is the process default.
         kernel_options: as `flex_attention` takes them.
@@ -70,8 +66,7 @@ def context_parallel_flex_attention(
             the logits of all local queries and global keys in memory.
 
     Returns:
-        out: (B, H, S, Dv). With `return_lse`, also lse: (B, H, S), natural log of the softmax denominator, -inf for a
-        query that sees no key.
+        out, and with `return_lse` also lse, as `context_parallel_attention`.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; a block mask of other lengths than the sequence's, on every
@@ -245,9 +240,10 @@ def _compiled() -> Callable[..., Any]:
 def block_mask_of_rows(
     whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor
 ) -> BlockMask:
-    """Return the block mask of local rows from their tables; `lengths` are those of local queries and gathered keys.
+    """Return the block mask of local rows from their tables.
 
     Args:
+        lengths: of local queries and gathered keys.
         positions: global positions of the local rows, (rows,) or (batch, rows).
     """
     mod, kinds, (q_block, kv_block) = whole.mask_mod, tables.block_kinds, whole.BLOCK_SIZE

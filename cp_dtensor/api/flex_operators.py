@@ -66,9 +66,9 @@ def _keys(
         declared: True if the caller or a block mask has the lengths.
         needs_backward: True if gradients are enabled.
     """
-    is_live = isinstance(call_of(key).layout, LiveLayout)
-    found = Left.by(call_of(key), q, k)
-    call = found.call
+    of_key = call_of(key)
+    found = Left.by(of_key, q, k)
+    call, is_live = found.call, isinstance(of_key.layout, LiveLayout)
     check_context_mask(call.mask)
     agreed = agreed_lengths(
         replace(call, mask=None, scale=scale), CallTensors(q, k, v), (q_len, kv_len) if declared else None, None
@@ -84,9 +84,9 @@ def _keys(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
         )
-    found.done = gather = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug)
-    rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0))
-    return *gather.gather(k, v), rows.positions(q.device).clone(), found.handle(needs_backward)
+    keys, values = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug).gather(k, v)
+    positions = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0)).positions(q.device)
+    return keys, values, positions.clone(), found.handle(needs_backward)
 
 
 def _fake_keys(
@@ -104,7 +104,10 @@ def _fake_keys(
 
 def _keys_backward(grad_k: torch.Tensor, grad_v: torch.Tensor, left: torch.Tensor, local: int) -> Pair:
     """Return the gradients of this rank's keys and values: sums over the ranks of those of the gathered rows."""
-    gather: KVGather = Left.of(left, in_backward=True).done  # type: ignore[union-attr]
+    found = Left.of(left, in_backward=True)
+    assert found is not None
+    call, kv_len = found.call, grad_k.size(2)
+    gather = KVGather(call.ranks, call.layout, kv_len, kv_len, call.transport, call.debug)
     return gather.reduce_gradients(grad_k, grad_v, local)
 
 

@@ -188,8 +188,7 @@ def attend_shards(
         pair = checked_pair(options.get("seq_len")) or (-1, -1)
         constants = traced_constants(owner, options, **inherits)
         return attend_traced(constants, t, factors_of(t.q.size(3), **numbers), [*pair, 0, 0], needs_lse)
-    if options.keys() - _OPTIONS.keys():
-        raise _unknown(owner, options)
+    _check_names(owner, options)
     return attend(inherited(owner, Call.of(**options), **inherits), t, needs_lse=needs_lse)
 
 
@@ -217,8 +216,9 @@ def _constants(
     return constants_of(inherited(owner, call, layout=layout, mask=mask, traced=True))
 
 
-def _unknown(owner: str, options: Any) -> TypeError:
-    return TypeError(f"{owner}() got an unexpected keyword argument {min(options.keys() - _OPTIONS.keys())!r}")
+def _check_names(owner: str, options: Any) -> None:
+    if unknown := options.keys() - _OPTIONS.keys():
+        raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def _attend_dtensors(
@@ -238,8 +238,7 @@ def _attend_dtensors(
             f"in compiled code, {owner} takes no DTensors: call F.scaled_dot_product_attention under "
             "enable_context_parallel_dispatcher()"
         )
-    if options.keys() - _OPTIONS.keys():
-        raise _unknown(owner, options)
+    _check_names(owner, options)
     refuse_other_place(owner, q, mesh, layout, checked_pair(seq_len), (q.size(2), k.size(2)))
     if debug:
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")

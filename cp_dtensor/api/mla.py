@@ -54,10 +54,8 @@ def context_parallel_mla(
         out: (B, H, S, Dv) in q's dtype. With `return_lse`, also lse, as `context_parallel_attention`.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before any collective; otherwise as
-            `context_parallel_attention`. DTensors are refused: pass what is local of them.
-        NotImplementedError: as `context_parallel_attention`.
-        RuntimeError: as `context_parallel_attention`.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `context_parallel_attention`. DTensors are refused:
+            pass what is local of them.
 
     One rank with two tokens, one head, and R = Dn = Dr = Dv = 1: keys are [3 latent, k_rope], values 5 latent. Queries
     of zeros weigh all keys alike, so the outputs are the means of 5 latent up to each token:
@@ -78,12 +76,7 @@ def context_parallel_mla(
 
 
 def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor) -> None:
-    """Refuse shapes, dtypes and devices that do not fit.
-
-    Raises:
-        TypeError: not tensors.
-        ValueError: anything else; the message has all four shapes.
-    """
+    """Refuse shapes, dtypes and devices that do not fit; messages have all four shapes."""
     tensors = {"q": q, "latent": latent, "k_rope": k_rope, "up": up}
     check_tensors(**tensors)
     shapes = tuple(q.shape), tuple(latent.shape), tuple(k_rope.shape), tuple(up.shape)

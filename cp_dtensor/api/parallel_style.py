@@ -6,7 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,44 +95,41 @@ class ContextParallel(ParallelStyle):
         return module
 
 
+@dataclass(eq=False, repr=False)
 class _ContextForward:
-    """Forward of a module in a context; an object, not a closure, so that a copy of the module has its own.
+    """Forward of a module in a context; an object, not a closure, so that a copy of the module has its own."""
 
-    Args:
-        replaced: the forward that the module had as an instance attribute, if any.
-        sinks: a tensor, or the name of the module's attribute.
-        inherits: `layout` and `mask`: True if the context around a call decides.
-        has_replaced_layers: True if functions of recurrent layers are replaced, which lasts as long as this object.
-    """
+    module: nn.Module
+    replaced: Callable[..., Any] | None
+    """The forward that the module had as an instance attribute, if any."""
+    call: Call
+    sinks: torch.Tensor | str | None
+    """A tensor, or the name of the module's attribute."""
+    inherits: dict[str, bool]
+    """`layout` and `mask`: True if the context around a call decides."""
+    has_replaced_layers: bool
+    """True if functions of recurrent layers are replaced, which lasts as long as this object."""
 
-    def __init__(
-        self, module: nn.Module, replaced: Callable[..., Any] | None, call: Call,
-        sinks: torch.Tensor | str | None, inherits: dict[str, bool], has_replaced_layers: bool,
-    ) -> None:  # fmt: skip
-        self._module = module
-        self._replaced = replaced
-        self._context = OpenContext(call, is_constant=True)
-        self._sinks = sinks
-        self._inherits = inherits
+    def __post_init__(self) -> None:
+        self._context = OpenContext(self.call, is_constant=True)
         self._key = self._context.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
         flex_redirection.acquire()
         weakref.finalize(self, flex_redirection.release)
-        self._has_replaced_layers = has_replaced_layers
-        if has_replaced_layers:
+        if self.has_replaced_layers:
             weakref.finalize(self, context_hooks.acquire().close)
-        functools.update_wrapper(self, replaced or type(module).forward, updated=())
+        functools.update_wrapper(self, self.replaced or type(self.module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._replaced or self._module_forward
+        forward = self.replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
-            if self._has_replaced_layers:
+            if self.has_replaced_layers:
                 raise NotImplementedError(
-                    f"{type(self._module).__name__} with ContextParallel has a convolution or a recurrent layer, which "
+                    f"{type(self.module).__name__} with ContextParallel has a convolution or a recurrent layer, which "
                     "compiled code would run on this rank's shard alone: compile it inside of context_parallel instead"
                 )
-            inherits = self._inherits
-            key = _key_in_trace(self._key, inherits["layout"], inherits["mask"], self._sinks is not None)
+            inherits = self.inherits
+            key = _key_in_trace(self._key, inherits["layout"], inherits["mask"], self.sinks is not None)
             if not key:
                 return forward(*args, **kwargs)
             # Code is compiled for the key; the context is entered when the captured forward is traced further.
@@ -145,30 +142,30 @@ class _ContextForward:
 
     def _context_of_call(self) -> OpenContext:
         context = self._context
-        call = inherited("ContextParallel", context.call, **self._inherits)
-        if call != context.call:  # compiled code inside asks for what is inherited
+        call = inherited("ContextParallel", self.call, **self.inherits)
+        if call != self.call:  # compiled code inside asks for what is inherited
             context = OpenContext(replace(call, in_context=True))
-        sinks = self._sinks
+        sinks = self.sinks
         if sinks is None:
             sinks = _inherited_sinks(call.ranks)
         elif isinstance(sinks, str):
-            sinks = checked_context_sinks(getattr(self._module, sinks))
+            sinks = checked_context_sinks(getattr(self.module, sinks))
         return context if sinks is None else replace(context, sinks=sinks)
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self._module).forward(self._module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{type(self._module).__name__} with ContextParallel cannot be pickled, since it holds process groups: "
+            f"{type(self.module).__name__} with ContextParallel cannot be pickled, since it holds process groups: "
             "save its state_dict(), and parallelize the module that is made to load it"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ContextForward:
         # The call is shared: it holds process groups and no tensors.
         return _ContextForward(
-            copy.deepcopy(self._module, memo), copy.deepcopy(self._replaced, memo), self._context.call,
-            copy.deepcopy(self._sinks, memo), self._inherits, self._has_replaced_layers,
+            copy.deepcopy(self.module, memo), copy.deepcopy(self.replaced, memo), self.call,
+            copy.deepcopy(self.sinks, memo), self.inherits, self.has_replaced_layers,
         )  # fmt: skip
 
 

@@ -52,25 +52,32 @@ def sdpa_in_context(arguments: SdpaArguments) -> torch.Tensor | None:
     if arguments.q.is_nested:
         refuse_nested()
     if isinstance(arguments.q, DTensor) or isinstance(arguments.k, DTensor) or isinstance(arguments.v, DTensor):
-        # DTensors over other ranks, such as tensor-parallel ones: their local heads are plain shards of the sequence.
-        # DTensors over the ranks of the context have their own placements.
-        result = local_only_sdpa(arguments, context.call.ranks.global_ranks(), partial(sdpa_of_shards, context))
-        if result is not None:
-            return result
-        if context.sinks is not None:
-            raise NotImplementedError(
-                "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
-                "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
-            )
-        around = context.call
-        result = dtensor_sdpa(arguments, around.mask, around.deterministic)
-        if result is None and around.mask is not None:
-            raise NotImplementedError(
-                f"the mask of this context ({around.mask}) applies to plain tensors and to DTensors that are "
-                "sharded along the sequence: got other DTensors over the ranks of the context"
-            )
-        return result
+        return _sdpa_of_dtensors(context, arguments)
     return sdpa_of_shards(context, arguments)
+
+
+def _sdpa_of_dtensors(context: OpenContext, arguments: SdpaArguments) -> torch.Tensor | None:
+    """Compute SDPA of DTensors in a context; return None where torch has a rule for them.
+
+    Over other ranks than those of the context, such as tensor-parallel ones, their local heads are shards of its
+    sequence. Over its ranks they have placements of their own.
+    """
+    call = context.call
+    result = local_only_sdpa(arguments, call.ranks.global_ranks(), partial(sdpa_of_shards, context))
+    if result is not None:
+        return result
+    if context.sinks is not None:
+        raise NotImplementedError(
+            "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
+            "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
+        )
+    result = dtensor_sdpa(arguments, call.mask, call.deterministic)
+    if result is None and call.mask is not None:
+        raise NotImplementedError(
+            f"the mask of this context ({call.mask}) applies to plain tensors and to DTensors that are "
+            "sharded along the sequence: got other DTensors over the ranks of the context"
+        )
+    return result
 
 
 def refuse_nested() -> None:

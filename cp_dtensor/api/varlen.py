@@ -41,10 +41,8 @@ def varlen_attention(
     backward needs no context and may run in any thread.
 
     Args:
-        q: (T, H, D), this rank's queries in `layout` order; T may differ between ranks, and be 0.
-        k: (U, Hkv, D), this rank's keys. H may be a multiple of Hkv (GQA, MQA); keys are not expanded.
-        v: (U, Hkv, Dv), this rank's values.
-        mesh: the ranks that share the sequence, as for `context_parallel_attention`.
+        q, k, v: (T, H, D), (U, Hkv, D) and (U, Hkv, Dv), this rank's tokens in `layout` order; T may differ between
+            ranks, and be 0. H may be a multiple of Hkv; keys are not expanded.
         cu_seqlens: ascending positions in the whole sequence, one more than documents, equal on every rank: document d
             has the positions cu_seqlens[d] to cu_seqlens[d + 1] - 1. Integers, or a tensor; reading a tensor on a GPU
             waits for the GPU. Compiled code takes integers and is compiled for each list; where documents change with
@@ -59,7 +57,7 @@ def varlen_attention(
             seen if it, `is_causal` and `window_size` all allow it.
         seq_len: tokens of the whole sequence, cu_seqlens[-1] or more (tokens after the last document are padding), or
             a pair of those of queries and keys. None: ranks have equally many tokens.
-        sinks, return_lse, options: as for `context_parallel_attention`, without `mask`. The layouts
+        mesh, sinks, return_lse, options: as for `context_parallel_attention`, without `mask`. The layouts
             `PerDocument(cu_seqlens)` and `Balanced(...)` balance the work of documents.
 
     Returns:
@@ -100,12 +98,7 @@ def varlen_attention(
 def heads_first_of_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views (1, H, T, D) of packed q, k and v (T, H, D), where H may be a multiple of k's heads.
-
-    Raises:
-        TypeError: not tensors.
-        ValueError: shapes that do not fit; the message has all three.
-    """
+    """Return views (1, H, T, D) of packed q, k and v (T, H, D), where H may be a multiple of k's heads."""
     q, k, v = heads_before_rows(q, k, v, 0, "packed q, k and v of three dims (tokens, heads, head_dim)")
     return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
 

@@ -21,6 +21,7 @@ from cp_dtensor import _torch
 from cp_dtensor.attention.backends.select import allowed_backends
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.agreement import warn_once
+from cp_dtensor.engine.base import Done
 from cp_dtensor.engine.call import Call, both_masks, checked_factors, checked_mask
 from cp_dtensor.engine.handles import handle_of, value_of
 from cp_dtensor.spec.layouts import HeadTail, Layout, Segment
@@ -283,8 +284,8 @@ class Left:
     """With mask, layout and lengths of the open context, if the call asks one."""
     asked: tuple[str, Call] | None = None
     """Key and call of the context that was asked."""
-    done: Any = None
-    """Of attention: what it leaves for its backward. Of FlexAttention: how K/V were gathered."""
+    done: Done | None = None
+    """Of attention."""
     begun_in: int | None = None
     """The backward in which the forward was a recompute."""
 

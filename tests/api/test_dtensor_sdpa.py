@@ -32,15 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import enable_context_parallel_dispatcher, set_rotate_method
+from cp_dtensor import enable_context_parallel_dispatcher
 from cp_dtensor.engine.attend import Attention
-
-
-@pytest.fixture(params=["allgather", "alltoall"])
-def _rotate_method(request: pytest.FixtureRequest) -> Iterator[None]:
-    set_rotate_method(request.param)
-    yield
-    set_rotate_method("auto")
 
 
 @pytest.fixture
@@ -49,7 +42,7 @@ def _dispatcher() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("_dispatcher", "_rotate_method")
+@pytest.mark.usefixtures("_dispatcher")
 @pytest.mark.parametrize(
     ("mesh_shape", "placements"),
     [

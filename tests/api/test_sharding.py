@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.collectives import errors_by_rank
@@ -69,20 +68,6 @@ def test_shards_are_the_layouts_positions_and_unshard_is_the_inverse(
         assert torch.equal(whole, distinct(shape, dtype))
 
     run_ranks(world_size, body)
-
-
-@pytest.mark.parametrize(
-    ("layout", "dim"), [(layout, dim) for layout in LAYOUTS for dim in (0, 1) if (layout, dim) != (MirroredBatch(), 0)]
-)
-def test_square_tensors_are_sharded_along_the_dim_that_was_asked_for(layout: Layout, dim: int) -> None:
-    def body(rank: int) -> None:
-        whole = distinct((7, 7), torch.int64)
-        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [dim], layout)
-        assert mine.size(1 - dim) == 7
-        assert torch.equal(mine, shard(whole, layout, rank, WORLD, dim))
-        assert torch.equal(context_parallel_unshard(dist.group.WORLD, [mine], [dim], layout)[0], whole)
-
-    run_ranks(WORLD, body)
 
 
 def test_several_tensors_of_different_lengths_and_dims_at_once() -> None:
@@ -149,20 +134,6 @@ def test_gradients_through_shard_and_unshard_are_those_of_one_device(layout: Lay
         return whole.grad
 
     torch.testing.assert_close(sum(run_ranks(WORLD, body)), alone.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_nothing_global_changes() -> None:
-    before = F.scaled_dot_product_attention
-    q = normal(1, 2, 6, 4)
-    alone = [before(part, part, part) for part in (shard(q, HeadTail(), rank, 2) for rank in range(2))]
-
-    def body(rank: int) -> None:
-        (mine,) = context_parallel_shard(dist.group.WORLD, [q], [2])
-        context_parallel_unshard(dist.group.WORLD, [mine], [2])
-        assert F.scaled_dot_product_attention is before
-        assert torch.equal(F.scaled_dot_product_attention(mine, mine, mine), alone[rank])
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 13])

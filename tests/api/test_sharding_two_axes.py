@@ -104,36 +104,6 @@ def test_gradients_through_shard_and_unshard_are_those_of_one_device(
     torch.testing.assert_close(sum(run_ranks(len(shares), body)), alone.grad, rtol=1e-10, atol=1e-10)
 
 
-@each_mesh
-@each_layout
-def test_the_gradient_of_unshard_is_that_of_the_own_rows(layout: Layout, names: Names, shape: Shape) -> None:
-    """As they are where all ranks compute the same, summed where each computes its share."""
-    weight = normal(2, 11, seed=1)
-
-    def body(rank: int) -> None:
-        mesh, here, size = on_mesh(names, shape)
-        for grad, factor in (("replicated", 1), ("partial", size * (size + 1) / 2)):
-            mine = shard(normal(2, 11, seed=0), layout, here, size, 1).requires_grad_()
-            (whole,) = context_parallel_unshard(mesh, [mine], [1], layout, grad=grad)
-            whole.backward(weight * (rank + 1 if grad == "partial" else 1))
-            torch.testing.assert_close(mine.grad, factor * shard(weight, layout, here, size, 1), rtol=0, atol=1e-12)
-
-    run_ranks(shape[0] * shape[1], body)
-
-
-@each_mesh
-@each_layout
-def test_local_positions_are_the_shard_of_arange(layout: Layout, names: Names, shape: Shape) -> None:
-    def body(rank: int) -> None:
-        mesh, here, size = on_mesh(names, shape)
-        for length in (0, 1, 5, 29):
-            rows = torch.arange(length).expand(3, length)
-            positions = local_positions(mesh, length, layout, batch_size=3)
-            assert torch.equal(positions, shard(rows, layout, here, size, 1))
-
-    run_ranks(shape[0] * shape[1], body)
-
-
 def test_the_axis_called_ulysses_is_the_inner_one_by_hand() -> None:
     """Ranks 0 1 2 3 stand at (0, 0), (0, 1), (1, 0), (1, 1) of the mesh."""
 

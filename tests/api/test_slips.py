@@ -192,15 +192,6 @@ def test_hashes_of_contents() -> None:
 # Calls
 
 
-def _in_declared_context(q: torch.Tensor, k: torch.Tensor, **options: Any) -> None:
-    with context_parallel(group(), seq_len=LENGTH, debug=options.pop("debug", False)):
-        F.scaled_dot_product_attention(q, k, k, enable_gqa=True, **options)
-
-
-def _declared_function(q: torch.Tensor, k: torch.Tensor, **options: Any) -> None:
-    ring_attention(q, k, k, mesh=group(), seq_len=LENGTH, enable_gqa=True, **options)
-
-
 @pytest.mark.parametrize(("odd", "channels"), [(2, 3), (1, 4)])
 def test_sequence_operations_with_declared_lengths_that_differ_between_ranks(odd: int, channels: int) -> None:
     def body(rank: int) -> None:
@@ -246,7 +237,16 @@ def test_lengths_of_sequence_operations_that_fit_each_rank_and_differ(seq_lens: 
         assert "global length: rank 1 says 11, the others 12" in str(error), rank
 
 
-def _declared_shift(q: torch.Tensor, *_: Any, **options: Any) -> None:
+def _in_declared_context(q: torch.Tensor) -> None:
+    with context_parallel(group(), seq_len=LENGTH):
+        F.scaled_dot_product_attention(q, q, q)
+
+
+def _declared_function(q: torch.Tensor) -> None:
+    ring_attention(q, q, q, mesh=group(), seq_len=LENGTH)
+
+
+def _declared_shift(q: torch.Tensor) -> None:
     shift(q, 1, mesh=group(), dim=2, seq_len=LENGTH)
 
 
@@ -256,7 +256,7 @@ def test_shards_of_a_wrong_length_are_refused_on_every_rank(call: Callable[..., 
 
     def body(rank: int, wrong: tuple[int, ...]) -> None:
         q = torch.randn(1, 2, LENGTH // RANKS + (rank in wrong), 4)
-        call(q, q)
+        call(q)
 
     # In a context, equal shards of another length are those of ranks x local tokens.
     for wrong in ((1,),) if call is _in_declared_context else ((1,), (0, 1, 2)):
