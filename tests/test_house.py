@@ -346,20 +346,20 @@ def test_names_are_those_of_the_glossary(module: str) -> None:
 # Room -> (most lines now, target). The room "" is the two files of the package itself. A commit that makes a room
 # smaller lowers its cap; lines that move to another room move in both caps.
 LINES = {
-    "_torch": (2027, 1820),
-    "spec": (1956, 1850),
-    "plan": (1939, 1690),
-    "attention": (4416, 4290),
-    "comm": (3007, 2600),
-    "engine": (4080, 3120),
-    "api": (4324, 3480),
-    "layers": (3068, 2500),
-    "integrations": (4969, 2920),
-    "tools": (4146, 2400),
+    "_torch": (1948, 1820),
+    "spec": (1950, 1850),
+    "plan": (1934, 1690),
+    "attention": (4415, 4290),
+    "comm": (2992, 2600),
+    "engine": (3721, 3120),
+    "api": (4017, 3480),
+    "layers": (2988, 2500),
+    "integrations": (3752, 2920),
+    "tools": (2988, 2400),
     "": (118, 121),
 }
-PACKAGE_LINES = (34050, 27000)
-TEST_LINES = (49951, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (30823, 27000)
+TEST_LINES = (42949, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (10, 8), "sinks": (29, 12), "deterministic": (20, 12)}
 
