@@ -116,7 +116,7 @@ MUTANTS = (
         "engine/ulysses.py",
         "    heads = queries.heads[group.rank()]",
         "    heads = queries.heads[0]",
-        "tests/matrix/test_matrix.py::test_fronts_by_features[ulysses-sinks]",
+        "tests/engine/test_masked_calls.py::test_over_one_axis",
     ),
     Mutant(
         "gradient of a bias not summed",
