@@ -116,7 +116,7 @@ MUTANTS = (
         "engine/ulysses.py",
         "    heads = queries.heads[group.rank()]",
         "    heads = queries.heads[0]",
-        "tests/engine/test_sinks.py",
+        "tests/engine/test_masked_calls.py::test_over_one_axis",
     ),
     Mutant(
         "gradient of a bias not summed",

@@ -212,23 +212,23 @@ def ranks_and_method(mesh: Mesh | None, method: str) -> tuple[SequenceRanks, str
     if method not in METHODS:
         checked_method(method)
     ranks = sequence_ranks(mesh)
+    if ranks.inner is None and method == "hybrid":
+        raise ValueError(
+            f'method "hybrid" expects a mesh of two dims, got one axis of {ranks.size} ranks: make one with '
+            'init_device_mesh(..., mesh_dim_names=("ring", "ulysses"))'
+        )
     if ranks.inner is None:
-        if method == "hybrid":
-            raise ValueError(
-                f'method "hybrid" expects a mesh of two dims, got one axis of {ranks.size} ranks: make one with '
-                'init_device_mesh(..., mesh_dim_names=("ring", "ulysses"))'
-            )
         return ranks, method
+    outer, inner = ranks.outer.size(), ranks.inner.size()
     if method == "ulysses":
         raise ValueError(
-            f'method "ulysses" expects a mesh of one dim, got two axes of {ranks.outer.size()} x {ranks.inner.size()} '
-            'ranks: pass one axis, or use "hybrid"'
+            f'method "ulysses" expects a mesh of one dim, got two axes of {outer} x {inner} ranks: pass one axis, or '
+            'use "hybrid"'
         )
-    if ranks.inner.size() == 1:
-        return SequenceRanks(ranks.outer), "ring" if method == "hybrid" else method
-    if ranks.outer.size() == 1:
-        return SequenceRanks(ranks.inner), "ulysses" if method == "hybrid" else method
-    return ranks, method
+    if min(outer, inner) > 1:
+        return ranks, method
+    kept, alone = (ranks.outer, "ring") if inner == 1 else (ranks.inner, "ulysses")
+    return SequenceRanks(kept), alone if method == "hybrid" else method
 
 
 def checked_method(method: str) -> str:

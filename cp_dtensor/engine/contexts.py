@@ -33,6 +33,8 @@ ALONE = "cp_dtensor_local_sdpa"
 """Key of the thread state of `local_sdpa`: the open context on entry, and True if queries are shards."""
 CAPTURED_BEFORE = "cp_dtensor_captured_before"
 """Key of the context that `ContextParallel` has entered around code which Dynamo captured outside of the context."""
+_MOST_CALLS = 64
+"""Calls that an open context keeps: that of a module lives as long as it, and a scale may be new in every step."""
 _AMBIGUOUS = (
     "attention was called in a backward while a context_parallel context is open around it, and it is ambiguous "
     "whether the call belongs to the context: checkpoint with torch.utils.checkpoint inside of the context, or use the "
@@ -112,7 +114,7 @@ class OpenContext:
             self.call, mask=own if asks else both_masks(self.call.mask, own), first=first,
             **checked_factors(**options),  # type: ignore[arg-type]
         )  # fmt: skip
-        if key is not None:
+        if key is not None and len(self._calls) < _MOST_CALLS:
             self._calls[key] = made
         return self.asked_later(made) if asks else made
 

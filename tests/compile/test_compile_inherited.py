@@ -16,7 +16,6 @@ from support.masked_problems import MaskedProblem
 from support.problems import assert_close, shard
 from support.processes import Processes
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_dtensor import (
@@ -189,22 +188,3 @@ def positions(rank: int) -> None:
 @pytest.mark.parametrize("check_on_rank", [calls, refusals, modules_in_modules, providers, positions])
 def test_inherited(two_processes: Processes, check_on_rank: Callable[[int], None]) -> None:
     two_processes.run(check_on_rank)
-
-
-def two_axes(rank: int) -> None:
-    """A module over two axes takes the mask and the layout of its context, and refuses the sinks."""
-    fresh()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-    attend = compiled(parallelize_module(Attention(), mesh, ContextParallel()))
-    whole = MaskedProblem(LENGTH, LENGTH, FIRST, 2, 4, 2).draw(0)
-    expected = MaskedProblem(LENGTH, LENGTH, FIRST, 2, 4, 2).reference(*whole)[0]
-    mine = [shard(tensor, Contiguous(), rank, 4) for tensor in whole[:3]]
-    with context_parallel(mesh, mask=FIRST, layout=Contiguous()):
-        assert_close(attend(*mine), shard(expected, Contiguous(), rank, 4), "out")
-    fresh()
-    with context_parallel(mesh, sinks=torch.zeros(4)), pytest.raises(Exception, match="does not take the sinks"):
-        attend(*mine)
-
-
-def test_modules_over_two_axes(four_processes: Processes) -> None:
-    four_processes.run(two_axes)

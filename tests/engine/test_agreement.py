@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,6 +41,9 @@ def answers(shards: tuple[int, ...], declared: tuple[int, ...], layout: Layout) 
 
 
 @given(layout=LAYOUTS, ranks=st.integers(1, 8), declared=DECLARED, length=st.integers(0, 60))
+@example(
+    layout=Striped(3), ranks=2, declared=(10,), length=11
+)  # 6 and 5 tokens: 6 of 10 on rank 0, and 2 x 5 on rank 1
 def test_all_ranks_find_the_length_of_their_shards_or_some_refuse(
     layout: Layout, ranks: int, declared: tuple[int, ...], length: int
 ) -> None:

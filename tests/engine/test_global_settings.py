@@ -128,21 +128,19 @@ AMBIENT = {
     "no gradients first": Ambient((torch.no_grad,), training=False),
     "modes": Ambient((Functions, Operators), (partial(default_dtype, torch.float64),)),
     # It follows modules by hooks of the process, and ranks are threads here.
-    "collectives counted": Ambient(
-        (CommDebugMode, save_on_cpu), (deterministic,), without=frozenset({"module", "long context"})
-    ),
+    "collectives counted": Ambient((CommDebugMode, save_on_cpu), (deterministic,), without=frozenset({"module"})),
     # The check for NaN has no sharding strategy for DTensors.
     "autograd": Ambient(
         (partial(torch.autograd.set_multithreading_enabled, False), copies),
         (torch.autograd.detect_anomaly, partial(threads, 2)),
-        without=frozenset({"dtensor"}),
+        without=frozenset({"dtensor", "dtensor_sdpa", "dtensor_ops"}),
     ),
     "autocast": Ambient((partial(torch.autocast, "cpu", torch.bfloat16),)),
     # It is slow where several threads use it.
     "operators counted": Ambient(
         (partial(FlopCounterMode, display=False),),
         (profiler,),
-        without=frozenset(CALLS) - {"ring", "everything", "context", "dtensor"},
+        without=frozenset(CALLS) - {"ring", "everything", "context", "dtensor_sdpa"},
     ),
 }
 CASES = [(ambient, name) for ambient, settings in AMBIENT.items() for name in CALLS if name not in settings.without]

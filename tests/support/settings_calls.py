@@ -1,212 +1,51 @@
-"""Calls of every public attention function with local shards, run under the user's settings of torch."""
+"""Calls of every front of the matrix, run under the user's settings of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
-from unittest import mock
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from matrix.features import Case, expected
+from matrix.fronts import FRONTS, case_of
+from matrix.worlds import WORLDS, World, compare, leaves_of, mesh_of
 
-from cp_dtensor import (
-    Balanced,
-    Causal,
-    ContextParallel,
-    Contiguous,
-    Documents,
-    Full,
-    HeadTail,
-    Layout,
-    Mask,
-    PerDocument,
-    SlidingWindow,
-    Striped,
-    _torch,
-    context_parallel,
-    context_parallel_attention,
-    context_parallel_flex_attention,
-    context_parallel_shard,
-    context_parallel_unshard,
-    enable_context_parallel_dispatcher,
-    local_positions,
-    ring_attention,
-    ulysses_attention,
-    varlen_attention,
-)
-from cp_dtensor.integrations import long_context, ring_flash_attn, torch_experimental, unified
-from cp_dtensor.integrations.long_context import UlyssesCut
-from support.flex_checks import dense_flex_attention
-from support.masked_problems import MaskedProblem, Tensors
-from support.problems import shard
+from cp_dtensor import Striped, context_parallel_shard, context_parallel_unshard, local_positions
+from cp_dtensor.integrations.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
 from support.ranks import run_ranks
 from support.settings_state import cold_caches, thread_state
 
-LENGTH, RANKS = 16, 4
-EDGES = [0, 8, 16]
-PACKED = Documents(EDGES, within=Causal())
 Setting = Callable[[], AbstractContextManager[object]]
 
 
-@dataclass(frozen=True)
-class Call:
-    """Attention of one problem over 2 x 2 ranks; `attend(mesh, q, k, v, *bias and sinks)` gets shards."""
+class Call(NamedTuple):
+    """A case of a front."""
 
-    attend: Callable[..., torch.Tensor]
-    mask: Mask = field(default_factory=Causal)
-    layout: Layout = field(default_factory=HeadTail)
-    bias: str = ""
-    sinks: bool = False
-
-    @property
-    def problem(self) -> MaskedProblem:
-        return MaskedProblem(LENGTH, LENGTH, self.mask, 1, 4, 4, 8, bias=self.bias, sinks=self.sinks)
+    front: str
+    world: World
+    case: Case
 
 
-def _in_context(mesh: DeviceMesh, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention in a context, of shards that are unsharded and sharded again."""
-    whole = context_parallel_unshard(mesh, (q, k, v), (2, 2, 2), grad="partial")
-    q, k, v = context_parallel_shard(mesh, whole, (2, 2, 2))
-    numbers = torch.arange(LENGTH, device="cpu")
-    with context_parallel(mesh, buffers=[numbers], buffer_seq_dims=[0], mask=SlidingWindow(3, 0)):
-        assert torch.equal(numbers, local_positions(mesh, LENGTH, device="cpu"))
-        out = F.scaled_dot_product_attention(q, k, v)
-    assert numbers.size(0) == LENGTH
-    return out
+def _call(name: str, features: tuple[str, ...], world: str, base: Case | None = None) -> Call:
+    case = case_of(name, features, WORLDS[world].size, base)
+    assert case is not None
+    return Call(name, WORLDS[world], case)
 
 
-class _Layer(nn.Module):
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def _feature(name: str) -> str:
+    return next(each for each in ("documents", "window", "causal") if each not in FRONTS[name].lacks)
 
 
-def _module(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
-    return parallelize_module(_Layer(), mesh, ContextParallel(mask=PACKED))(*qkv)
-
-
-def _dtensor(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        qkv = tuple(each.detach() for each in qkv)  # otherwise torch warns of its own redistribution
-    q, k, v = (DTensor.from_local(each, mesh, [Shard(2)] * 2, run_check=False) for each in qkv)
-    with enable_context_parallel_dispatcher():
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).to_local()
-
-
-def _packed(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Attention of (tokens, heads, D), as in flash-attn."""
-
-    def attend(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
-        return function(mesh, *(each.squeeze(0).transpose(0, 1) for each in qkv)).transpose(0, 1).unsqueeze(0)
-
-    return attend
-
-
-def _varlen(mesh: Any, *qkv: torch.Tensor, **options: Any) -> Any:
-    edges = torch.tensor(EDGES, device="cpu")
-    return varlen_attention(*qkv, mesh=mesh, cu_seqlens=edges, is_causal=True, **options)
-
-
-def _rows_first(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Attention of (B, S, H, D)."""
-    return lambda mesh, *qkv: function(mesh, *(each.transpose(1, 2) for each in qkv)).transpose(1, 2)
-
-
-def _llama3(mesh: DeviceMesh, *qkv: torch.Tensor) -> Any:
-    edges = torch.tensor(EDGES, dtype=torch.int32, device="cpu")
-    q_edges, k_edges, *longest, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-        edges, True, dist.get_rank(), RANKS
-    )
-    return ring_flash_attn.llama3_flash_attn_varlen_func(
-        *qkv, q_edges, k_edges, *longest, heads_k_stride=1, local_k_slice=keys, causal=True
-    )
-
-
-def _zigzag_varlen(mesh: DeviceMesh, *qkv: torch.Tensor) -> Any:
-    edges = torch.tensor(EDGES, dtype=torch.int32, device="cpu") // RANKS
-    return ring_flash_attn.zigzag_ring_flash_attn_varlen_func(*qkv, edges, 2, causal=True)
-
-
-def _long_context(mesh: DeviceMesh, *qkv: torch.Tensor) -> Any:
-    usp = long_context.set_seq_parallel_pg(2, 2, dist.get_rank(), RANKS, device_type="cpu")
-    layer = long_context.LongContextAttention(ring_impl_type="zigzag", mesh=usp)
-    return layer(*qkv, causal=True)
-
-
-def _unified(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
-    with unified.UnifiedAttnMode(mesh):
-        return F.scaled_dot_product_attention(*qkv, is_causal=True)
-
-
-def _torch_experimental(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
-    world = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-    numbers = torch.arange(LENGTH, device="cpu")
-    with torch_experimental.context_parallel(world, buffers=[numbers], buffer_seq_dims=[0]):
-        out = F.scaled_dot_product_attention(*qkv, is_causal=True)
-        shard_of_numbers = numbers.clone()
-    (again,) = torch_experimental.context_parallel_unshard(world, [shard_of_numbers], [0])
-    assert torch.equal(again, numbers)
-    return out
-
-
-def _causal_mod(b: Any, h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    return q >= kv
-
-
-@cache
-def _block_mask() -> BlockMask:
-    return create_block_mask(_causal_mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=4)
-
-
-def _flex_in_context(mesh: DeviceMesh, *qkv: torch.Tensor) -> torch.Tensor:
-    with context_parallel(mesh):
-        return flex_attention(*qkv, block_mask=_block_mask())
-
-
-def _everything(mesh: DeviceMesh, *tensors: torch.Tensor) -> torch.Tensor:
-    *qkv, bias, sinks = tensors
-    return context_parallel_attention(
-        *qkv, mesh=mesh, attn_mask=bias, sinks=sinks, mask=SlidingWindow(5, 2), layout=Striped(2), debug=True,
-        deterministic=True,
-    )  # fmt: skip
-
-
-BALANCED, PER_DOCUMENT = Balanced(PACKED, LENGTH), PerDocument(EDGES)
-CALLS: dict[str, Call] = {
-    "ring": Call(lambda mesh, *qkv: ring_attention(*qkv, mesh=mesh, is_causal=True, rotate_method="alltoall")),
-    "ulysses": Call(lambda mesh, *qkv: ulysses_attention(*qkv, mesh=dist.group.WORLD, is_causal=True)),
-    "hybrid": Call(lambda mesh, *qkv: context_parallel_attention(*qkv, mesh=mesh, method="hybrid"), Full()),
-    "everything": Call(_everything, SlidingWindow(5, 2), Striped(2), "additive bhs", sinks=True),
-    "varlen": Call(_packed(lambda mesh, *qkv: _varlen(mesh, *qkv, layout=BALANCED)), PACKED, BALANCED),
-    "varlen ulysses": Call(
-        _packed(lambda _, *qkv: _varlen(dist.group.WORLD, *qkv, layout=PER_DOCUMENT, method="ulysses")),
-        PACKED,
-        PER_DOCUMENT,
+CALLS = {
+    **{name: _call(name, (_feature(name),), "threads(2)") for name in FRONTS},
+    "everything": _call(
+        "function", ("window", "float_bias", "sinks", "deterministic"), "threads(2x2)",
+        Case(method="hybrid", layout=Striped(2)),
     ),
-    "context": Call(_in_context, SlidingWindow(3, 0)),
-    "module": Call(_module, PACKED),
-    "dtensor": Call(_dtensor, layout=Contiguous()),
-    "flex": Call(
-        lambda mesh, *qkv: context_parallel_flex_attention(*qkv, mesh=mesh, block_mask=_block_mask()),
-    ),
-    "flex in context": Call(_flex_in_context),
-    "zigzag": Call(
-        _rows_first(lambda mesh, *qkv: ring_flash_attn.zigzag_ring_flash_attn_func(*qkv, causal=True)),
-    ),
-    "zigzag varlen": Call(_packed(_zigzag_varlen), PACKED, PER_DOCUMENT),
-    "llama3": Call(_packed(_llama3), PACKED, Contiguous()),
-    "long context": Call(_rows_first(_long_context), layout=UlyssesCut(HeadTail(), 2)),
-    "unified": Call(_unified, layout=Contiguous()),
-    "torch experimental": Call(_torch_experimental),
-}
+}  # fmt: skip
 
 
 def check_call(name: str, setting: Setting = nullcontext, training: bool = True) -> None:
@@ -215,52 +54,42 @@ def check_call(name: str, setting: Setting = nullcontext, training: bool = True)
     Results and gradients must equal those of dense attention in float64.
     """
     call = CALLS[name]
-    tensors = call.problem.draw(0)
-    sinks = call.problem.draw_sinks(0)
-    expected = call.problem.reference(*tensors, sinks=sinks)
+    expected(call.case)
     cold_caches()
-    _block_mask.cache_clear()
-    with mock.patch.object(_torch, "original_flex_attention", dense_flex_attention):
-        by_rank = run_ranks(RANKS, _attend_twice, call, tensors, sinks, setting, training)
-    for results in by_rank:
-        for rank, got in results:
-            _compare(call, rank, got, expected)
+    with FRONTS[call.front].patch(False):
+        run_ranks(call.world.size, _attend_twice, call, setting, training)
 
 
-def _attend_twice(
-    rank: int, call: Call, tensors: Tensors, sinks: torch.Tensor | None, setting: Setting, training: bool
-) -> list[tuple[int, list[torch.Tensor]]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-    q, k, v, grad_out, *bias = call.problem.shard(tensors, call.layout, rank, RANKS)
-    leaves = [each.clone().requires_grad_() for each in (q, k, v, *bias)]
-    if sinks is not None:
-        leaves.append(sinks.clone().requires_grad_())
-
-    def results(backward: bool) -> list[torch.Tensor]:
-        out = call.attend(mesh, *leaves)
-        if not backward:
-            return [out]
-        out.backward(grad_out)
-        grads = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
+def _attend_twice(_rank: int, call: Call, setting: Setting, training: bool) -> None:
+    front, mesh, case = FRONTS[call.front], mesh_of(call.world), call.case
+    x, grad_out = leaves_of(case, mesh)
+    leaves = {name: leaf for name, leaf in x.items() if leaf.requires_grad}
+    for of_thread, backward in ((setting, training), (nullcontext, True)):
+        given = dict(x)
+        with torch.set_grad_enabled(backward):
+            around = front.around(case, mesh, given)
+        with of_thread():
+            before = thread_state()
+            check_positions(case.lengths[0])
+            with around:
+                out = front.call(case, mesh, given)
+            if backward:
+                out.backward(grad_out)
+            assert thread_state() == before
+        grads = {name: leaf.grad for name, leaf in leaves.items()} if backward else {}
+        compare(case if backward else replace(case, around="no_grad"), mesh, {"out": out.detach(), **grads}, front)
+        for leaf in leaves.values():
             leaf.grad = None
-        return [out.detach(), *(grad for grad in grads if grad is not None)]
-
-    with setting():
-        before = thread_state()
-        under = results(training)
-        assert thread_state() == before
-    return [(rank, under), (rank, results(backward=True))]
 
 
-def _compare(call: Call, rank: int, got: list[torch.Tensor], wholes: Tensors) -> None:
-    out, dq, dk, dv, _lse, *of_modifiers = wholes
-    expected = [shard(each, call.layout, rank, RANKS) for each in (out, dq, dk, dv)]
-    if call.bias:
-        expected.append(call.problem.shard_bias(of_modifiers[0], call.layout, rank, RANKS))
-    if call.sinks:
-        expected.append(shard(of_modifiers[-1], call.layout, rank, RANKS).sum((0, 2)))
-    assert len(got) in (1, len(expected))
-    for index, (ours, whole) in enumerate(zip(got, expected, strict=False)):
-        what = f"result {index} of rank {rank}"
-        torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-10, msg=lambda text, what=what: f"{what}: {text}")
+def check_positions(length: int) -> None:
+    """Checks what is made of lengths and of documents: shards, positions, and what drop-ins prepare."""
+    world, size = dist.group.WORLD, dist.get_world_size()
+    whole = torch.arange(length, device="cpu")
+    (mine,) = context_parallel_shard(world, [whole], [0])
+    assert torch.equal(mine, local_positions(world, length, device="cpu"))
+    assert torch.equal(context_parallel_unshard(world, [mine], [0])[0], whole)
+    edges = torch.tensor([0, 2, 4 * size], dtype=torch.int32, device="cpu")
+    *told, keys = llama3_flash_attn_prepare_cu_seqlens(edges, False, dist.get_rank(), size)
+    assert told[0].device == edges.device
+    assert keys.stop <= 4 * size
