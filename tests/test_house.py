@@ -351,17 +351,17 @@ LINES = {
     "plan": (1934, 1690),
     "attention": (4415, 4290),
     "comm": (2992, 2600),
-    "engine": (3721, 3120),
+    "engine": (3723, 3120),
     "api": (4017, 3480),
     "layers": (2988, 2500),
     "integrations": (3752, 2920),
     "tools": (2988, 2400),
     "": (118, 121),
 }
-PACKAGE_LINES = (30823, 27000)
-TEST_LINES = (42949, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (30825, 27000)
+TEST_LINES = (42757, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
-FILES_OF_OPTIONS = {"softcap": (10, 8), "sinks": (29, 12), "deterministic": (20, 12)}
+FILES_OF_OPTIONS = {"softcap": (8, 8), "sinks": (23, 12), "deterministic": (18, 12)}
 
 
 def lines_of(paths: Iterable[Path]) -> int:
