@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.compile_checks import Shards, causal, compiled, fresh, no_compilation
+from support.compile_checks import Shards, causal, compiled, no_compilation, run_fresh
+from support.packed_calls import packed_attention
 from support.problems import assert_close
 from support.processes import Processes
 from torch import nn
@@ -33,13 +33,13 @@ from cp_dtensor import (
     context_parallel_unshard,
     enable_context_parallel_dispatcher,
     ring_attention,
+    varlen_attention,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def refusals(rank: int) -> None:
-    fresh()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = (each.detach() for each in Shards(rank).inputs())
 
@@ -63,7 +63,10 @@ def refusals(rank: int) -> None:
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, attn_mask=mask), q, match=message)
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=mask), q, match="mask to be a Mask.*, got .*Tensor")
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=Documents([0, 99])), q, match="of a mask end at 99")
+    edges, packed = torch.tensor([0, 5, 8], dtype=torch.int32), q[0].transpose(0, 1)
+    fails(lambda q: varlen_attention(q, q, q, mesh=mesh, cu_seqlens=edges), packed, match="cu_seqlens to be integers")
     with context_parallel(mesh):
+        fails(lambda q: packed_attention(q, q, q, edges, edges), q, match="long the whole sequence of a batch row is")
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match=message)
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.5), q, match="dropout_p between 0 and 1")
         with torch._dynamo.config.patch(caching_precompile=True):
@@ -76,16 +79,11 @@ def refusals(rank: int) -> None:
         compiled(lambda q: ring_attention(q, q, q, mesh=mesh, seq_len=100))(q)  # found at run time
 
 
-def test_refusals(two_processes: Processes) -> None:
-    two_processes.run(refusals)
-
-
 def second_derivatives(rank: int) -> None:
     """Refused, compiled (as operators that run as they are; what AOTAutograd traces has none) and not.
 
     Also those of a plain sum, whose own gradient is a constant.
     """
-    fresh()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = Shards(rank).inputs()
     options = {"mesh": mesh, "mask": SlidingWindow(2, 0), "enable_gqa": True}
@@ -102,13 +100,8 @@ def second_derivatives(rank: int) -> None:
                 grad_q.sum().backward()
 
 
-def test_second_derivatives(two_processes: Processes) -> None:
-    two_processes.run(second_derivatives)
-
-
 def some_ranks_compile(rank: int) -> None:
     """As happens where those with other lengths reach Dynamo's recompile_limit."""
-    fresh()
     mesh, shards = init_device_mesh("cpu", (2,)), Shards(rank)
     function = causal if rank else compiled(causal)
     for debug in (False, True):
@@ -123,12 +116,7 @@ def some_ranks_compile(rank: int) -> None:
         function(*shards.inputs())
 
 
-def test_some_ranks_compile(two_processes: Processes) -> None:
-    two_processes.run(some_ranks_compile)
-
-
 def other_threads(rank: int) -> None:
-    fresh()
     group = dist.new_group()  # another test may have warned for the group of all
     function = compiled(causal)
     shards = Shards(rank)
@@ -139,12 +127,7 @@ def other_threads(rank: int) -> None:
     assert_close(result, causal(*shards.inputs()), "a thread outside of the context")
 
 
-def test_other_threads_are_in_no_context(two_processes: Processes) -> None:
-    two_processes.run(other_threads)
-
-
 def contexts_while_another_thread_compiles(rank: int) -> None:
-    fresh()
     mesh = init_device_mesh("cpu", (2,))
     shards, expected = Shards(rank), []
 
@@ -163,14 +146,8 @@ def contexts_while_another_thread_compiles(rank: int) -> None:
     assert expected
 
 
-def test_contexts_while_another_thread_compiles(two_processes: Processes) -> None:
-    two_processes.run(contexts_while_another_thread_compiles)
-
-
 def unsharding(rank: int) -> None:
     """Between graphs, there and back; never in one that is recorded."""
-    fresh()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
     whole = torch.arange(20.0).view(2, 10)
     (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1])
 
@@ -189,13 +166,7 @@ def unsharding(rank: int) -> None:
         make_fx(lambda x: twice(x, "replicated"))(mine)
 
 
-def test_unsharding(two_processes: Processes) -> None:
-    two_processes.run(unsharding)
-
-
 def parts_and_stances(rank: int) -> None:
-    fresh()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
     mesh = init_device_mesh("cpu", (2,))
     shards, outside = Shards(rank), Shards(0, ranks=1)
 
@@ -222,12 +193,19 @@ def parts_and_stances(rank: int) -> None:
             whole(*(each[:1] for each in mirrored.inputs()))
 
 
-def test_code_in_parts_and_stances(two_processes: Processes) -> None:
-    two_processes.run(parts_and_stances)
+BODIES = (
+    refusals, second_derivatives, some_ranks_compile, other_threads, contexts_while_another_thread_compiles,
+    unsharding, parts_and_stances,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_limits(two_processes: Processes, body: Any) -> None:
+    two_processes.run(run_fresh, body)
 
 
 def other_groups(rank: int) -> None:
-    fresh()
+    """Two axes, and groups that take turns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     one_axis = init_device_mesh("cpu", (4,))
 
@@ -252,7 +230,7 @@ def other_groups(rank: int) -> None:
 
 
 def test_two_axes_and_groups_that_take_turns(four_processes: Processes) -> None:
-    four_processes.run(other_groups)
+    four_processes.run(run_fresh, other_groups)
 
 
 def test_functions_that_are_never_compiled_name_the_reason_at_their_first_call() -> None:
