@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -108,6 +108,14 @@ def _edges(case: Case, mesh: DeviceMesh, x: Tensors) -> AbstractContextManager[A
     return nullcontext()
 
 
+@contextmanager
+def _edges_for_a_while(case: Case, mesh: DeviceMesh, x: Tensors) -> Iterator[None]:
+    """A context of documents whose edges are written to before backward, as data loaders do."""
+    with FRONTS["varlen_attn"].around(case, mesh, x):
+        yield
+    x["edges q"].zero_()
+
+
 OWN = {
     "function in a context": Front(_call, _context),
     "function with a mask in a context": Front(partial(_call, mask=FULL), _other_mask),
@@ -115,6 +123,7 @@ OWN = {
     "module with a mask in a context": _module(_Sdpa, _other_mask, mask=FULL),
     "provider in a module": _module(_Provider, _context),
     "provider in a module with a mask": _module(_Provider, _causal_context, mask=FIRST, layout=Contiguous()),
+    "documents for a while": Front(FRONTS["varlen_attn"].call, _edges_for_a_while),
     "packed module": _module(_Packed, _edges, seq_len=24),
 }
 
@@ -212,13 +221,13 @@ PROGRAMS = {
     ),
     # Dynamo takes the number of documents for a constant until it has changed
     "documents, ring": Program("varlen_attn", _packed(method="ring"), (0, 1)),
-    "documents, ulysses": Program("varlen_attn", _packed(method="ulysses"), (0, 1)),
+    "documents, ulysses": Program("documents for a while", _packed(method="ulysses"), (0, 1)),
     "documents, balanced": Program(
         "varlen_attn", [Case(mask=mask, layout=Balanced(mask, 24), batch=1) for mask in BALANCED], (0, 1)
     ),
     "documents, Inductor": Program("varlen_attn", _packed(), (0, 1), backend="inductor"),
     "documents, recomputed": Program("varlen_attn", _packed(), (0, 1), "all"),
-    "documents, kept": Program("varlen_attn", _packed(), (0, 1), "list"),
+    "documents, kept": Program("documents for a while", _packed(), (0, 1), "list"),
     "documents, module": Program("packed module", _packed(), (0, 1)),
     "documents, module in a checkpoint": Program("packed module", _packed(), (0, 1), around=True),
     # Layouts of one length are no part of the code, but for blocks that stay whole
