@@ -53,8 +53,9 @@ MASKS: tuple[Mask, ...] = (
 
 def _context(case: Case, mesh: DeviceMesh, _x: Tensors) -> AbstractContextManager[Any]:
     """The context that has what the call inherits; none where a call does the same by default."""
-    is_default = case.mask == FULL and case.layout == HEAD_TAIL
-    return nullcontext() if is_default else context_parallel(mesh, mask=case.mask, layout=case.layout)
+    mask = None if case.mask == FULL else case.mask
+    is_default = mask is None and case.layout == HEAD_TAIL
+    return nullcontext() if is_default else context_parallel(mesh, mask=mask, layout=case.layout)
 
 
 def _other_mask(case: Case, mesh: DeviceMesh, _x: Tensors) -> AbstractContextManager[Any]:
@@ -205,7 +206,7 @@ INHERITED = [
     Case(), Case(layout=Striped(1)), Case(layout=Contiguous()), Case(mask=FIRST, layout=Striped(1)), Case(),
     Case(mask=SECOND, layout=Striped(1)),
 ]  # fmt: skip
-ONE_LENGTH = [Case(mask=mask, layout=Balanced(mask, 24)) for mask in (FIRST, SECOND)]
+ONE_LENGTH = [Case(mask=mask, layout=Balanced(each, 24)) for each in (FIRST, SECOND) for mask in (each, FULL)]
 PROGRAMS = {
     **{f"masks of a context, {method}": Program("context", [Case(mask=mask, method=method) for mask in MASKS])
        for method in ("ring", "ulysses")},
@@ -235,7 +236,7 @@ PROGRAMS = {
     "FlexAttention, recomputed": Program("flex_context", FLEX[:5], (0, 3), "all"),
     "FlexAttention, unequal shards": Program("flex", _of_lengths(13, 1, layout=MirroredBatch()), (0, 1)),
     **{f"{way}, inherited": Program(f"{way} in a context", INHERITED, (0, 1, 2, 3)) for way in ("function", "module")},
-    **{f"{way}, inherited layouts of one length": Program(f"{way} in a context", ONE_LENGTH)
+    **{f"{way}, inherited layouts of one length": Program(f"{way} in a context", ONE_LENGTH, (0, 1))
        for way in ("function", "module")},
     **{f"{way} with a mask": Program(
         f"{way} with a mask in a context", [Case(layout=Striped(1), seed=seed) for seed in (0, 1)])
