@@ -172,7 +172,7 @@ MUTANTS = (
         "engine/call.py",
         "mask = both_masks(around.mask, self.mask)",
         "mask = self.mask",
-        "tests/compile/test_compile_masks.py",
+        "tests/compile/test_steps.py",
     ),
     Mutant(
         "layout not inherited",

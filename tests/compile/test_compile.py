@@ -1,221 +1,175 @@
-"""torch.compile(fullgraph=True), forward and backward, for every form of attention call, on real processes."""
+"""torch.compile(fullgraph=True) beyond steps of one front: several contexts, modules, forms of calls, and make_fx."""
 
+import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.compile_checks import Function, Shards, causal, compiled, fresh, no_compilation
-from support.problems import assert_close
+from support.compile_checks import (
+    Function,
+    Shards,
+    causal,
+    check_equals_eager,
+    compiled,
+    fresh,
+    no_compilation,
+    run_fresh,
+)
+from support.flex_checks import SCALE, block_mask, draw, one_device, window
+from support.problems import assert_close, shard
 from support.processes import Processes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cp_dtensor import (
+    ATTENTION_OPS,
     ContextParallel,
     Contiguous,
     HeadTail,
-    Layout,
-    MirroredBatch,
     Striped,
     context_parallel,
     context_parallel_attention,
-    enable_context_parallel_dispatcher,
+    context_parallel_flex_attention,
     ring_attention,
     set_rotate_method,
     ulysses_attention,
 )
-
-LENGTHS = (9, 10, 12, 13, 16)
-METHODS = ("ring", "ulysses", "auto")
+from cp_dtensor.integrations import ring_flash_attn
 
 
 def world() -> DeviceMesh:
     return init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
 
-def functions(rank: int) -> None:
-    fresh()
+def defaults_and_constants(rank: int) -> None:
+    """A layout made in compiled code; code for one default transport is not used for another."""
     mesh = world()
 
-    def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
-        return ring_attention(q * 2.0, k, v, mesh=mesh, layout=layout, is_causal=True, enable_gqa=True, seq_len=8) * 3.0
+    def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int) -> torch.Tensor:
+        options = {"mesh": mesh, "layout": Striped(block=2), "is_causal": True, "enable_gqa": True}
+        return ulysses_attention(q * 2.0, k, v, return_lse=True, seq_len=length, **options)[0] * 3.0
 
-    def ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh, length: int) -> torch.Tensor:
-        layout = Striped(block=2)  # made in compiled code
-        options = {"mesh": mesh, "layout": layout, "is_causal": True, "enable_gqa": True, "seq_len": length}
-        return ulysses_attention(q * 2.0, k, v, return_lse=True, **options)[0] * 3.0
-
-    def by_default(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def by_default(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return context_parallel_attention(q * 2.0, k, v, mesh=mesh, is_causal=True, enable_gqa=True) * 3.0
 
-    for layout in (Striped(3), MirroredBatch()):
-        Shards(rank, layout=layout).check(compiled(ring), mesh, layout)
-        with no_compilation():
-            Shards(rank, layout=layout).check(compiled(ring), mesh, layout)
-    Shards(rank, layout=Striped(2)).check(compiled(ulysses), mesh, 8)
-    Shards(rank).check(compiled(by_default), mesh)
-    set_rotate_method("alltoall")  # what has been compiled for the default of before is not used
+    Shards(rank, layout=Striped(2)).check(compiled(ulysses), 8)
+    Shards(rank).check(compiled(by_default))
+    set_rotate_method("alltoall")
     with pytest.raises(RuntimeError, match="fail_on_recompile"), no_compilation():
-        compiled(by_default)(*Shards(rank).inputs(), mesh)
-    Shards(rank).check(compiled(by_default), mesh)
+        compiled(by_default)(*Shards(rank).inputs())
+    Shards(rank).check(compiled(by_default))
     set_rotate_method("auto")
-
-
-def step_in_context(function: Function, shards: Shards, mesh: DeviceMesh, **options: Any) -> None:
-    length = shards.whole[0].size(2)
-    context = context_parallel(mesh, buffers=[torch.arange(length)], buffer_seq_dims=[0], **options)
-    with ExitStack() as stack:
-        stack.enter_context(context)
-        shards.check(function, leave=stack.close)  # backward comes after it
 
 
 def contexts(rank: int) -> None:
     """One function, compiled outside of contexts and in several kinds of them, is right each time."""
-    fresh()
-    mesh = world()
-    function = compiled(causal)
-    outside = Shards(0, ranks=1)
+    mesh, function, outside = world(), compiled(causal), Shards(0, ranks=1)
     outside.check(function)
-    for method, layout in product(METHODS, (HeadTail(), Contiguous())):
-        shards = Shards(rank, layout=layout)
-        step_in_context(function, shards, mesh, method=method, layout=layout)
-        with no_compilation():
-            step_in_context(function, shards, mesh, method=method, layout=layout)
-            outside.check(function)
+    for method, layout in product(("ring", "ulysses", "auto"), (HeadTail(), Contiguous())):
+        for again in range(2):
+            with torch.compiler.set_stance("fail_on_recompile" if again else "default"):
+                with context_parallel(mesh, method=method, layout=layout, seq_len=8):
+                    Shards(rank, layout=layout).check(function)
+                outside.check(function)
     fresh()
     shards = Shards(rank)
     for without_grad in (torch.no_grad, torch.inference_mode):
-        with context_parallel(mesh), without_grad():
-            shards.check_results(function(*(each.clone() for each in shards.inputs())))
         with without_grad():
+            with context_parallel(mesh):
+                shards.check_results(function(*(each.clone() for each in shards.inputs())))
             outside.check_results(function(*(each.clone() for each in outside.inputs())))
 
 
-def lengths(rank: int) -> None:
-    fresh()
-    mesh = world()
-    function = compiled(causal, dynamic=True)
-
-    def by_name(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int) -> torch.Tensor:
-        return ulysses_attention(q * 2.0, k, v, mesh=mesh, is_causal=True, enable_gqa=True, seq_len=length) * 3.0
-
-    named = compiled(by_name, dynamic=True)
-
-    def step(length: int) -> None:
-        step_in_context(function, Shards(rank, length), mesh)
-        Shards(rank, length).check(named, length)
-
-    step(11)
-    with no_compilation():
-        for length in LENGTHS:  # of most, the two ranks have different shares
-            step(length)
-
-
-def dtensors(rank: int, on: Shard) -> None:
-    fresh()
-    mesh = world()
-
-    def step(function: Function, length: int) -> None:
-        shards = Shards(rank, length)
-        q, k, v, grad = (distribute_tensor(each, mesh, [on]) for each in shards.whole)
-        inputs = [each.requires_grad_() for each in (q, k, v)]
-        out = function(*inputs)
-        assert isinstance(out, DTensor)
-        assert out.placements == (on,)
-        for got, expected in zip((out, *torch.autograd.grad(out, inputs, grad)), shards.expected, strict=True):
-            assert_close(got.full_tensor(), expected, length)
-
-    with enable_context_parallel_dispatcher():
-        function = compiled(causal)
-        step(function, 8)
-        step(function, 12)  # now compiled for any length that divides
-        with no_compilation():
-            step(function, 12)
-            step(function, 20)
-        fresh()
-        step(compiled(causal, dynamic=False), 9)
-
-
-@pytest.mark.parametrize("on", [Shard(2), Shard(1)], ids=str)
-def test_dtensors(two_processes: Processes, on: Shard) -> None:
-    two_processes.run(dtensors, on)
-
-
 class Attention(nn.Module):
-    def forward(self, q: torch.Tensor, *, k: torch.Tensor, v: torch.Tensor, nothing: None = None) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, *, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return causal(q, k, v)
 
 
 class Two(nn.Module):
-    """The first of two equal modules is by heads; the second, alone, is a ring."""
+    """Two equal modules with different methods, the first of which finds lengths."""
 
-    def __init__(self, mesh: DeviceMesh, first: str, second: str, layout: Layout) -> None:
+    def __init__(self, mesh: DeviceMesh, *methods: str) -> None:
         super().__init__()
-        for name, method in (("first", first), ("second", second)):
-            style = ContextParallel(method=method, layout=layout, seq_len=8)
-            self.add_module(name, parallelize_module(Attention(), mesh, style))
+        styles = [ContextParallel(method=method, layout=HeadTail(), seq_len=8) for method in methods]
+        self.parts = nn.ModuleList(parallelize_module(Attention(), mesh, style) for style in styles)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(q, k=k, v=v), k=k, v=v)
+        return self.parts[1](self.parts[0](q, k=k, v=v), k=k, v=v)
 
 
-def by_name(function: Function) -> Function:
-    return lambda q, k, v: function(q, k=k, v=v)
-
-
-def modules(rank: int) -> None:
-    fresh()
-    mesh = world()
+def modules_of_two_methods(rank: int) -> None:
     shards = Shards(rank)
-    for method in METHODS:
-        module = parallelize_module(Attention(), mesh, ContextParallel(method=method))
-        function = by_name(compiled(module))
-        shards.check(function)
-        with no_compilation():
-            shards.check(function)
-    for first, second, layout in (("ulysses", "ring", HeadTail()), ("ring", "ulysses", HeadTail())):
-        two = Two(mesh, first, second, layout)
-        results = []
-        for function in (two, compiled(two)):
-            inputs = shards.inputs()
-            out = function(*inputs)
-            results.append((out, *torch.autograd.grad(out, inputs, shards.grad)))
-        for eager, got in zip(*results, strict=True):
-            assert_close(got, eager, (first, second))
+    for methods in (("ulysses", "ring"), ("ring", "ulysses")):
+        two = Two(world(), *methods)
+        check_equals_eager(two, compiled(two), shards.inputs(), shards.grad)
 
 
 def backends_and_forms(rank: int) -> None:
-    fresh()
     mesh = world()
 
     def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            named = ring_attention(q, k, v, mesh=mesh)
-            return named + F.scaled_dot_product_attention(q, k, v)
+            return ring_attention(q, k, v, mesh=mesh) + F.scaled_dot_product_attention(q, k, v)  # type: ignore[operator]
 
     def three_dims(q: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, q, q, scale=-0.5)
 
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
     q, k, v = (each.detach()[:, :2] for each in Shards(rank).inputs())
-    hidden = q[:, 0].detach()
+    cases: list[tuple[Any, tuple[torch.Tensor, ...]]] = [
+        (by_math, (q, k, v)),
+        (three_dims, (q[0],)),
+        (encoder, (q[:, 0],)),
+    ]
     with context_parallel(mesh):
-        assert_close(compiled(by_math)(q, k, v), by_math(q, k, v), "math")
-        assert_close(compiled(three_dims)(q[0]), three_dims(q[0]), "three dims, negative scale")
-        assert_close(compiled(encoder)(hidden), encoder(hidden), "encoder layer")
+        for function, args in cases:
+            assert_close(compiled(function)(*args), function(*args), function)
+
+
+def autocast_in_bfloat16(rank: int) -> None:
+    mesh = world()
+    inputs = [each.detach().float().requires_grad_() for each in Shards(rank).inputs()]
+
+    def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        named: Any = ring_attention(q, k, v, mesh=mesh, enable_gqa=True)
+        return named, F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    with context_parallel(mesh), torch.autocast("cpu", torch.bfloat16):
+        expected, got = both(*inputs), compiled(both)(*inputs)
+    for outs in zip(got, expected, strict=True):
+        assert outs[0].dtype == outs[1].dtype == torch.bfloat16
+        results = [(out, *torch.autograd.grad(out.float().sum(), inputs, retain_graph=True)) for out in outs]
+        assert all(map(torch.equal, *results))
+
+
+def a_policy_uncompiled(rank: int) -> None:
+    """Selective checkpoints of eager code keep the tiles of a call."""
+    shards, kept = Shards(rank), []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = op in ATTENTION_OPS
+        kept.extend([op] if is_kept and not ctx.is_recompute else [])
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    with context_parallel(world()):
+        inputs = shards.inputs()
+        context_fn = partial(create_selective_checkpoint_contexts, policy)
+        out = checkpoint(causal, *inputs, use_reentrant=False, context_fn=context_fn)
+        shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+    assert len(kept) > 1
 
 
 def graphs_of_make_fx(rank: int) -> None:
     """Of real tensors, by default: attention is one operator there too, and no collectives that nobody waits for."""
-    fresh()
     mesh, shards = world(), Shards(rank)
 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -229,7 +183,51 @@ def graphs_of_make_fx(rank: int) -> None:
         assert "cp_dtensor" in graph.code
         assert "c10d" not in graph.code
 
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+    whole, mask = draw(32), block_mask(window, 32)
+    local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
+    flex: list[Function] = [flex_attention, partial(context_parallel_flex_attention, mesh=mesh)]
+    for function in flex:
+        with torch.no_grad(), context_parallel(mesh):
+            graph = make_fx(partial(function, block_mask=mask, scale=SCALE, enable_gqa=True))(*local)
+            assert_close(graph(*local), shard(one_device(whole, window, None)[0], HeadTail(), rank, 2), function)
+        assert "cp_dtensor.flex_keys" in graph.code
+        assert "c10d" not in graph.code
 
-@pytest.mark.parametrize("body", [functions, contexts, lengths, modules, backends_and_forms, graphs_of_make_fx])
-def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
-    two_processes.run(body)
+
+def drop_ins(rank: int) -> None:
+    """Functions in flash-attn's style: windows between unequal lengths, documents on all ranks, and cut ones."""
+    edges = torch.tensor([0, 5, 12])
+    *told, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(edges, True, rank, 2)
+
+    def windowed(q: torch.Tensor, k: torch.Tensor, window: tuple[int, int]) -> Any:
+        return ring_flash_attn.ring_flash_attn_func(q[None], k[None], k[None], causal=True, window_size=window)
+
+    def whole_documents(q: torch.Tensor, k: torch.Tensor, kind: str, edges: tuple[int, ...]) -> Any:
+        return getattr(ring_flash_attn, f"{kind}_flash_attn_varlen_func")(q, k, k, edges, 8)
+
+    def cut(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return ring_flash_attn.llama3_flash_attn_varlen_func(q * 2, k, k, *told, 1, keys, causal=True) * 2
+
+    generator = torch.Generator().manual_seed(rank)
+    tensors = (torch.randn(n, 2, 8, dtype=torch.float64, generator=generator) for n in (6, 6, 9))
+    q, k, longer = (each.requires_grad_() for each in tensors)
+    cases: list[tuple[Function, Function, tuple[Any, ...]]] = [
+        *((windowed, compiled(windowed), (q, longer, window)) for window in ((-1, -1), (2, 0))),
+        *((whole_documents, compiled(whole_documents), (q, k, kind, edges))
+          for kind, edges in (("ring", (0, 2, 6)), ("zigzag_ring", (0, 4, 6)))),
+        (cut, torch.compile(cut, backend="eager"), (q, k)),  # runs between graphs
+    ]  # fmt: skip
+    for eager, in_graph, args in cases:
+        check_equals_eager(eager, in_graph, args)
+
+
+BODIES = (
+    defaults_and_constants, contexts, modules_of_two_methods, backends_and_forms, autocast_in_bfloat16,
+    a_policy_uncompiled, graphs_of_make_fx, drop_ins,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_compiled(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(run_fresh, body)

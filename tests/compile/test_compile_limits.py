@@ -3,8 +3,6 @@
 import subprocess
 import sys
 import threading
-import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +12,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.compile_checks import Shards, causal, compiled, fresh, no_compilation
+from support.compile_checks import Shards, causal, compiled, no_compilation, run_fresh
+from support.packed_calls import packed_attention
 from support.problems import assert_close
 from support.processes import Processes
 from torch import nn
@@ -36,16 +35,11 @@ from cp_dtensor import (
     ring_attention,
     varlen_attention,
 )
-from cp_dtensor.integrations.ring_flash_attn import (
-    llama3_flash_attn_prepare_cu_seqlens,
-    llama3_flash_attn_varlen_func,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def refusals(rank: int) -> None:
-    fresh()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = (each.detach() for each in Shards(rank).inputs())
 
@@ -69,7 +63,10 @@ def refusals(rank: int) -> None:
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, attn_mask=mask), q, match=message)
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=mask), q, match="mask to be a Mask.*, got .*Tensor")
     fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=Documents([0, 99])), q, match="of a mask end at 99")
+    edges, packed = torch.tensor([0, 5, 8], dtype=torch.int32), q[0].transpose(0, 1)
+    fails(lambda q: varlen_attention(q, q, q, mesh=mesh, cu_seqlens=edges), packed, match="cu_seqlens to be integers")
     with context_parallel(mesh):
+        fails(lambda q: packed_attention(q, q, q, edges, edges), q, match="long the whole sequence of a batch row is")
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match=message)
         fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.5), q, match="dropout_p between 0 and 1")
         with torch._dynamo.config.patch(caching_precompile=True):
@@ -87,7 +84,6 @@ def second_derivatives(rank: int) -> None:
 
     Also those of a plain sum, whose own gradient is a constant.
     """
-    fresh()
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = Shards(rank).inputs()
     options = {"mesh": mesh, "mask": SlidingWindow(2, 0), "enable_gqa": True}
@@ -106,7 +102,6 @@ def second_derivatives(rank: int) -> None:
 
 def some_ranks_compile(rank: int) -> None:
     """As happens where those with other lengths reach Dynamo's recompile_limit."""
-    fresh()
     mesh, shards = init_device_mesh("cpu", (2,)), Shards(rank)
     function = causal if rank else compiled(causal)
     for debug in (False, True):
@@ -122,7 +117,6 @@ def some_ranks_compile(rank: int) -> None:
 
 
 def other_threads(rank: int) -> None:
-    fresh()
     group = dist.new_group()  # another test may have warned for the group of all
     function = compiled(causal)
     shards = Shards(rank)
@@ -134,7 +128,6 @@ def other_threads(rank: int) -> None:
 
 
 def contexts_while_another_thread_compiles(rank: int) -> None:
-    fresh()
     mesh = init_device_mesh("cpu", (2,))
     shards, expected = Shards(rank), []
 
@@ -155,8 +148,6 @@ def contexts_while_another_thread_compiles(rank: int) -> None:
 
 def unsharding(rank: int) -> None:
     """Between graphs, there and back; never in one that is recorded."""
-    fresh()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
     whole = torch.arange(20.0).view(2, 10)
     (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1])
 
@@ -176,8 +167,6 @@ def unsharding(rank: int) -> None:
 
 
 def parts_and_stances(rank: int) -> None:
-    fresh()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own access
     mesh = init_device_mesh("cpu", (2,))
     shards, outside = Shards(rank), Shards(0, ranks=1)
 
@@ -204,8 +193,19 @@ def parts_and_stances(rank: int) -> None:
             whole(*(each[:1] for each in mirrored.inputs()))
 
 
+BODIES = (
+    refusals, second_derivatives, some_ranks_compile, other_threads, contexts_while_another_thread_compiles,
+    unsharding, parts_and_stances,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_limits(two_processes: Processes, body: Any) -> None:
+    two_processes.run(run_fresh, body)
+
+
 def other_groups(rank: int) -> None:
-    fresh()
+    """Two axes, and groups that take turns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
     one_axis = init_device_mesh("cpu", (4,))
 
@@ -230,7 +230,7 @@ def other_groups(rank: int) -> None:
 
 
 def test_two_axes_and_groups_that_take_turns(four_processes: Processes) -> None:
-    four_processes.run(other_groups)
+    four_processes.run(run_fresh, other_groups)
 
 
 def test_functions_that_are_never_compiled_name_the_reason_at_their_first_call() -> None:
@@ -270,39 +270,3 @@ assert eval_frame._callback_from_stance.__module__ == "torch._dynamo.eval_frame"
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def packed_functions(rank: int) -> None:
-    """Edges are integers; what prepares documents that ranks cut runs between graphs."""
-    fresh()
-    q = torch.randn(6, 2, 8, dtype=torch.float64)
-
-    def by_documents(q: torch.Tensor, edges: Any) -> torch.Tensor:
-        return varlen_attention(q * 2, q, q, mesh=dist.group.WORLD, cu_seqlens=edges)
-
-    with pytest.raises(Exception, match="in compiled code, expects cu_seqlens to be integers"):
-        compiled(by_documents)(q, torch.tensor([0, 5, 12]))
-    *told, local_k_slice = llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 5, 12]), True, rank, 2)
-
-    def attend(q: torch.Tensor) -> torch.Tensor:
-        return llama3_flash_attn_varlen_func(q * 2, q, q, *told, 1, local_k_slice, causal=True) * 2
-
-    results = []
-    with warnings.catch_warnings():  # Dynamo looks at .grad of what goes from graph to graph
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        for function in (attend, torch.compile(attend, backend="eager")):
-            leaf = q.clone().requires_grad_()
-            out = function(leaf)
-            results.append((out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))))
-    for got, wanted in zip(*results, strict=True):
-        assert_close(got, wanted)
-
-
-@pytest.mark.parametrize(
-    "body", [
-        refusals, second_derivatives, some_ranks_compile, other_threads, contexts_while_another_thread_compiles,
-        unsharding, parts_and_stances, packed_functions
-    ]
-)  # fmt: skip
-def test_on_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
-    two_processes.run(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -88,23 +88,17 @@ def results(rank: int, way: str, layout: Layout, backend: str, in_context: bool)
     whole, mask = draw(LENGTH), block_mask(documents, LENGTH)
     out, dq, dk, dv, _ = one_device([whole[0] * 2.0, *whole[1:3], whole[3] * 3.0], documents, distance)
     *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
-    for gradients in (False, True):
+    for gradients in (False, True):  # FlexAttention has none on CPUs
         fresh()
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(gradients))
-            if gradients:  # FlexAttention has none on CPUs
-                stack.enter_context(mock.patch.object(_torch, "original_flex_attention", traceable_without_scale))
+        stand_in = mock.patch.object(_torch, "original_flex_attention", traceable_without_scale)
+        with torch.set_grad_enabled(gradients), stand_in if gradients else nullcontext():
             code = WAYS[way](layout, backend)
             for again in range(2):
                 inputs = [tensor.clone().requires_grad_(gradients) for tensor in local]
-                is_compiled = again and way != "graph break"
-                with (
-                    no_compilation() if is_compiled else nullcontext(),
-                    context_parallel(dist.group.WORLD, layout=layout) if in_context else nullcontext(),
-                ):
+                around = context_parallel(dist.group.WORLD, layout=layout) if in_context else nullcontext()
+                with no_compilation() if again and way != "graph break" else nullcontext(), around:
                     found = [code(*inputs, mask, distance)]
-                if gradients:
-                    found += torch.autograd.grad(found[0], inputs, grad)
+                found += torch.autograd.grad(found[0], inputs, grad) if gradients else []
                 for got, expected in zip(found, (out * 3.0, dq * 2.0, dk, dv), strict=False):
                     assert_close(got, shard(expected, layout, rank, 2), (way, gradients))
 
@@ -114,14 +108,17 @@ def traceable_without_scale(*args: Any, scale: float | None = None, **others: An
     return traceable(*args, scale=args[0].size(3) ** -0.5 if scale is None else scale, **others)
 
 
-@pytest.mark.parametrize(("way", "backend"), [*((way, "aot_eager") for way in WAYS), ("model", "eager")])
-def test_compiled_modules_attend_to_the_whole_sequence(two_processes: Processes, way: str, backend: str) -> None:
-    two_processes.run(results, way, HeadTail(), backend, False)
-
-
-@pytest.mark.parametrize(("layout", "in_context"), [(PerDocument([0, 13, 40, LENGTH]), False), (HeadTail(), True)])
-def test_layouts_and_contexts_of_compiled_modules(two_processes: Processes, layout: Layout, in_context: bool) -> None:
-    two_processes.run(results, "module", layout, "aot_eager", in_context)
+@pytest.mark.parametrize(
+    ("way", "layout", "backend", "in_context"),
+    [
+        *((way, HeadTail(), "aot_eager", False) for way in WAYS), ("model", HeadTail(), "eager", False),
+        ("module", PerDocument([0, 13, 40, LENGTH]), "aot_eager", False), ("module", HeadTail(), "aot_eager", True),
+    ],
+)  # fmt: skip
+def test_compiled_modules_attend_to_the_whole_sequence(
+    two_processes: Processes, way: str, layout: Layout, backend: str, in_context: bool
+) -> None:
+    two_processes.run(results, way, layout, backend, in_context)
 
 
 def refusals(rank: int) -> None:
@@ -142,10 +139,6 @@ def refusals(rank: int) -> None:
     del module
 
 
-def test_refusals(two_processes: Processes) -> None:
-    two_processes.run(refusals)
-
-
 def redirected_as_long_as_there_are_modules(rank: int) -> None:
     fresh()
     gc.collect()
@@ -164,5 +157,6 @@ def redirected_as_long_as_there_are_modules(rank: int) -> None:
     assert flex_attention.__code__ is code
 
 
-def test_flex_attention_is_redirected_as_long_as_there_are_modules(two_processes: Processes) -> None:
-    two_processes.run(redirected_as_long_as_there_are_modules)
+@pytest.mark.parametrize("body", [refusals, redirected_as_long_as_there_are_modules])
+def test_redirection(two_processes: Processes, body: Callable[[int], None]) -> None:
+    two_processes.run(body)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.compile_checks import compiled, fresh, no_compilation
+from support.compile_checks import check_equals_eager, compiled, fresh, no_compilation
 from support.processes import Processes
 from support.sequences import GivenSegments, Sequence
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cp_dtensor import (
     Contiguous,
@@ -36,15 +36,7 @@ def _compare(function: Any, make: Any, *, again: Any = None, **options: Any) -> 
     fresh()
     in_graph = compiled(function, **options)
     for inputs in (make, again or make):
-        results: list[Tensors] = []
-        for each in (function, in_graph):
-            leaves = inputs()
-            out = each(*leaves)
-            grads = torch.autograd.grad((out * out).sum(), [x for x in leaves if x.requires_grad])
-            results.append((out.detach(), *grads))
-        for one, other in zip(*results, strict=True):
-            one, other = (x.to_local() if isinstance(x, DTensor) else x for x in (one, other))
-            torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
+        check_equals_eager(function, in_graph, inputs())
     with no_compilation():
         in_graph(*(again or make)())
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import shown
+from support.problems import dense, normals
 from support.ranks import run_ranks
 
 from cp_dtensor import (
@@ -102,11 +103,10 @@ class Case:
 
     def draw(self) -> Tensors:
         """Draws the whole tensors, equal on every rank: inputs, and the gradient of out."""
-        generator = torch.Generator().manual_seed(self.seed)
+        exact = normals(self.seed)
 
         def normal(*shape: int) -> torch.Tensor:
-            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            return drawn.to(self.device, getattr(torch, self.dtype))
+            return exact(*shape).to(self.device, getattr(torch, self.dtype))
 
         (q_len, kv_len), (q_heads, kv_heads) = self.lengths, self.heads
         rope_dim, value_dim, latent_dim = self.latent_dims
@@ -228,22 +228,11 @@ def _qkv(case: Case, x: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def _dense(case: Case, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out and lse by the formula."""
     q, k, v = _qkv(case, x)
-    logits = q @ k.mT * (q.size(-1) ** -0.5 if case.scale is None else case.scale)
-    if case.softcap:
-        logits = case.softcap * torch.tanh(logits / case.softcap)
-    seen = _seen(case)
-    if case.bias == "float":
-        logits = logits + x["bias"]
-    elif case.bias:
-        seen = seen & x["bias"]
-    logits = logits.masked_fill(~seen, float("-inf"))
-    if case.sinks:
-        logits = torch.cat([logits, x["sinks"][None, :, None, None].expand(*logits.shape[:-1], 1)], -1)
-    nothing = (logits == float("-inf")).all(-1, keepdim=True)
-    weights = logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)[..., : k.size(2)]
-    if case.dropout_p:
-        weights = weights * _dropped(_shape_of(case)).to(weights.dtype)
-    return weights @ v, logits.logsumexp(-1)
+    sinks = x["sinks"][None, :, None].expand(q.shape[:3]) if case.sinks else None
+    kept = _dropped(_shape_of(case)).to(q.dtype) if case.dropout_p else None
+    return dense(
+        q, k, v, _seen(case), case.scale, softcap=case.softcap, bias=x.get("bias"), sinks=sinks, kept=kept
+    )  # fmt: skip
 
 
 def _shape_of(case: Case) -> Case:

@@ -465,6 +465,8 @@ def case_of(name: str, features: tuple[str, ...], ranks: int, base: Case | None 
     return None if case is None else front.settle(case, ranks)
 
 
+METHODS = {1: ("auto", "ring", "ulysses"), 2: ("auto", "ring", "hybrid")}
+"""Methods by the number of axes."""
 CELLS = [(name, feature) for name in FRONTS for feature in FEATURES if feature not in FRONTS[name].lacks]
 """All pairs that can be expressed."""
 

@@ -16,14 +16,13 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from support.processes import Processes
 
 from cp_dtensor import Balanced, Batched, Causal, Documents, Full, Layout, Mask, PerDocument, PrefixLM, SlidingWindow
 from matrix.features import FEATURES, Case
-from matrix.fronts import FRONTS, case_of, layouts_of
-from matrix.worlds import WORLDS, check
+from matrix.fronts import FRONTS, METHODS, case_of, layouts_of, refusals_of
+from matrix.worlds import World, check
 
-WORLD = WORLDS["gloo(2)"]
+SOAKED = [World((2,), "two_processes"), World((4,), "four_processes"), World((2, 2), "four_processes")]
 OF_A_BATCH = 25
 NEW_CASES = 2 / 3
 """Share of the time for new cases; the rest repeats them."""
@@ -54,19 +53,19 @@ def draw_layout(r: random.Random, case: Case) -> Layout:
     return r.choice(layouts)
 
 
-def draw(number: int, seed: int) -> tuple[str, Case]:
+def draw(number: int, seed: int, world: World) -> tuple[str, Case]:
     """Draws a front and its case."""
-    r = random.Random(f"{seed} {number}")
+    r, axes = random.Random(f"{seed} {number}"), len(world.shape)
     while True:
-        name = r.choice([*FRONTS])
+        name = r.choice([name for name in FRONTS if not refusals_of(name, (), axes)])
         front = FRONTS[name]
         allowed = [each for each in FEATURES if each not in {*NOT_DRAWN, *front.lacks, *front.refuses}]
         length, kv_heads = r.randint(1, r.choice((8, 60))), r.randint(1, 3)
         base = Case(
             lengths=(length, length), batch=r.randint(1, 3), head_dim=r.choice((8, 16)), seed=r.randrange(1 << 30),
-            transport=r.choice(("auto", "allgather", "alltoall")), method=r.choice(("auto", "ring", "ulysses")),
+            transport=r.choice(("auto", "allgather", "alltoall")), method=r.choice(METHODS[axes]),
         )  # fmt: skip
-        base = front.settle(base, WORLD.size)
+        base = front.settle(base, world.size)
         heads = kv_heads if "gqa" in front.lacks else kv_heads * r.randint(1, 3), kv_heads
         base = replace(base, heads=heads, enable_gqa=heads[0] != heads[1])
         if "union" not in front.lacks:
@@ -76,18 +75,18 @@ def draw(number: int, seed: int) -> tuple[str, Case]:
         if base.mask != Full():
             allowed = [each for each in allowed if FEATURES[each](base).mask == base.mask]
         features = tuple(r.sample(allowed, r.randint(0, 3)))
-        case = case_of(name, features, WORLD.size, base)
+        case = case_of(name, features, world.size, base)
         if case is not None:
             return name, case
 
 
-def run_batch(rank: int, numbers: range, seed: int) -> float:
+def run_batch(rank: int, numbers: range, seed: int, world: World) -> float:
     """Runs cases on this rank; returns the MiB that its process has."""
     for number in numbers:
-        name, case = draw(number, seed)
+        name, case = draw(number, seed, world)
         try:
             with FRONTS[name].patch(False):
-                check(rank, name, case, WORLD)
+                check(rank, name, case, world)
         except BaseException as error:
             raise AssertionError(f"case {number} of seed {seed}: {name}, {case}: {error!r}") from error
     gc.collect()
@@ -99,9 +98,11 @@ def run_batch(rank: int, numbers: range, seed: int) -> float:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20 if statm.exists() else 0.0
 
 
+@pytest.mark.parametrize("world", SOAKED, ids=lambda world: f"gloo{world.shape}")
 @pytest.mark.timeout(0)
-def test_soak(two_processes: Processes, pytestconfig: pytest.Config) -> None:
-    minutes = pytestconfig.getoption("--minutes")
+def test_soak(world: World, request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> None:
+    processes = request.getfixturevalue(world.fixture)
+    minutes = (pytestconfig.getoption("--minutes") or 0) / len(SOAKED)
     seed = random.randrange(1 << 30) if minutes else 0
     begun, different, before = time.monotonic(), 0, [0.0]
     for batch in count():
@@ -109,7 +110,7 @@ def test_soak(two_processes: Processes, pytestconfig: pytest.Config) -> None:
         if done >= 1:
             break
         first = (batch % different if different else batch) * OF_A_BATCH
-        memory = two_processes.run(run_batch, range(first, first + OF_A_BATCH), seed)
+        memory = processes.run(run_batch, range(first, first + OF_A_BATCH), seed, world)
         if minutes and not different and done >= NEW_CASES:
             different, before = batch + 1, memory
     if different:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -139,26 +138,28 @@ def check_compiled(_rank: int, name: str, case: Case, world: World) -> None:
     Where masks are found when the code runs, the second step may not compile; dynamic lengths differ there.
     """
     fresh()
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo, of DTensors
     mesh, front = mesh_of(world), FRONTS[name]
     function = torch.compile(front.call, fullgraph=True, dynamic=world.dynamic, backend="aot_eager")
     for step in range(1 + front.is_live):
-        stance = "fail_on_recompile" if step else "default"
-        with torch.compiler.set_stance(stance):
-            pending = []
-            for number in range(2):
-                lengths = (32, 32) if step and world.dynamic and not front.is_sized else case.lengths
-                each = other_mask(replace(case, lengths=lengths), 2 * step + number)
-                x, grad_out = leaves_of(each, mesh)
-                leaves = {name: leaf for name, leaf in x.items() if leaf.requires_grad}
-                with front.around(each, mesh, x):
-                    pending.append((each, leaves, grad_out, call(front, each, mesh, x, function)))
-            for each, leaves, grad_out, result in pending:
-                out, lse = result if each.needs_lse else (result, None)
-                out.backward(grad_out)
-                results = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
-                results |= {} if lse is None else {"lse": lse.detach()}
-                compare(each, mesh, results, front)
+        lengths = (32, 32) if step and world.dynamic and not front.is_sized else case.lengths
+        cases = [other_mask(replace(case, lengths=lengths), 2 * step + number) for number in range(2)]
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            check_in_turns(front, cases, mesh, function)
+
+
+def check_in_turns(front: Front, cases: Sequence[Case], mesh: DeviceMesh, function: Any) -> None:
+    """Calls `function`, a compiled front, in the context of each case; then runs backward of all, and compares."""
+    pending = []
+    for case in cases:
+        x, grad_out = leaves_of(case, mesh)
+        leaves = {name: leaf for name, leaf in x.items() if leaf.requires_grad}
+        with front.around(case, mesh, x):
+            pending.append((case, leaves, grad_out, call(front, case, mesh, x, function)))
+    for case, leaves, grad_out, result in pending:
+        out, lse = result if case.needs_lse else (result, None)
+        out.backward(grad_out)
+        results = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+        compare(case, mesh, results | ({} if lse is None else {"lse": lse.detach()}), front)
 
 
 def other_mask(case: Case, number: int) -> Case:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -52,21 +54,29 @@ def as_on_gpus() -> Iterator[None]:
         yield
 
 
-def _found(rank: int, fault: str, debug: bool = False, on_gpus: bool = False) -> Found:
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    with mock.patch.object(faults, "REPORT_SECONDS", 1.0):
-        if not on_gpus:
-            return steps_until_found(rank, group, fault, debug=debug, rotate_method="allgather")
-        with as_on_gpus():
-            return steps_until_found(rank, group, fault, rotate_method="allgather")
+def _all_found(rank: int) -> dict[tuple[str, str], Found]:
+    """Every fault without and with `debug=True`, at the same time: each takes as long as the timeout of its group."""
+    cells = [*product(FAULTS, ("gloo", "`debug=True`"))]
+    groups = [dist.new_group(timeout=timedelta(seconds=SECONDS)) for _ in cells]
+
+    def found(cell: tuple[str, str], group: Any) -> Found:
+        return steps_until_found(rank, group, cell[0], debug=cell[1] != "gloo", rotate_method="allgather")
+
+    with mock.patch.object(faults, "REPORT_SECONDS", 1.0), ThreadPoolExecutor(len(cells)) as threads:
+        return dict(zip(cells, threads.map(found, cells, groups), strict=True))
+
+
+@pytest.fixture(scope="module")
+def by_rank(three: Processes) -> list[dict[tuple[str, str], Found]]:
+    return three.run(_all_found)
 
 
 @every_fault
 @pytest.mark.parametrize("column", ["gloo", "`debug=True`"])
-def test_gloo(three: Processes, fault: str, column: str) -> None:
+def test_gloo(by_rank: list[dict[tuple[str, str], Found]], fault: str, column: str) -> None:
     """The error is raised on every rank; on one of them before it exchanges anything."""
     assert table()[fault, column] == "at once"
-    found = three.run(_found, fault, column != "gloo")
+    found = [of_rank[fault, column] for of_rank in by_rank]
     for rank, of_rank in enumerate(found):
         check_named(fault, of_rank)
         # The rank that skips calls may be the first to leave its context.
@@ -74,11 +84,17 @@ def test_gloo(three: Processes, fault: str, column: str) -> None:
     assert any("Results since then are wrong" not in str(of_rank.error) for of_rank in found)
 
 
+def _found_as_on_gpus(rank: int, fault: str) -> Found:
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    with mock.patch.object(faults, "REPORT_SECONDS", 1.0), as_on_gpus():
+        return steps_until_found(rank, group, fault, rotate_method="allgather")
+
+
 def test_the_end_of_a_step_without_shared_memory(three: Processes) -> None:
     """As NCCL, but for gloo's aborts: of ranks whose exchanges have equal sizes."""
     fault = "skips one of equal calls, then leaves the context"
     assert table()[fault, "NCCL"] == "a step later"
-    found = three.run(_found, fault, False, True)
+    found = three.run(_found_as_on_gpus, fault)
     for of_rank in found:
         check_named(fault, of_rank)
     assert WRONG_STEP <= min(of_rank.step for of_rank in found) <= WRONG_STEP + 1

@@ -1,18 +1,17 @@
-"""Real processes: every rank with its own interpreter and gloo between them, many cases for each start."""
+"""Real processes with gloo between them, beyond the matrix: placements, replicas, tensor parallelism, failing ranks."""
 
 import random
 import time
-from functools import cache, partial
+from functools import cache
 from itertools import product
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.dtensor_checks import CP, DP, TP, Placements, R, check_equals_full_tensors, torch_before_2_12
-from support.method_checks import RING_ULYSSES, ULYSSES_RING, place
-from support.problems import Problem, assert_close, reference, shard
+from support.dtensor_checks import CP, DP, TP, R, check_equals_full_tensors, torch_before_2_12
+from support.problems import Problem, assert_close, reference
 from support.processes import Processes
 from support.ranks import RanksFailed
 from torch import nn
@@ -24,90 +23,43 @@ from cp_dtensor import (
     ContextParallel,
     Contiguous,
     HeadTail,
-    Layout,
-    MirroredBatch,
-    Striped,
     context_parallel,
-    context_parallel_attention,
     context_parallel_shard,
     enable_context_parallel_dispatcher,
+    ring_attention,
+    shift,
 )
-from cp_dtensor.engine import planner
-from cp_dtensor.plan.partition import head_stages
 
-LAYOUTS = (Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch())
 Names = tuple[str, ...]
+NAMES: list[Names] = [("cp",), ("cp", "cp2"), ("ring", "ulysses"), ("ulysses", "ring"), ("ulysses", "tp")]
 
 
-@cache  # the processes serve many tests; see `check_equals_full_tensors`
+@cache  # DTensor caches by equality of meshes, see `check_equals_full_tensors`
 def mesh_of(names: Names) -> DeviceMesh:
     return init_device_mesh("cpu", (4,) if len(names) == 1 else (2, 2), mesh_dim_names=names)
 
 
-def random_problem(draw: random.Random) -> Problem:
-    kv_heads, q_len = draw.choice([1, 2, 3, 4, 8]), draw.randint(1, 40)
-    return Problem(
-        q_len=q_len, kv_len=draw.choice([q_len, q_len, draw.randint(1, 40)]), batch=draw.randint(1, 3),
-        q_heads=kv_heads * draw.randint(1, 4), kv_heads=kv_heads, head_dim=draw.choice([4, 8]),
+def _drawn(draw: random.Random) -> tuple[Problem, Names, list[Any]]:
+    """A problem, also of fewer tokens than ranks, with placements of which one at least shards the sequence."""
+    kv_heads, q_len, names = draw.choice([1, 2, 3, 4]), draw.randint(1, draw.choice([9, 40])), draw.choice(NAMES)
+    problem = Problem(
+        q_len, draw.choice([q_len, q_len, draw.randint(1, 40)]), batch=draw.randint(1, 3),
+        q_heads=kv_heads * draw.randint(1, 3), kv_heads=kv_heads, head_dim=draw.choice([4, 8]),
         is_causal=draw.random() < 0.5, scale=draw.choice([None, 0.3]),
     )  # fmt: skip
-
-
-# Fewer tokens than ranks or chunks.
-LENGTHS = [(1, 1), (3, 3), (7, 7), (2, 9), (9, 2)]
-SMALL = [
-    Problem(*each, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
-    for each, is_causal in product(LENGTHS, (False, True))
-]
-
-
-def _cases(rank: int, names: Names, method: str, transport: str, cases: list[tuple[Problem, Layout, int]]) -> None:
-    mesh = mesh_of(names)
-    here = place(list(mesh.get_coordinate() or []), names, tuple(mesh.shape))
-    for seed, (problem, layout, stages) in enumerate(cases):
-        *qkv, grad_out = problem.draw(seed)
-        q, k, v = (shard(tensor, layout, here, 4).requires_grad_() for tensor in qkv)
-        staging = partial(head_stages, flops_per_stage=1e-3, most=stages)
-        with mock.patch.object(planner, "head_stages", staging):
-            out, _ = context_parallel_attention(
-                q, k, v, mesh=mesh, method=method, is_causal=problem.is_causal, scale=problem.scale,
-                enable_gqa=True, layout=layout, rotate_method=transport, return_lse=True,
-                seq_len=(problem.q_len, problem.kv_len),
-            )  # fmt: skip
-        out.backward(shard(grad_out, layout, here, 4))
-        for actual, whole in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
-            assert_close(actual, shard(whole, layout, here, 4), (problem, layout, stages, names, method))
-
-
-@pytest.mark.parametrize(
-    ("names", "method", "transport"),
-    [
-        (("cp",), "ring", "allgather"), (("cp",), "ring", "alltoall"), (("cp",), "ulysses", "auto"),
-        (RING_ULYSSES, "hybrid", "auto"), (ULYSSES_RING, "hybrid", "alltoall"), (RING_ULYSSES, "ring", "auto"),
-        (("cp_node", "cp_gpu"), "auto", "alltoall"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_any_problem_by_any_method(four_processes: Processes, names: Names, method: str, transport: str) -> None:
-    draw = random.Random(f"{names} {method} {transport}")
-    problems = [*SMALL, *(random_problem(draw) for _ in range(20))]
-    cases = [(each, draw.choice(LAYOUTS), draw.randint(1, 4)) for each in problems]
-    four_processes.run(_cases, names, method, transport, cases)
-
-
-# DTensors with uneven shards
+    placements: list[Any] = [[draw.choice([R, DP, TP, CP, CP]) for _ in names] for _ in "qkv"]
+    if draw.random() < 0.5:  # of self-attention
+        placements = [[CP, *(draw.choice([CP, CP, TP, DP]) for _ in names[1:])]] * 3
+    placements[draw.randrange(3)][0] = CP
+    return problem, names, [tuple(each) for each in placements]
 
 
 def _dtensors(rank: int, seed: int) -> None:
     draw = random.Random(seed)
     with enable_context_parallel_dispatcher():
-        for _ in range(12):
-            names = draw.choice([("cp",), RING_ULYSSES, ULYSSES_RING, ("ulysses", "tp"), ("cp", "cp2")])
-            placements: list[Placements] = [tuple(draw.choice([R, DP, TP, CP, CP]) for _ in names) for _ in "qkv"]
-            placements[draw.randrange(3)] = (CP, *placements[0][1:])
-            problem = draw.choice([random_problem(draw), random_problem(draw), draw.choice(SMALL)])
-            inputs = (placements[0], placements[1], placements[2])
-            check_equals_full_tensors(rank, tuple(mesh_of(names).shape), problem, inputs, mesh=mesh_of(names))
+        for _ in range(20):
+            problem, names, (q, k, v) = _drawn(draw)
+            check_equals_full_tensors(rank, (2, 2), problem, (q, k, v), mesh=mesh_of(names))
 
 
 @torch_before_2_12
@@ -116,7 +68,26 @@ def test_dtensors_with_uneven_shards(four_processes: Processes, seed: int) -> No
     four_processes.run(_dtensors, seed)
 
 
-# Tensor parallel
+def _context_over_one_axis(_rank: int, names: Names) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    problem = Problem(13, 13, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+    whole = problem.draw(seed=mesh["dp"].get_local_rank())  # other data for each replica
+    buffers = [tensor.clone() for tensor in whole]
+    with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=[2] * 4):
+        *qkv, grad = (buffer.clone() for buffer in buffers)
+        leaves = [each.requires_grad_() for each in qkv]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    found = out, *torch.autograd.grad(out, leaves, grad)
+    for actual, want in zip(
+        found, context_parallel_shard(mesh["cp"], reference(problem, *whole), [2] * 4), strict=True
+    ):
+        assert_close(actual, want, names)
+    assert all(map(torch.equal, buffers, whole))
+
+
+@pytest.mark.parametrize("names", [("cp", "dp"), ("dp", "cp")], ids=str)
+def test_a_context_over_one_axis_of_a_mesh_leaves_replicas_alone(four_processes: Processes, names: Names) -> None:
+    four_processes.run(_context_over_one_axis, names)
 
 
 class Attention(nn.Module):
@@ -157,15 +128,48 @@ def _tensor_parallel_attention(rank: int, as_module: bool, local_heads: bool) ->
         assert_close(grad, reference_weight.grad, name)
 
 
-@pytest.mark.parametrize("local_heads", [False, True], ids=["DTensor heads", "local heads"])
-@pytest.mark.parametrize("as_module", [False, True], ids=["context", "module"])
+@pytest.mark.parametrize(("as_module", "local_heads"), [*product([False, True], repeat=2)])
 def test_tensor_parallel_attention_under_context_parallel(
     four_processes: Processes, as_module: bool, local_heads: bool
 ) -> None:
     four_processes.run(_tensor_parallel_attention, as_module, local_heads)
 
 
-# Ranks that fail
+def _shifted(rank: int) -> list[int]:
+    """By groups of two axes, which differ between ranks, with lengths that nobody has declared."""
+    tokens = torch.arange(2) + 2 * rank
+    return shift(tokens, -1, mesh=mesh_of(("ring", "ulysses")), dim=0, layout=Contiguous()).tolist()
+
+
+def test_undeclared_lengths_of_a_shift(four_processes: Processes) -> None:
+    assert four_processes.run(_shifted) == [[1, 2], [3, 4], [5, 6], [7, 0]]
+
+
+# Ranks that disagree or fail
+
+DISAGREEMENTS: dict[str, dict[str, Any]] = {
+    "mask": {"is_causal": True}, "dropout_p": {"dropout_p": 0.1}, "scale": {"scale": 0.25},
+    "layout": {"layout": Contiguous()}, "dtype": {"dtype": torch.float64}, "global": {"length": 5},
+}  # fmt: skip
+"""What rank 2 does otherwise. A length of no layout is found without `debug=True`, too."""
+
+
+def _disagreement(rank: int, what: str) -> str:
+    usual = {"is_causal": False, "dropout_p": 0.0, "scale": 0.5, "layout": HeadTail(), "dtype": torch.float32}
+    options: dict[str, Any] = {"length": 4, **usual} | (DISAGREEMENTS[what] if rank == 2 else {})
+    q = torch.zeros(1, 1, options.pop("length"), 4, dtype=options.pop("dtype"))
+    with pytest.raises(ValueError, match="disagree") as caught:
+        ring_attention(q, q, q, mesh=dist.group.WORLD, debug=what != "global", **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_the_rank_that_disagrees_is_named_on_every_rank(four_processes: Processes, what: str) -> None:
+    messages = four_processes.run(_disagreement, what)
+    assert len(set(messages)) == 1
+    says = r"(queries, keys): rank 2 says (20, 20), the others (16, 16)" if what == "global" else ": rank 2 says"
+    assert f"disagree about {what}" in messages[0]
+    assert says in messages[0]
 
 
 def _one_rank_raises(rank: int) -> None:
@@ -177,40 +181,31 @@ def _one_rank_raises(rank: int) -> None:
             F.scaled_dot_product_attention(buffer, buffer, buffer)
     finally:
         assert buffer.flatten().tolist() == list(range(16))
-        alone = F.scaled_dot_product_attention(buffer, buffer, buffer)
-        assert alone.shape == buffer.shape
+        assert F.scaled_dot_product_attention(buffer, buffer, buffer).shape == buffer.shape
 
 
-def test_a_rank_that_raises_makes_the_others_raise_soon() -> None:
+def _one_rank_hangs(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("body", "errors"), [(_one_rank_raises, (RuntimeError, KeyError)), (_one_rank_hangs, (type(None), TimeoutError))]
+)
+def test_ranks_that_raise_or_hang_end_soon(body: Any, errors: tuple[type[Any], ...]) -> None:
+    """Gloo raises where a peer is gone, and the context is left as it should be; a timeout ends what hangs."""
     two = Processes(2, timeout=30)
     two.run(_nothing)
+    two.timeout = 1 if body is _one_rank_hangs else 30
     start = time.monotonic()
     try:
         with pytest.raises(RanksFailed) as caught:
-            two.run(_one_rank_raises)
+            two.run(body)
     finally:
         two.stop()
     assert time.monotonic() - start < 25
-    waiting, raising = caught.value.errors
-    assert isinstance(raising, KeyError)
-    assert isinstance(waiting, RuntimeError)  # of gloo, whose peer is gone; the context is left as it should be
+    assert all(map(isinstance, caught.value.errors, errors))
 
 
-def _nothing(rank: int) -> None:
+def _nothing(_rank: int) -> None:
     pass
-
-
-def _one_rank_hangs(rank: int) -> int:
-    if rank == 1:
-        time.sleep(60)
-    return rank
-
-
-def test_a_rank_that_hangs_is_ended_by_the_timeout() -> None:
-    two = Processes(2)
-    two.run(_nothing)
-    two.timeout = 1
-    with pytest.raises(RanksFailed) as caught:
-        two.run(_one_rank_hangs)
-    assert caught.value.errors[0] is None
-    assert isinstance(caught.value.errors[1], TimeoutError)

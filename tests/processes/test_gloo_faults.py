@@ -7,15 +7,17 @@ long as the timeout of its group.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -36,7 +38,7 @@ from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.spec.cache import LRUCache
 
 RANKS, FAULTY = 3, 1
-SECONDS, LONG = 3.0, 12.0
+SECONDS, LONG = 2.0, 12.0
 """Timeouts of groups whose calls fail, and of groups whose calls are right on a busy machine too."""
 PROBLEM = Problem(14, 14, q_heads=3, kv_heads=3, is_causal=True)
 METHODS = ("allgather", "alltoall", "ulysses")
@@ -107,14 +109,12 @@ def _skips_a_shift(rank: int, group: Any, method: str) -> None:
 
 
 def _is_too_late(rank: int, group: Any, method: str) -> None:
-    if rank == FAULTY:
-        time.sleep(2 * SECONDS)
+    time.sleep(2 * SECONDS if rank == FAULTY else 0)
     _attend(rank, group, method)
 
 
-def _is_late_by_half(rank: int, group: Any, method: str) -> None:
-    if rank == FAULTY:
-        time.sleep(LONG / 2)
+def _is_late(rank: int, group: Any, method: str) -> None:
+    time.sleep(LONG / 3 if rank == FAULTY else 0)
     _check_right(rank, group, method)
 
 
@@ -146,9 +146,9 @@ def _has_another_length(rank: int, group: Any, method: str) -> None:
     if rank != FAULTY:
         _attend(rank, group, method)
         return
-    q, k, v = (torch.zeros(1, 3, 9, 8, dtype=torch.float64) for _ in "qkv")
+    q = torch.zeros(1, 3, 9, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match="got 9 local tokens on rank 1"):
-        ring_attention(q, k, v, mesh=group, is_causal=True, seq_len=14, rotate_method=method)
+        ring_attention(q, q, q, mesh=group, is_causal=True, seq_len=14, rotate_method=method)
 
 
 def _has_another_length_that_is_exchanged(rank: int, group: Any, method: str) -> None:
@@ -158,23 +158,21 @@ def _has_another_length_that_is_exchanged(rank: int, group: Any, method: str) ->
 
 
 def _destroys_the_group(rank: int, group: Any, method: str) -> None:
-    if rank != FAULTY:
+    if rank == FAULTY:
+        dist.destroy_process_group(group)
+    else:
         _attend(rank, group, method)
-        return
-    dist.destroy_process_group(group)
 
 
 def _destroys_the_group_in_a_call(rank: int, group: Any, method: str) -> None:
-    if rank != FAULTY:
-        _check_right(rank, group, method)
-        return
-    with steps.acting_at(2, lambda: dist.destroy_process_group(group)):
+    act = partial(dist.destroy_process_group, group) if rank == FAULTY else int
+    with steps.acting_at(2, act):
         _check_right(rank, group, method)
 
 
 def _destroys_the_group_in_a_call_that_fails(rank: int, group: Any, method: str) -> None:
-    destroys = rank == FAULTY
-    with steps.acting_at(2, lambda: dist.destroy_process_group(group) if destroys else time.sleep(2 * SECONDS)):
+    act = partial(dist.destroy_process_group, group) if rank == FAULTY else partial(time.sleep, 2 * SECONDS)
+    with steps.acting_at(2, act):
         _attend(rank, group, method)
 
 
@@ -188,12 +186,11 @@ UNNAMED: list[Case] = [
     (_is_too_late, "alltoall"), (_destroys_the_group_in_a_call_that_fails, "alltoall"), (_debugs_alone, "alltoall"),
 ]  # fmt: skip
 """All ranks raise, or the faulty rank may do so in time to be no suspect."""
-RIGHT: list[Case] = [(_is_late_by_half, method) for method in METHODS]
+RIGHT: list[Case] = [(_is_late, method) for method in METHODS]
 RIGHT += [(_has_another_length_that_is_exchanged, "alltoall"), (_destroys_the_group_in_a_call, "alltoall")]
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """The result of a fault on one rank: the error that its calls raised, or None."""
 
     error: BaseException | None
@@ -204,22 +201,18 @@ def _outcomes(rank: int, cases: list[Case]) -> list[Outcome]:
     """Runs all cases at the same time."""
     patience = [LONG if case in RIGHT else SECONDS for case in cases]
     groups = [dist.new_group(timeout=timedelta(seconds=seconds), group_desc="cp") for seconds in patience]
-    outcomes: list[Any] = [None] * len(cases)
-    dist.barrier()
 
-    def run(index: int) -> None:
-        (fault, method), begin, found = cases[index], time.monotonic(), None
+    def outcome(case: Case, group: Any) -> Outcome:
+        (fault, method), begin, found = case, time.monotonic(), None
         try:
-            fault(rank, groups[index], method)
+            fault(rank, group, method)
         except BaseException as error:
             found = _without_frames(error)
-        outcomes[index] = Outcome(found, time.monotonic() - begin)
+        return Outcome(found, time.monotonic() - begin)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    dist.barrier()
+    with ThreadPoolExecutor(len(cases)) as threads:
+        outcomes = [*threads.map(outcome, cases, groups)]
     dist.barrier()
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:
@@ -256,18 +249,15 @@ def _state() -> tuple[Any, ...]:
     return PatchedTorch.now(), thread_state(), cached
 
 
-def _tensor_bytes() -> int:
-    """Bytes of live tensors. Threads of gloo hold those of a call for a moment after its end."""
-    gc.collect()
-    return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
-
-
-def _check_no_tensors_stay(before: int) -> None:
-    """Live tensors have at most as many bytes as before, within 10 seconds."""
+def _tensor_bytes(most: float = math.inf) -> int:
+    """Returns bytes of live tensors; waits up to 10 seconds for `most`: threads of gloo hold some for a moment."""
     deadline = time.monotonic() + 10
-    while (now := _tensor_bytes()) > before and time.monotonic() < deadline:
+    while True:
+        gc.collect()
+        now = sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor)
+        if now <= most or time.monotonic() > deadline:
+            return now
         time.sleep(0.1)
-    assert now <= before, (now, before)
 
 
 def _check_arguments_keep_their_error(rank: int) -> None:
@@ -304,7 +294,7 @@ def _run_faults(rank: int) -> list[tuple[str, Outcome]]:
         error = _attend_in_a_context(group, raises=rank == FAULTY)
         dist.destroy_process_group(group)
         del group
-        _check_no_tensors_stay(held)
+        assert _tensor_bytes(most=held) <= held
         for now, then in zip(_state(), before, strict=True):
             assert now == then, (now, then)
     _check_right(rank, dist.new_group(group_desc="cp"), "alltoall")

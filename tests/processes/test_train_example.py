@@ -23,7 +23,8 @@ from text_data import IGNORE, SEPARATOR, VOCAB_SIZE, TextData, standard_library_
 from validate import resolved  # noqa: E402
 
 PROGRAM = ROOT / "examples" / "train.py"
-DEBUG = ROOT / "examples" / "configs" / "debug.toml"
+CONFIGS = ROOT / "examples" / "configs"
+DEBUG = CONFIGS / "debug.toml"
 TINY = ("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=64")
 SHORT = (
     "--training.seq_len=50",
@@ -76,37 +77,47 @@ def test_command_lines_that_are_refused(arguments: list[str], message: str) -> N
         load_config(None, arguments)
 
 
+PACKED_ONLY = "--parallelism.context_parallel_load_balancer=per_document"
+
+
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("config", "arguments", "message"),
     [
-        ("--compile.backend=eager", 'compile.backend: expected "inductor" or "aot_eager", got "eager"'),
-        ("--parallelism.context_parallel_load_balancer=ptrr", '"headtail" or "none" or .*, got "ptrr"'),
-        ("--parallelism.context_parallel_rotate_method=ring", 'expected "auto" or .* or "alltoall", got "ring"'),
-        ("--parallelism.data_parallel_replicate_degree=2", "data_parallel_replicate_degree: expected 1 .*, got 2"),
-        ("--parallelism.tensor_parallel_degree=3", "number of ranks, 4, got .* = 6: start with torchrun .*node 6"),
-        ("--parallelism.data_parallel_shard_degree=1", "number of ranks, 4, got .* = 2"),
-        ("--activation_checkpoint.mode=all", 'expected "none" or "selective" or "full", got "all"'),
-        ("--activation_checkpoint.selective_ac_option=op", 'expected a positive integer in quotes, .* got "op"'),
-        ("--model.n_kv_heads=3", "model.n_heads: expected a multiple of model.n_kv_heads = 3, got 8"),
-        ("--training.global_batch_size=8", "local_batch_size x data_parallel_shard_degree = 16, got 8"),
-        ("--training.steps=0", "training.steps: expected at least 1, got 0"),
+        ("debug", "--compile.backend=eager", 'compile.backend: expected "inductor" or "aot_eager", got "eager"'),
+        ("debug", "--parallelism.context_parallel_load_balancer=ptrr", '"headtail" or "none" or .*, got "ptrr"'),
+        ("debug", "--parallelism.context_parallel_rotate_method=ring", 'expected "auto" or .* "alltoall", got "ring"'),
+        ("debug", "--parallelism.data_parallel_replicate_degree=2", "replicate_degree: expected 1 .*, got 2"),
+        ("debug", "--parallelism.tensor_parallel_degree=3", "ranks, 4, got .* = 6: start with torchrun .*node 6"),
+        ("debug", "--parallelism.data_parallel_shard_degree=1", "number of ranks, 4, got .* = 2"),
+        ("debug", "--activation_checkpoint.mode=all", 'expected "none" or "selective" or "full", got "all"'),
+        ("debug", "--activation_checkpoint.selective_ac_option=op", 'a positive integer in quotes, .* got "op"'),
+        ("debug", "--model.n_kv_heads=3", "model.n_heads: expected a multiple of model.n_kv_heads = 3, got 8"),
+        ("debug", "--training.global_batch_size=8", "local_batch_size x data_parallel_shard_degree = 16, got 8"),
+        ("debug", "--training.steps=0", "training.steps: expected at least 1, got 0"),
+        (
+            "debug", "--parallelism.tensor_parallel_degree=2 --training.seq_len=509",
+            "training.seq_len: expected a multiple of .* = 8 .*, got 509",
+        ),
+        (
+            "debug", "--parallelism.tensor_parallel_degree=2 --compile.enable",
+            "compile.enable: expected false with tensor parallelism, got true",
+        ),
+        ("packed", "--packing.documents=words", '"none" or "files" or "lognormal", got "words"'),
+        ("packed", "--packing.sigma=-1.0", "packing.sigma: expected a number >= 0, got -1.0"),
+        ("packed", "--packing.median_length=0", "packing.median_length: expected at least 1, got 0"),
+        ("packed", PACKED_ONLY, '"per_document" divides .* one packed sample, got training.local_batch_size 2'),
+        (
+            "packed", f"{PACKED_ONLY} --training.local_batch_size=1 --packing.documents=none",
+            'got training.local_batch_size 1 and packing.documents "none"',
+        ),
+        ("hybrid", "--training.local_batch_size=2", "training.local_batch_size: expected 1 with model.name"),
+        ("hybrid", "--compile.enable", "compile.enable: expected False with model.name"),
+        ("hybrid", "--model.attention_every=0", "model.attention_every: expected at least 1, got 0"),
     ],
-)
-def test_configurations_that_cannot_run(argument: str, message: str) -> None:
+)  # fmt: skip
+def test_configurations_that_cannot_run(config: str, arguments: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolved(load_config(DEBUG, [argument]), world_size=4)
-
-
-def test_tensor_parallelism_needs_equal_parts_of_the_sequence() -> None:
-    arguments = ["--parallelism.tensor_parallel_degree=2", "--training.seq_len=509"]
-    with pytest.raises(ConfigError, match=r"training.seq_len: expected a multiple of .* = 8 .*, got 509"):
-        resolved(load_config(DEBUG, arguments), world_size=4)
-
-
-def test_tensor_parallel_layers_are_not_compiled() -> None:
-    arguments = ["--parallelism.tensor_parallel_degree=2", "--compile.enable"]
-    with pytest.raises(ConfigError, match=r"compile.enable: expected false with tensor parallelism, got true"):
-        resolved(load_config(DEBUG, arguments), world_size=4)
+        resolved(load_config(CONFIGS / f"{config}.toml", arguments.split()), world_size=4)
 
 
 def test_minus_one_is_filled_in() -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from cp_dtensor import HeadTail, Layout
-from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.contexts import _pending
 from support.problems import Problem, assert_close, reference, shard
 
 Tensors = tuple[torch.Tensor, ...]
 Function = Callable[..., torch.Tensor]
+T = TypeVar("T")
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -57,35 +59,42 @@ def compiled(function: Function, **options: Any) -> Function:
     return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
 
 
-@contextmanager
-def no_compilation() -> Iterator[None]:
-    """Context in which a compilation is an error."""
-    with torch.compiler.set_stance("fail_on_recompile"):
-        yield
+def check_equals_eager(function: Function, in_graph: Function, args: Sequence[Any], grad_out: Any = None) -> Tensors:
+    """Compares out and gradients of a compiled function with those of the function; returns the compiled ones."""
+    leaves = [each for each in args if isinstance(each, torch.Tensor) and each.requires_grad]
+    results = []
+    for each in (function, in_graph):
+        out = each(*args)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out) if grad_out is None else grad_out)
+        results.append([x.full_tensor() if isinstance(x, DTensor) else x for x in (out.detach(), *grads)])
+    for expected, got in zip(*results, strict=True):
+        assert_close(got, expected, function)
+    return tuple(results[1])
 
 
-@contextmanager
-def counted_forwards() -> Iterator[list[str]]:
-    """Yields a list of the forwards and backwards of rings that run in the context."""
-    calls: list[str] = []
-    originals = RingPlan.forward, RingPlan.backward
+def no_compilation() -> Any:
+    """Returns a context in which a compilation is an error."""
+    return torch.compiler.set_stance("fail_on_recompile")
 
-    def forward(self: RingPlan, *args: Any) -> Any:
-        calls.append("forward")
-        return originals[0](self, *args)
 
-    def backward(self: RingPlan, *args: Any) -> Any:
-        calls.append("backward")
-        return originals[1](self, *args)
+def outstanding() -> dict[Any, Any]:
+    """Returns the forward passes of compiled code that wait for a backward that recomputes."""
+    return dict(_pending)
 
-    RingPlan.forward, RingPlan.backward = forward, backward  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        RingPlan.forward, RingPlan.backward = originals  # type: ignore[method-assign]
+
+def nothing_outstanding() -> Any:
+    """Returns a context that begins without them: processes are shared, and refused passes stay pending."""
+    return mock.patch.dict(_pending, clear=True)
 
 
 def fresh() -> None:
-    """Resets Dynamo as in a new process, and silences torch's own deprecations."""
+    """Resets Dynamo as in a new process, and silences warnings that torch's own code causes."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # read by Dynamo
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
     torch._dynamo.reset()
+
+
+def run_fresh(rank: int, body: Callable[..., T], *args: Any) -> T:
+    """Runs a test body on a rank whose Dynamo has compiled nothing yet."""
+    fresh()
+    return body(rank, *args)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask, create_block_mask
 
 from cp_dtensor import context_parallel
+from support.problems import dense, normals
 
 Mod = Callable[..., torch.Tensor]
 SCALE = 0.3
@@ -48,9 +49,8 @@ def block_mask(
 
 def draw(length: int, width: int = 8, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[torch.Tensor]:
     """Returns q, k, v and the gradient of out, equal on every rank; 4 heads that share 2 key heads."""
-    generator = torch.Generator().manual_seed(length)
-    shapes = [(2, heads, length, width) for heads in (4, 2, 2, 4)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    normal = normals(length)
+    return [normal(2, heads, length, width).to(device, dtype) for heads in (4, 2, 2, 4)]
 
 
 def grid(
@@ -88,15 +88,8 @@ def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Mod | None, seen: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `(out, lse)` by the formula; rows without keys are 0 and -inf."""
-    group = q.size(1) // k.size(1)
-    logits = q @ k.repeat_interleave(group, 1).mT * scale
-    if score_mod is not None:
-        logits = score_mod(logits, *grid(*logits.shape, logits.device))
-    if seen is not None:
-        logits = logits.masked_fill(~seen, float("-inf"))
-    nothing = (logits == float("-inf")).all(-1, keepdim=True)
-    weights = logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return weights @ v.repeat_interleave(group, 1), logits.logsumexp(-1)
+    changed = None if score_mod is None else lambda logits: score_mod(logits, *grid(*logits.shape, logits.device))
+    return dense(q, k, v, seen, scale, change=changed)
 
 
 def dense_flex_attention(
@@ -128,17 +121,11 @@ def traceable(
     return dense_attention(query, key, value, score_mod, seen, scale)[0]
 
 
+@torch.enable_grad()
 def one_device(
     whole: list[torch.Tensor], mask_mod: Mod | None, score_mod: Mod | None, scale: float = SCALE
 ) -> list[torch.Tensor]:
     """Returns out, dq, dk, dv and lse of the whole sequence, also under `torch.no_grad`."""
-    with torch.enable_grad():
-        return _one_device(whole, mask_mod, score_mod, scale)
-
-
-def _one_device(
-    whole: list[torch.Tensor], mask_mod: Mod | None, score_mod: Mod | None, scale: float
-) -> list[torch.Tensor]:
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in whole[:3])
     seen = None
     if mask_mod is not None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Layout, context_parallel_mla
+from support.masked_checks import place
 from support.masked_problems import MaskedProblem, Tensors
-from support.method_checks import place
-from support.problems import assert_close, shard
+from support.problems import assert_close, normals, shard
 from support.ranks import run_ranks
 
 NAMES = ("out", "dq", "d latent", "d k_rope", "lse")
@@ -35,18 +35,13 @@ class LatentProblem(MaskedProblem):
     rotary_dim: int = 2
     value_dim: int = 4
     latent_dim: int = 6
-    scale: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.q_heads)
 
     def draw(self, seed: int) -> Tensors:
         """Draws q, latent, k_rope, up, the gradient of out, and the bias if there is one; equal on every rank."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+        normal = normals(seed)
         rows = self.q_heads * (self.head_dim - self.rotary_dim + self.value_dim)
         _, _, _, _, *bias = super().draw(seed)
         return (
@@ -62,12 +57,9 @@ class LatentProblem(MaskedProblem):
         """Returns (out, dq, d latent, d k_rope, lse), and d up."""
         q, *leaves, grad_out = (tensor.clone().requires_grad_() for tensor in tensors[:5])
         kv = keys_and_values(*leaves, self.q_heads, self.head_dim)
-        if self.scale is not None:  # the reference's is 1 / sqrt(head_dim)
-            q = q * self.scale * self.head_dim**0.5
         found = self.reference(q.detach(), *(x.detach() for x in kv), grad_out.detach(), *tensors[5:], sinks=sinks)
         out, dq, dk, dv, lse = found[:5]
         of_latent, of_rope, of_up = torch.autograd.grad(kv, leaves, (dk, dv))
-        dq = dq if self.scale is None else dq * self.scale * self.head_dim**0.5
         return (out, dq, of_latent, of_rope, lse), of_up
 
     def shards(self, tensors: Tensors, layout: Layout, rank: int, size: int) -> Tensors:
@@ -93,41 +85,32 @@ class LatentCase:
     seed: int = 0
 
 
-def attend(mesh: DeviceMesh, here: int, case: LatentCase) -> tuple[int, Tensors, torch.Tensor]:
+def _attend(rank: int, cases: list[LatentCase], shape: tuple[int, ...], names: tuple[str, ...]) -> list[Any]:
     """Returns this rank's rank in the sequence, its results as `LatentProblem.results`, and its share of d up."""
-    q, latent, k_rope, up, grad_out, *bias = case.problem.shards(
-        case.problem.draw(case.seed), case.layout, here, mesh.size()
-    )
-    leaves = [tensor.requires_grad_() for tensor in (q, latent, k_rope, up)]
-    out, lse = context_parallel_mla(
-        q, latent, k_rope, up=up, mesh=mesh, layout=case.layout, mask=case.problem.mask,
-        is_causal=case.problem.is_causal, attn_mask=bias[0] if bias else None, scale=case.problem.scale,
-        sinks=case.problem.draw_sinks(case.seed), softcap=case.problem.softcap, return_lse=True,
-        **{"seq_len": (case.problem.q_len, case.problem.kv_len), **dict(case.options)},
-    )  # fmt: skip
-    *grads, of_up = torch.autograd.grad(out, leaves, grad_out)
-    return here, (out.detach(), *grads, lse), of_up
-
-
-def check_results(case: LatentCase, by_rank: list[tuple[int, Tensors, torch.Tensor]]) -> None:
-    """Checks the results of all ranks against one device."""
-    expected, whole_up = case.problem.results(case.problem.draw(case.seed), case.problem.draw_sinks(case.seed))
-
-    for here, results, _ in by_rank:
-        for name, got, whole in zip(NAMES, results, expected, strict=True):
-            dim = 1 if whole.dim() == 3 and name != "lse" else 2
-            assert_close(got, shard(whole, case.layout, here, len(by_rank), dim), f"{name} of place {here} of {case}")
-    assert_close(sum((share for _, _, share in by_rank), torch.zeros_like(whole_up)), whole_up, f"d up of {case}")
+    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=names), []
+    here = place(list(mesh.get_coordinate() or []), names, shape)
+    for case in cases:
+        problem = case.problem
+        q, latent, k_rope, up, grad_out, *bias = problem.shards(problem.draw(case.seed), case.layout, here, mesh.size())
+        leaves = [tensor.requires_grad_() for tensor in (q, latent, k_rope, up)]
+        out, lse = context_parallel_mla(
+            q, latent, k_rope, up=up, mesh=mesh, layout=case.layout, mask=problem.mask, is_causal=problem.is_causal,
+            attn_mask=bias[0] if bias else None, scale=problem.scale, sinks=problem.draw_sinks(case.seed),
+            softcap=problem.softcap, return_lse=True,
+            **{"seq_len": (problem.q_len, problem.kv_len), **dict(case.options)},
+        )  # fmt: skip
+        *grads, of_up = torch.autograd.grad(out, leaves, grad_out)
+        found.append((here, (out.detach(), *grads, lse), of_up))
+    return found
 
 
 def check_latents(cases: list[LatentCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
     """Checks several cases on one set of ranks, since starting ranks takes longer than a case."""
-
-    def body(rank: int) -> list[tuple[int, Tensors, torch.Tensor]]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        here = place(list(mesh.get_coordinate() or []), names, shape)
-        return [attend(mesh, here, case) for case in cases]
-
-    by_rank = run_ranks(torch.Size(shape).numel(), body)
-    for index, case in enumerate(cases):
-        check_results(case, [of_rank[index] for of_rank in by_rank])
+    size = torch.Size(shape).numel()
+    for case, *by_rank in zip(cases, *run_ranks(size, _attend, cases, shape, names), strict=True):
+        expected, whole_up = case.problem.results(case.problem.draw(case.seed), case.problem.draw_sinks(case.seed))
+        for here, results, _ in by_rank:
+            for name, got, whole in zip(NAMES, results, expected, strict=True):
+                dim = 1 if whole.dim() == 3 and name != "lse" else 2
+                assert_close(got, shard(whole, case.layout, here, size, dim), f"{name} of place {here} of {case}")
+        assert_close(torch.stack([of_up for _, _, of_up in by_rank]).sum(0), whole_up, f"d up of {case}")

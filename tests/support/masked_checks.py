@@ -11,39 +11,27 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
 from support.masked_problems import MaskedProblem, Tensors, any_mask, fits
-from support.method_checks import place
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
 
 NAMES = ("out", "dq", "dk", "dv", "lse")
 BIASES = (
-    "",
-    "",
-    "",
-    "boolean bhs",
-    "boolean s",
-    "boolean b",
-    "additive bhs",
-    "additive hs",
-    "additive s",
-    "additive h",
-)
+    "", "", "", "boolean bhs", "boolean s", "boolean b", "additive bhs", "additive hs", "additive s", "additive h",
+)  # fmt: skip
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(2))
 # Over one axis, over two axes that are rings, and over two axes of which the inner one exchanges heads.
+RINGS = [{"method": "ring", "rotate_method": transport} for transport in ("allgather", "alltoall")]
 WAYS: dict[int, tuple[dict[str, str], ...]] = {
-    1: (
-        {"method": "ring", "rotate_method": "allgather"},
-        {"method": "ring", "rotate_method": "alltoall"},
-        {"method": "ulysses"},
-        {"method": "auto"},
-    ),
-    2: (
-        {"method": "ring", "rotate_method": "allgather"},
-        {"method": "ring", "rotate_method": "alltoall"},
-        {"method": "hybrid"},
-        {"method": "auto"},
-    ),
+    axes: (*RINGS, {"method": heads}, {"method": "auto"}) for axes, heads in ((1, "ulysses"), (2, "hybrid"))
 }
+
+
+def place(coordinate: list[int], names: tuple[str, ...], shape: tuple[int, ...]) -> int:
+    """Returns the rank in the sequence; the inner axis is the one called "ulysses", or the second."""
+    if len(shape) == 1:
+        return coordinate[0]
+    inner = names.index("ulysses") if "ulysses" in names else 1
+    return coordinate[1 - inner] * shape[inner] + coordinate[inner]
 
 
 @dataclass(frozen=True)
@@ -76,9 +64,7 @@ def _attend_all(
     rank: int, cases: list[tuple[MaskedCase, Tensors]], shape: tuple[int, ...], names: tuple[str, ...]
 ) -> list[tuple[int, Tensors]]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    here = place(list(coordinate), names, shape)
+    here = place(list(mesh.get_coordinate() or []), names, shape)
     results = []
     for case, tensors in cases:
         q, k, v, grad_out, *bias = case.problem.shard(tensors, case.layout, here, mesh.size())
@@ -87,7 +73,8 @@ def _attend_all(
         out, lse = context_parallel_attention(
             *leaves[:3], mesh=mesh, layout=case.layout, mask=case.problem.mask, is_causal=case.problem.is_causal,
             attn_mask=leaves[3] if bias else None, sinks=None if sinks is None else sinks.requires_grad_(),
-            softcap=case.problem.softcap, enable_gqa=True, return_lse=True,
+            softcap=case.problem.softcap, scale=case.problem.scale, return_lse=True,
+            enable_gqa=case.problem.q_heads != case.problem.kv_heads,
             seq_len=(case.problem.q_len, case.problem.kv_len), **dict(case.options),
         )  # fmt: skip
         out.backward(grad_out)

@@ -23,7 +23,7 @@ from cp_dtensor.spec.masks import (
     interval_sets_of,
 )
 from cp_dtensor.spec.model_masks import Keys
-from support.problems import shard
+from support.problems import dense, normals, shard
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -134,14 +134,11 @@ class MaskedProblem:
     broadcast_keys: bool = False
     sinks: bool = False
     softcap: float = 0.0
+    scale: float | None = None
 
     def draw(self, seed: int) -> Tensors:
         """Draws q, k, v, gradient of out, and the bias if there is one; equal on every rank."""
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+        normal = normals(seed)
         q = normal(self.batch, self.q_heads, self.q_len, self.head_dim)
         k, v = (normal(self.batch, self.kv_heads, self.kv_len, self.head_dim) for _ in range(2))
         grad_out = normal(*q.shape)
@@ -165,27 +162,14 @@ class MaskedProblem:
     ) -> Tensors:  # fmt: skip
         """Returns out, dq, dk, dv, lse, the gradient of an additive bias, and that of sinks by row (B, H, S)."""
         leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias)]
-        q, k, v, *bias = leaves
-        group = self.q_heads // self.kv_heads
         seen = shown(self.mask, self.q_len, self.kv_len, self.batch)
         if self.is_causal:
             seen = seen & torch.ones(self.q_len, self.kv_len, dtype=torch.bool).tril()
-        logits = q @ k.repeat_interleave(group, 1).mT * self.head_dim**-0.5
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        if bias and bias[0].dtype == torch.bool:
-            seen = seen & bias[0]
-        elif bias:
-            logits = logits + bias[0]
-        logits = logits.masked_fill(~seen, float("-inf"))
-        if sinks is not None:  # one more column, for a key with value 0
+        options: dict[str, Any] = {"bias": leaves[3] if bias else None}
+        if sinks is not None:
             leaves.append(sinks[:, None].expand(q.shape[:3]).clone().requires_grad_())
-            counts = leaves[-1].masked_fill(leaves[-1].isinf() & ~seen.any(-1), float("-inf"))  # 0, not 0 times NaN
-            lse = torch.cat([logits, counts.unsqueeze(-1)], -1).logsumexp(-1)
-        else:
-            lse = logits.logsumexp(-1) if self.kv_len else q.new_full(q.shape[:3], float("-inf"))
-        weights = torch.where(seen, (logits - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp(), 0.0)
-        out = weights @ v.repeat_interleave(group, 1)
+            options["sinks"] = leaves[-1]
+        out, lse = dense(*leaves[:3], seen, self.scale, softcap=self.softcap, **options)
         grads = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grad_out)
         return out.detach(), *grads[:3], lse.detach(), *grads[3:]
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from cp_dtensor.engine import attend
 from cp_dtensor.spec.layouts import Layout
+from support.problems import dense, normals
 
 Tensors = tuple[torch.Tensor, ...]
 NAMES = ("out", "dq", "dk", "dv", "lse")
@@ -48,10 +49,9 @@ class PackedProblem:
 
     def draw(self, seed: int) -> Tensors:
         """Draws q, k, v and gradient of out, equal on every rank."""
-        generator = torch.Generator().manual_seed(seed)
-        q_len, kv_len = self.lengths
+        normal, (q_len, kv_len) = normals(seed), self.lengths
         shapes = ((q_len, self.q_heads), (kv_len, self.kv_heads), (kv_len, self.kv_heads), (q_len, self.q_heads))
-        return tuple(torch.randn((*each, self.head_dim), generator=generator, dtype=torch.float64) for each in shapes)
+        return tuple(normal(*each, self.head_dim) for each in shapes)
 
     def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> Tensors:
         """Returns (out, dq, dk, dv, lse): zeros, and lse -inf, outside documents."""
@@ -66,10 +66,6 @@ class PackedProblem:
         return out.detach(), *grads, lse.detach()
 
     def _document(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (tensor.repeat_interleave(self.q_heads // self.kv_heads, 1) for tensor in (k, v))
-        logits = torch.einsum("qhd,khd->hqk", q, k) * (self.head_dim**-0.5 if self.scale is None else self.scale)
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
         at = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q)
         key = torch.arange(len(k))
         left, right = self.window
@@ -80,10 +76,9 @@ class PackedProblem:
             hidden |= key < at - left
         if right is not None:
             hidden |= key > at + right
-        logits = logits.masked_fill(hidden, float("-inf"))
-        lse = logits.logsumexp(-1)
-        weights = torch.where(hidden, 0.0, (logits - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp())
-        return torch.einsum("hqk,khd->qhd", weights, v), lse
+        heads_first = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        out, lse = dense(*heads_first, ~hidden, self.scale, softcap=self.softcap)
+        return out[0].transpose(0, 1), lse[0]
 
 
 _ends = st.one_of(st.none(), st.integers(0, 5))
