@@ -240,7 +240,7 @@ def entered(context: OpenContext) -> Iterator[None]:
 
 
 def _patches() -> Iterator[AbstractContextManager[object]]:
-    """Return the patches, in the order of their installation."""
+    """Yield the patches, in the order of their installation."""
     yield dispatcher_installation.held()
     yield intercepted(sdpa_in_context)
     yield _torch.jagged_sdpa_checked(refuse_nested)

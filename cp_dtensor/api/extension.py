@@ -8,7 +8,6 @@ from __future__ import annotations
 from cp_dtensor._torch import (
     attribute_replaced,
     autograd_recorded,
-    below_autograd,
     compiled_code_kept_apart,
     constant_in_trace,
     current_backward,
@@ -111,7 +110,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # exchange of rows, tables that CUDA graphs read, and kernels of other packages
     "all_to_all_single", "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
-    "RankFunction", "autograd_recorded", "below_autograd", "compiled_code_kept_apart", "constant_in_trace",
+    "RankFunction", "autograd_recorded", "compiled_code_kept_apart", "constant_in_trace",
     "current_backward", "define_operator",
     "never_compiled", "refuse_traced_transforms", "version_of",
     # patches of other programs

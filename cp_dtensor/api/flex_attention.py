@@ -34,7 +34,6 @@ from cp_dtensor.engine.contexts import CAPTURED_BEFORE, current, inherited, inne
 from cp_dtensor.engine.gather_kv import GatherKV, KVGather
 from cp_dtensor.spec.layouts import Layout
 
-MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -121,24 +121,36 @@ def local_tables(mask: BlockMask, kv_len: int, positions: torch.Tensor, unaligne
         unaligned: True to return `block_kinds`, which is needed if a local block spans several global blocks.
     """
     (q_block, kv_block), counts, indices = mask.BLOCK_SIZE, mask.full_kv_num_blocks, mask.full_kv_indices
-    columns, q_blocks = -(-kv_len // kv_block), mask.kv_indices.size(2)
+    columns = -(-kv_len // kv_block)
     # Bytes: Triton keeps lookups of wider integers in several stages of shared memory, where they do not fit.
     kinds = _dense(mask.kv_num_blocks, mask.kv_indices, columns).to(torch.int8) * PARTIAL
     if counts is not None and indices is not None:
         kinds = kinds.masked_fill(_dense(counts, indices, columns), FULL)
-    local_blocks = -(-positions.size(-1) // q_block)
+    full, partial = (_spanned if unaligned else _selected)(kinds, positions, q_block)
+    dense = [partial, None if indices is None else full]
+    if mask.q_indices is not None:  # tables by blocks of keys, which backward reads
+        dense += [None if each is None else each.mT for each in dense]
+    tables = [table for each in dense for table in (_listed(each) if each is not None else (None, None))]
+    return Tables(*tables)._replace(block_kinds=kinds if unaligned else None)
+
+
+def _selected(kinds: torch.Tensor, positions: torch.Tensor, q_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which blocks local ones see fully and in part, where each lies inside of one global block."""
+    blocks = (positions[..., ::q_block] // q_block).long()
+    chosen = torch.take_along_dim(kinds, blocks.view(-1, 1, blocks.size(-1), 1), 2)
+    return chosen == FULL, chosen == PARTIAL
+
+
+def _spanned(kinds: torch.Tensor, positions: torch.Tensor, q_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which blocks local ones see fully and in part, where they may span several global blocks."""
+    q_blocks, local_blocks = kinds.size(2), -(-positions.size(-1) // q_block)
     rows = torch.arange(positions.size(-1), device=positions.device) // q_block
     # 1 where a local block spans a global one. Its products are counts, of which only zeros matter: any dtype will do.
     spans = torch.zeros(*positions.shape[:-1], local_blocks * q_blocks, dtype=torch.bfloat16, device=positions.device)
     spans = spans.scatter(-1, rows * q_blocks + positions // q_block, 1.0).unflatten(-1, (local_blocks, q_blocks))
     spans = spans if spans.dim() == 2 else spans.unsqueeze(1)
     full = spans @ (kinds != FULL).bfloat16() == 0
-    partial = (spans @ (kinds > 0).bfloat16() > 0) & ~full
-    dense = [partial, None if indices is None else full]
-    if mask.q_indices is not None:  # tables by blocks of keys, which backward reads
-        dense += [None if each is None else each.mT for each in dense]
-    tables = [table for each in dense for table in (_listed(each) if each is not None else (None, None))]
-    return Tables(*tables)._replace(block_kinds=kinds if unaligned else None)
+    return full, (spans @ (kinds > 0).bfloat16() > 0) & ~full
 
 
 def _dense(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
@@ -167,13 +179,13 @@ def cached_tables(mask: BlockMask, kv_len: int, rows: LocalRows) -> Tables:
     Not for compiled code: it writes the masks of later steps to the same tensors without changing their version.
     """
     whole = Tables.of(mask)
-    state = [(id(table), None if table is None else _torch.version_of(table)) for table in whole]
+    state = [(id(table), _torch.version_of(table)) for table in whole if table is not None]
     _, seen, made = vars(mask).get(_LOCAL_TABLES, (None, None, {}))
     if seen != state:
         made = {}
         setattr(mask, _LOCAL_TABLES, (whole, state, made))  # with the tables, whose ids would be those of others
     tables = made.get((kv_len, rows))
-    if tables is None or mask.kv_indices.is_inference():  # writes to inference tensors are not counted
+    if tables is None or any(version is None for _, version in state):  # writes to these are not counted
         positions, unaligned = rows.positions(mask.kv_indices.device), rows.has_unaligned_blocks(mask.BLOCK_SIZE[0])
         tables = _torch.prepared(lambda: local_tables(mask, kv_len, positions, unaligned))
         if not capturing():

@@ -22,6 +22,9 @@ from cp_dtensor.engine.contexts import OpenContext, current, innermost, queries_
 from cp_dtensor.engine.handles import Parts, made_of, parts_of
 from cp_dtensor.spec.masks import Causal, Mask
 
+_MOST_SEEN = 1024
+"""Kinds of tensors that a context remembers as checked."""
+
 
 def sdpa_in_context(arguments: SdpaArguments) -> torch.Tensor | None:
     """Compute SDPA of this rank's shards, or of DTensors; torch's own in `local_sdpa`.
@@ -116,7 +119,8 @@ def sdpa_of_shards(
         check_qkv(q, k, v, a.enable_gqa)
         if not traced:
             refuse_shards_of_other_dims(context.buffers, context.call, a.q, a.k)
-            context.seen.add((a.enable_gqa, kind))
+            if len(context.seen) < _MOST_SEEN:  # lengths may be new in every step
+                context.seen.add((a.enable_gqa, kind))
     call = context.inside(
         mask, a.is_causal, a.first, traced=traced, scale=a.scale, dropout_p=a.dropout_p, **options
     )  # fmt: skip

@@ -154,6 +154,7 @@ def _ranks_and_layout(owner: str, mesh: Mesh, layout: Layout | None) -> tuple[Se
 
 @_torch.never_compiled
 def _inherited_layout(owner: str, ranks: SequenceRanks) -> Layout:
+    """Return the layout of the context over these ranks, `HeadTail()` without one; refuse ranks in another order."""
     context = around(owner, ranks, layout=True)
     return HeadTail() if context is None else context.call.layout
 

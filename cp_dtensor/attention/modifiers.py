@@ -36,11 +36,6 @@ class Modifiers:
     grad_up: Tensor | None = None
     """Like `up`, in float32 or wider: the sum to which backward adds its gradient."""
 
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """Numbers that a CUDA graph has as constants."""
-        return self.dropout_p, self.softcap, self.first_batch, self.first_head
-
     @cached_property
     def concern_tiles(self) -> bool:
         """True if the computation of tiles depends on the modifiers. Sinks concern only the merged rows."""

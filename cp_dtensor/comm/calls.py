@@ -49,7 +49,6 @@ class Signature:
             object.__setattr__(self, "text", f"{self.text[:260]} ... {self.text[-35:]}")
 
 
-NO_SIGNATURE = Signature("")
 COMPARISON = Signature("a call that ranks compare first")
 END_OF_CONTEXT = Signature("the end of a context")
 

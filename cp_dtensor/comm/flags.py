@@ -128,7 +128,7 @@ class Flags:
         return dict(zip(rows, map(flag_launch, uploaded), strict=True))
 
     def releases(self) -> list[FlagOperations]:
-        """Return by flag operations that set it in this rank's memory, for all setters."""
+        """Return, by flag, the operations that set it in this rank's memory, for all setters."""
         return [raise_flags(addresses) for addresses in self._awaited]
 
     def setters_missing(self, words: Sequence[int], flag: Flag, value: int) -> list[int]:

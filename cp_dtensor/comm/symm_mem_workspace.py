@@ -312,15 +312,6 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
     return held
 
 
-def current_workspace(group: dist.ProcessGroup) -> Workspace | None:
-    """Return the workspace that the group has now, None if it has none.
-
-    Raises:
-        PeerError: an earlier call of the group waited longer than the timeout of the group.
-    """
-    return memory_of(group).working()
-
-
 def abandon(group: dist.ProcessGroup) -> None:
     """Drop the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
     memory = memory_of(group)

@@ -226,7 +226,7 @@ def _rows_of_every_rank(layout: Layout, seq_len: int, world_size: int) -> HeadRo
 
 
 def cached(make: Callable[..., Tensor], device: torch.device, *key: Any) -> Tensor:
-    """Return `make(device, *key)`, a small tensor, from an LRU cache; while a graph is captured, only what is there."""
+    """Return `make(device, *key)`, a small tensor, from an LRU cache; what a capture misses is made and not kept."""
     value = _cache.get((make, device, *key))
     if value is None:
         if capturing():

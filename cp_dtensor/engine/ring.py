@@ -43,7 +43,7 @@ class KeyValueGradients:
         self._in_flight: Step | None = None
 
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
-        """Add the gradients of a step's tiles, or sends them to the ranks that own these keys."""
+        """Add the gradients of a step's tiles, or send them to the ranks that own these keys."""
         if step.transfer is None:
             self._add_own(step, parts_k, parts_v)
             return

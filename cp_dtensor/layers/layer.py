@@ -91,7 +91,7 @@ class SequenceLayer(ABC):
 
 @dataclass(frozen=True)
 class Moved(SequenceLayer):
-    """The rows of this rank by a row map; differentiable any number of times."""
+    """The rows of this rank by a row map; in eager code differentiable any number of times."""
 
     saves_tensors = False
     row_map: RowMap

@@ -108,7 +108,8 @@ def by_heads(
     """
     group, size = axis_of_heads(ranks), ranks.size
     assert group is not None
-    places = _places.read(sequence, rows.v.device, lambda: _Places(sequence, rows.v.device))
+    of_layout = replace(sequence, edges=())  # documents do not matter, and may be new in each step
+    places = _places.read(of_layout, rows.v.device, lambda: _Places(of_layout, rows.v.device))
     lengths = list(shard_lengths(sequence.layout, sequence.seq_len, size))
     of_every_rank = [lengths[ranks.rank]] * size
     times = rows.copies_of_keys(size)

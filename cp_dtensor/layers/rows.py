@@ -92,7 +92,7 @@ def _rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator
 
 @dataclass(frozen=True)
 class Halo(RowMap):
-    """Return the `left` rows before each run."""
+    """The `left` rows before each run."""
 
     left: int
 

@@ -102,7 +102,7 @@ def _other_lengths(rank: int, way: str) -> None:
         torch.testing.assert_close(*attend(problem), rtol=0, atol=1e-10)
     torch.cuda.synchronize()
     dist.barrier()
-    held = workspaces.current_workspace(group)
+    held = workspaces.memory_of(group).working()
     assert held is not None
     for area in (held.kv(torch.uint8), held.grads(torch.uint8)):
         area.fill_(0xFF)  # NaN, where a rank reads what the other has not written
