@@ -35,7 +35,7 @@ from cp_dtensor.api.extension import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import is_model, missing_positions
+from cp_dtensor.integrations.transformers.checks import is_model, lacks_positions, missing_positions
 
 __all__ = ["Enabled", "enable"]
 
@@ -152,6 +152,8 @@ class _Steps:
         self.mesh, self.options = mesh, options
         modules = (module for each in prepared if isinstance(each, nn.Module) for module in each.modules())
         self._models = WeakSet(filter(is_model, modules))
+        for model in self._models:  # for models that are compiled before the first context
+            model.register_forward_pre_hook(_with_positions, with_kwargs=True, prepend=True)
 
     @contextmanager
     def __call__(
@@ -179,6 +181,15 @@ class _Steps:
             )
             stack.enter_context(context)
             yield
+
+
+def _with_positions(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Add the position ids that a call lacks, in a step."""
+    return (
+        (args, {**kwargs, "position_ids": missing_positions[model]()}) if lacks_positions(model, args, kwargs) else None
+    )
 
 
 def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> tuple[Any, ...]:

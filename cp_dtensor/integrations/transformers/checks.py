@@ -165,18 +165,23 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
-    arguments = {**dict(zip(_inputs_of(type(model)).names, args, strict=False)), **kwargs}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if model in missing_positions and _lacks_positions(model, given):
+    if lacks_positions(model, args, kwargs):
         kwargs = {**kwargs, "position_ids": missing_positions[model]()}
-        given["position_ids"] = kwargs["position_ids"]
-    _check_arguments(model, given)
+    _check_arguments(model, _given(model, args, kwargs))
     layer_patches.replace(model)
     return kwargs
 
 
-def _lacks_positions(model: nn.Module, given: dict[str, Any]) -> bool:
-    return "position_ids" in _inputs_of(type(model)).names and "position_ids" not in given
+def _given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that are not None, by name."""
+    arguments = {**dict(zip(_inputs_of(type(model)).names, args, strict=False)), **kwargs}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def lacks_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of a model in `missing_positions` has none."""
+    takes = model in missing_positions and "position_ids" in _inputs_of(type(model)).names
+    return takes and "position_ids" not in _given(model, args, kwargs)
 
 
 def _check_arguments(model: Any, given: dict[str, Any]) -> None:
@@ -202,7 +207,7 @@ def _check_arguments(model: Any, given: dict[str, Any]) -> None:
             "rank has its own, and none is that of the whole sequence",
             stacklevel=2,
         )
-    if _lacks_positions(model, given):
+    if "position_ids" in inputs.names and "position_ids" not in given:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "

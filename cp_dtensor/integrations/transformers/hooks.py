@@ -30,7 +30,7 @@ from cp_dtensor.api.extension import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import check_call, mark_caches, unseen
+from cp_dtensor.integrations.transformers.checks import check_call, is_model, mark_caches, unseen
 from cp_dtensor.integrations.transformers.layers import is_caught, layer_patches, sharding_context, shards_are_seen
 from cp_dtensor.integrations.transformers.masks import (
     NO_CACHE,
@@ -65,7 +65,17 @@ class _Hook:
         yield closing(layer_patches)
 
     def check_compiled(self, arguments: dict[str, Any]) -> None:
-        """Do nothing: compiled models check their calls as others do, between graphs."""
+        """Check the call of a model whose forward is about to be compiled.
+
+        `torch.compile(model)` before the first context has kept a `__call__` that is not patched.
+        """
+        model = arguments.get("self", arguments.get("mod"))
+        # transformers wraps forward, and methods such as get_image_features, in functions of equal names.
+        is_other_method = getattr(arguments.get("func"), "__name__", "forward") != "forward"
+        if isinstance(model, nn.Module) and is_model(model) and not is_other_method and sharding_context() is not None:
+            args, others = arguments.get("args", ()), arguments.get("kwargs", {})
+            own = ("self", "mod", "func", "args", "kwargs")
+            check_call(model, args, {**{k: v for k, v in arguments.items() if k not in own}, **others})
 
     def module(self, module: nn.Module) -> bool:
         """Replace the functions of convolutions and recurrent layers of a module; return whether it has any."""
