@@ -78,7 +78,8 @@ def context_parallel(
     with context, _dtensors_in_order():  # before the interceptor of the context
         for length in lengths:
             orders.note(group, length, layout)
-        yield
+        with orders.balanced(layout != Contiguous()):
+            yield
 
 
 _variants = SharedInstallation(lambda: [compiled_code_kept_apart(orders.variant)])
@@ -117,12 +118,12 @@ def _disable_context_parallel_dispatcher() -> None:
 
 
 def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
-    """Compute causal attention of DTensors whose shards are reordered; return None for other calls.
+    """Compute causal attention of DTensors whose shards are reordered, refuse masks; return None for other calls.
 
     A DTensor does not say in which order its shards are: `_context_parallel_shard` and contexts note it by length.
     """
     tensors = call.q, call.k, call.v
-    if not call.is_causal or any(tensor.dim() != 4 for tensor in tensors):
+    if (not call.is_causal and call.attn_mask is None) or any(tensor.dim() != 4 for tensor in tensors):
         return None
     reordered = [
         (axis, noted)

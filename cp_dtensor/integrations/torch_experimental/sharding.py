@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +46,8 @@ class _Orders:
     def __init__(self) -> None:
         self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[Layout | None, ...]]] = WeakKeyDictionary()
         self.balance = True  # as the latest shards have left the flag
+        self._lock, self._outside = threading.Lock(), True
+        self._open: list[bool] = []
 
     def of(self, group: dist.ProcessGroup) -> dict[int, tuple[Layout | None, ...]]:
         """Return the layouts of sequences by their global length, the latest length last."""
@@ -56,6 +60,24 @@ class _Orders:
         """Record the layout of a sequence of `length` tokens."""
         noted = self.of(group)
         noted[length] = (*(each for each in noted.pop(length, ()) if each != layout), layout)
+
+    def set_balance(self, balance: bool) -> None:
+        """Set torch's flag for shards that are made now, without forgetting the orders of others."""
+        self.balance = _cp_options.enable_load_balance = balance
+
+    @contextmanager
+    def balanced(self, balance: bool) -> Iterator[None]:
+        """Set torch's flag, which torch's own ring reads, while a context is open; ranks may be threads."""
+        with self._lock:
+            self._outside = self._outside if self._open else _cp_options.enable_load_balance
+            self._open.append(balance)
+            self.set_balance(balance)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[len(self._open) - 1 - self._open[::-1].index(balance)]
+                self.set_balance(self._open[-1] if self._open else self._outside)
 
     def variant(self) -> str:
         """Encode the orders for Dynamo, which reuses compiled code only where this string is equal."""
@@ -113,13 +135,18 @@ def _context_parallel_shard(
     layouts = [_layout_of(load_balancer, length, group.size()) for length in lengths]
     options = {} if batch_and_seq is None else {"batch_and_seq": batch_and_seq}
     simulated = not isinstance(mesh.get_local_rank(), int)  # one rank for each of torch's LocalTensorMode
-    shards = [
-        torchs_shard(mesh, [buffer], [dim], load_balancer, **options)[0]
-        if simulated or layout is None or isinstance(buffer, BlockMask)
-        else shard(mesh, [buffer], [dim], layout)[0]
-        for buffer, dim, layout in zip(flat, dims, layouts, strict=True)
-    ]
-    orders.balance = _cp_options.enable_load_balance = load_balancer is not None
+    before = _cp_options.enable_load_balance
+    try:
+        shards = [
+            torchs_shard(mesh, [buffer], [dim], load_balancer, **options)[0]
+            if simulated or layout is None or isinstance(buffer, BlockMask)
+            else shard(mesh, [buffer], [dim], layout)[0]
+            for buffer, dim, layout in zip(flat, dims, layouts, strict=True)
+        ]
+    except BaseException:
+        _cp_options.enable_load_balance = before  # which torch's function has set
+        raise
+    orders.set_balance(load_balancer is not None)
     for length, layout in zip(lengths, layouts, strict=True):
         orders.note(group, length, layout)
     return rebuild(shards)
