@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_dtensor import Contiguous, enable_context_parallel_dispatcher, ring_attention
+from cp_dtensor import Contiguous, Layout, enable_context_parallel_dispatcher, ring_attention
 from cp_dtensor import context_parallel as context_of_buffers
 from cp_dtensor import set_rotate_method as set_process_default
 from cp_dtensor.api.extension import (
@@ -117,6 +117,22 @@ def _disable_context_parallel_dispatcher() -> None:
             _switch.pop().close()
 
 
+def _noted(tensor: DTensor, axis: int) -> tuple[Layout | None, ...]:
+    """Return the orders in which sequences of a DTensor's length have been sharded; refuse to guess one.
+
+    Torch's own attention takes all shards for head-tail ones while its flag is set.
+    """
+    group, length = tensor.device_mesh.get_group(axis), tensor.size(2)
+    noted = orders.of(group).get(length)
+    if noted is None and default_layout(length, group.size()) != Contiguous():
+        raise ValueError(
+            f"causal attention of DTensors over {length} tokens, which no context and no _context_parallel_shard has "
+            "sharded, while _cp_options.enable_load_balance is True: shard by one of these, or set it to False for "
+            "shards in the order of the sequence"
+        )
+    return noted or (Contiguous(),)
+
+
 def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
     """Compute causal attention of DTensors whose shards are reordered, refuse masks; return None for other calls.
 
@@ -131,7 +147,7 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         if isinstance(tensor, DTensor)
         for axis, placement in enumerate(tensor.placements)
         if placement == Shard(2) and tensor.device_mesh.size(axis) > 1
-        and (noted := orders.of(tensor.device_mesh.get_group(axis)).get(tensor.size(2), (Contiguous(),)))
+        and (noted := _noted(tensor, axis))
         and noted != (Contiguous(),)
     ]  # fmt: skip
     if not reordered:
