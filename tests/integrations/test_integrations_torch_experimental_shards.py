@@ -310,3 +310,60 @@ def test_shards_of_simulated_ranks() -> None:
     """Under torch's `LocalTensorMode` one process has the shards of all ranks."""
     done = subprocess.run([sys.executable, "-c", SIMULATION], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def attention_of_dtensors(rank: int, layout: Layout, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute causal attention, or under a mask, of DTensors made of shards in a layout, under the dispatcher."""
+    mesh = cp_mesh()
+    q, k, v = (DTensor.from_local(shard(x, layout, rank, 2), mesh, [Shard(2)]) for x in (Q, K, V))
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    assert isinstance(out, DTensor)
+    return out.to_local()
+
+
+def test_dtensors_in_an_order_that_nothing_has_noted() -> None:
+    """Torch takes them for head-tail shards while its flag is set; no order is guessed."""
+    _enable_context_parallel_dispatcher()
+    with pytest.raises(ValueError, match="causal attention of DTensors over 16 tokens, which no context"):
+        run_ranks(2, attention_of_dtensors, HeadTail())
+    _cp_options.enable_load_balance = False
+    for rank, out in enumerate(run_ranks(2, attention_of_dtensors, Contiguous())):
+        assert_close(out, shard(EXPECTED[0], Contiguous(), rank, 2), "out")
+
+
+def test_masks_of_reordered_shards_are_refused() -> None:
+    _enable_context_parallel_dispatcher()
+
+    def body(rank: int) -> None:
+        _context_parallel_shard(cp_mesh(), [Q], [2], HEAD_TAIL)
+        attention_of_dtensors(rank, HeadTail(), torch.ones(16, 16, dtype=torch.bool).tril())
+
+    with pytest.raises(NotImplementedError, match="attn_mask is not supported"):
+        run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("length", "balanced"), [(16, True), (6, False)])
+def test_a_context_sets_the_flag_that_torchs_own_ring_reads(length: int, balanced: bool) -> None:
+    def body(rank: int) -> None:
+        with context_parallel(cp_mesh(), buffers=[torch.zeros(length)], buffer_seq_dims=[0]):
+            dist.barrier()
+            assert _cp_options.enable_load_balance == balanced
+            dist.barrier()
+        dist.barrier()
+        assert _cp_options.enable_load_balance
+
+    run_ranks(2, body)
+
+
+def test_a_shard_that_fails_leaves_the_flag_and_the_orders() -> None:
+    def body(rank: int) -> None:
+        mesh = cp_mesh()
+        _context_parallel_shard(mesh, [Q], [2], HEAD_TAIL)
+        mask = create_block_mask(causal, None, None, 100, 100, device="cpu")  # not whole blocks for two ranks
+        with pytest.raises(NotImplementedError):
+            _context_parallel_shard(mesh, [mask], [0], None)
+        dist.barrier()
+        assert _cp_options.enable_load_balance
+        assert_close(context_parallel_unshard(mesh, [shard(Q, HeadTail(), rank, 2)], [2])[0], Q, "whole")
+
+    run_ranks(2, body)

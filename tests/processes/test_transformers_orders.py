@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forked_programs import launch
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
@@ -62,11 +63,83 @@ assert run_ranks(2, in_context, call) == ["refused", "refused"]
 """
 
 
-@pytest.mark.parametrize("order", ["before", "inside", "after"])
-def test_transformers_is_imported_before_inside_or_after_a_context(order: str) -> None:
+COMPILED_BEFORE = """
+import torch
+import torch.distributed as dist
+from transformers import BertConfig, BertModel, Mamba2Config, Mamba2Model
+from transformers import LlamaConfig, LlamaForSequenceClassification
+from cp_dtensor import context_parallel
+from cp_dtensor.integrations import accelerate
+
+small = dict(hidden_size=16, num_hidden_layers=1, vocab_size=32, intermediate_size=32, num_attention_heads=2)
+mamba = Mamba2Config(
+    hidden_size=16, num_hidden_layers=1, vocab_size=32, num_heads=4, head_dim=8, state_size=8, n_groups=1
+)
+torch.manual_seed(0)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+bert = BertModel(BertConfig(**small)).eval()
+llama = LlamaForSequenceClassification(LlamaConfig(**small, pad_token_id=0))
+state = Mamba2Model(mamba).eval()
+ids, no_positions = torch.arange(1, 9)[None], "BertModel got no position_ids inside of context_parallel"
+with torch.no_grad():
+    wanted = {model: model(ids).last_hidden_state for model in (bert, state)}
+compiled = {model: torch.compile(model, backend="eager") for model in (bert, llama, state)}
+
+def message(model):
+    try:
+        compiled[model](ids[:, :4])
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return "ran"
+
+def refusals():
+    with torch.no_grad(), context_parallel(dist.group.WORLD, seq_len=8):
+        assert no_positions in message(bert), message(bert)
+        assert "LlamaForSequenceClassification would be wrong" in message(llama), message(llama)
+
+def right(model, out):
+    tokens = (0, 1, 6, 7) if rank == 0 else (2, 3, 4, 5)
+    torch.testing.assert_close(out, wanted[model][:, list(tokens)])
+
+def mixes_states():
+    x = ids.clone()
+    with torch.no_grad(), context_parallel(dist.group.WORLD, buffers=[x], buffer_seq_dims=[1]):
+        right(state, compiled[state](x, use_cache=False).last_hidden_state)
+
+def adds_positions():
+    options = dict.fromkeys(("mask", "layout", "rotate_method", "sinks"))
+    steps = accelerate._Steps(dist.group.WORLD, {**options, "method": "auto", "deterministic": False}, [bert])
+    x = ids.clone()
+    with torch.no_grad(), steps(buffers=[x], buffer_seq_dims=[1]):
+        right(bert, compiled[bert](x).last_hidden_state)
+
+refusals()
+mixes_states()
+adds_positions()
+dist.barrier()
+dist.destroy_process_group()
+print("as eager models", rank)
+"""
+
+
+def _run(program: str, *arguments: str) -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, order], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=120,
+        [sys.executable, "-c", program, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("order", ["before", "inside", "after"])
+def test_transformers_is_imported_before_inside_or_after_a_context(order: str) -> None:
+    _run(PROGRAM, order)
+
+
+def test_models_that_were_compiled_before_the_first_context(tmp_path: Path) -> None:
+    """Such code has kept a `__call__` that no patch reaches: refused, right, or given position ids as eager models."""
+    pytest.importorskip("accelerate", reason="needs the extra [integrations]")
+    program = tmp_path / "compiled_before.py"
+    program.write_text(COMPILED_BEFORE)
+    assert "as eager models" in launch(2, program, folder=tmp_path, timeout=120, imports=["transformers"])
