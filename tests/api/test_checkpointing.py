@@ -104,17 +104,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool, **
 
 @BACKWARD_INSIDE
 @REENTRANT
-def test_recompute_is_in_the_region_of_the_forward(use_reentrant: bool, inside: bool) -> None:
-    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, hidden, use_reentrant=use_reentrant)
-
-    results = sharded(run, Striped(), inside)
-    assert_as_alone(run, results, Striped())
-    assert results[0][3] == 2
-
-
-@BACKWARD_INSIDE
-@REENTRANT
 def test_buffers_that_are_arguments(use_reentrant: bool, inside: bool) -> None:
     def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
         if use_reentrant:  # which takes no keywords

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.masked_problems import MaskedProblem
@@ -17,32 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_dtensor import (
-    Balanced,
     Batched,
     Causal,
     ContextParallel,
     Documents,
-    Full,
     HeadTail,
     Layout,
-    Mask,
-    MirroredBatch,
-    PerDocument,
     SlidingWindow,
-    Striped,
     context_parallel,
 )
 
 LENGTH = 14
 ONE_ROW = [0, 3, 3, 9, LENGTH]
 TWO_ROWS = (ONE_ROW, [0, 1, 13, LENGTH])
-WINDOWS: dict[tuple[int, int], Mask] = {
-    (-1, -1): Full(),
-    (-1, 0): Causal(),
-    (3, 0): SlidingWindow(3, 0),
-    (2, 4): SlidingWindow(2, 4),
-    (-1, 1): SlidingWindow(None, 1),
-}
 
 
 def check(
@@ -66,28 +52,6 @@ def check(
         torch.testing.assert_close(
             ours, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name} of {case} in {layout}: {text}"
         )
-
-
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("method", ["ring", "ulysses", "hybrid"])
-def test_documents_of_one_and_of_several_rows(method: str, window: tuple[int, int]) -> None:
-    within = WINDOWS[window]
-    one, two = documents(ONE_ROW, within=within), documents(*TWO_ROWS, within=within)
-
-    def body(rank: int) -> None:
-        mesh: Any = dist.group.WORLD
-        if method == "hybrid":
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-        for mask, batch, layouts in (
-            (one, 1, (PerDocument(ONE_ROW), Balanced(one, LENGTH))),
-            (two, 2, (Striped(2), MirroredBatch())),
-        ):
-            case = MaskedProblem(LENGTH, LENGTH, mask, batch, 4, 2)
-            for layout in layouts:
-                with context_parallel(mesh, seq_len=LENGTH, method=method, layout=layout):
-                    check(rank, 4, case, layout, window)
-
-    run_ranks(4, body)
 
 
 def test_queries_and_keys_of_different_lengths() -> None:

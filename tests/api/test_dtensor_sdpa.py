@@ -44,23 +44,6 @@ def _dispatcher() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_dispatcher")
 @pytest.mark.parametrize(
-    ("mesh_shape", "placements"),
-    [
-        ((4,), (CP,)),
-        ((1,), (CP,)),
-        ((1, 2), (CP, TP)),
-        ((2, 1), (CP, DP)),
-        ((2, 2, 2), (DP, CP, TP)),
-    ],
-    ids=str,
-)
-def test_inputs_sharded_alike(mesh_shape: tuple[int, ...], placements: Placements) -> None:
-    size = torch.Size(mesh_shape).numel()
-    run_ranks(size, check_problems, mesh_shape, [*PROBLEMS.values()], (placements,) * 3, placements)
-
-
-@pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize(
     ("mesh_shape", "q", "k", "v", "out"),
     [
         ((4,), (CP,), (R,), (R,), (CP,)),  # cross-attention to keys that every rank has
@@ -110,22 +93,6 @@ def _partial_inputs(rank: int) -> None:
 @pytest.mark.usefixtures("_dispatcher")
 def test_partial_queries_are_summed() -> None:
     run_ranks(4, _partial_inputs)
-
-
-def _in_inference_mode(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    *qkv, grad_out = CAUSAL.draw(seed=0)
-    with torch.inference_mode():
-        q, k, v = (distribute_tensor(tensor, mesh, (CP,), src_data_rank=None) for tensor in qkv)
-        out = sdpa(CAUSAL, q, k, v)
-        full = out.full_tensor()
-    assert out.placements == (CP,)
-    torch.testing.assert_close(full, reference(CAUSAL, *qkv, grad_out)[0], rtol=0, atol=1e-10)
-
-
-@pytest.mark.usefixtures("_dispatcher")
-def test_in_inference_mode() -> None:
-    run_ranks(4, _in_inference_mode)
 
 
 # Without sequence shards

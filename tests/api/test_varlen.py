@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,26 +44,6 @@ def attended(problem: PackedProblem, ranks: int = 2, **changed: Any) -> list[tor
 
 
 PROBLEM = PackedProblem((0, 5, 11), q_len=12)
-CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
-    "cu_seqlens": ((0, 4, 12), replace(PROBLEM, cu_seqlens=(0, 4, 12))),
-    "cu_seqlens_k": ((2, 7, 12), replace(PROBLEM, cu_seqlens_k=(2, 7, 12))),
-    "is_causal": (True, replace(PROBLEM, is_causal=True)),
-    "window_size": ((1, 2), replace(PROBLEM, window=(1, 2))),
-    "within": (SlidingWindow(1, 2), replace(PROBLEM, window=(1, 2))),
-    "scale": (0.7, replace(PROBLEM, scale=0.7)),
-    "dropout_p": (0.5, None),
-}
-
-
-@pytest.mark.parametrize("argument", CHANGES)
-def test_no_argument_is_ignored(argument: str) -> None:
-    value, changed = CHANGES[argument]
-    before, after = attended(PROBLEM), attended(PROBLEM, **{argument: value})
-    for rank, (one, other) in enumerate(zip(before, after, strict=True)):
-        assert not torch.allclose(one, other)
-        if changed:
-            wanted = changed.reference(*changed.draw(0))[0]
-            assert_close(other, shard_packed(wanted, HeadTail(), rank, 2), argument)
 
 
 def test_masks_within_documents_add_up() -> None:

@@ -236,18 +236,6 @@ def test_bad_documents_and_tensors(kind: str) -> None:
     run_ranks(2, body)
 
 
-@each_kind
-@pytest.mark.parametrize("differ", ["documents", "lengths"])
-def test_ranks_that_differ_are_refused_on_every_rank(kind: str, differ: str) -> None:
-    def body(rank: int) -> None:
-        q = torch.randn(8 + 2 * rank * (differ == "lengths"), 2, 8)
-        function(kind)(q, q, q, [0, 2 + 2 * rank * (differ == "documents"), 8], 8, debug=True)
-
-    for error in errors_by_rank(2, body):
-        assert isinstance(error, ValueError)
-        assert "disagree about" in str(error)
-
-
 @each_of_all_kinds
 def test_ranks_exchange_metadata_only_with_debug(kind: str) -> None:
     q = torch.randn(8, 2, 8)
