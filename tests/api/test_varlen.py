@@ -85,10 +85,7 @@ def test_tensors_and_lists_of_positions_are_alike() -> None:
     ("options", "error", "message"),
     [
         ({"cu_seqlens": [0, 5, 3]}, ValueError, r"cu_seqlens to be >= 0 and ascending, got \[0, 5, 3\]"),
-        ({"cu_seqlens": [-1, 3]}, ValueError, "cu_seqlens to be >= 0"),
-        ({"cu_seqlens": []}, ValueError, "cu_seqlens to be one list of integers"),
         ({"cu_seqlens": [0, 2.5]}, ValueError, "cu_seqlens to be one list of integers"),
-        ({"cu_seqlens": [[0, 2]]}, ValueError, "cu_seqlens to be one list of integers"),
         ({"cu_seqlens": [0, 13]}, ValueError, r"documents of a mask end at 13 .*, 12 and 12"),
         ({"cu_seqlens_k": [0, 12]}, ValueError, "as many documents of keys as of queries, got 1 and 2"),
         ({"window_size": 3}, ValueError, r"window_size to be a pair .*got 3"),
