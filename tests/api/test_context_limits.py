@@ -14,11 +14,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import (
-    Contiguous,
-    MirroredBatch,
-    context_parallel,
-)
+from cp_dtensor import Contiguous, MirroredBatch, context_parallel
 from cp_dtensor.api.extension import local_sdpa
 
 

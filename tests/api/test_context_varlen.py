@@ -15,16 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_dtensor import (
-    Batched,
-    Causal,
-    ContextParallel,
-    Documents,
-    HeadTail,
-    Layout,
-    SlidingWindow,
-    context_parallel,
-)
+from cp_dtensor import Batched, Causal, ContextParallel, Documents, HeadTail, Layout, SlidingWindow, context_parallel
 
 LENGTH = 14
 ONE_ROW = [0, 3, 3, 9, LENGTH]

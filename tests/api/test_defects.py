@@ -10,13 +10,7 @@ from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import (
-    Contiguous,
-    HeadTail,
-    context_parallel,
-    context_parallel_shard,
-    ring_attention,
-)
+from cp_dtensor import Contiguous, HeadTail, context_parallel, context_parallel_shard, ring_attention
 
 WORLD = 4
 CAUSAL = Problem(16, 16, is_causal=True)

@@ -18,11 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cp_dtensor import (
-    HeadTail,
-    context_parallel,
-    context_parallel_attention,
-)
+from cp_dtensor import HeadTail, context_parallel, context_parallel_attention
 from cp_dtensor.spec.masks import Batched, Causal, Full
 
 MESHES: list[tuple[tuple[int, ...], tuple[str, ...], Placements, tuple[str, ...]]] = [

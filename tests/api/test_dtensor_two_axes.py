@@ -6,16 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.dtensor_checks import (
-    CP,
-    DP,
-    TP,
-    Placements,
-    R,
-    distributed,
-    sdpa,
-    torch_before_2_12,
-)
+from support.dtensor_checks import CP, DP, TP, Placements, R, distributed, sdpa, torch_before_2_12
 from support.method_checks import RING_ULYSSES, ULYSSES_RING
 from support.problems import Problem, reference
 from support.ranks import run_ranks

@@ -9,11 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.collectives import errors_by_rank
-from support.packed_documents import (
-    PackedProblem,
-    equal_generators,
-    shard_packed,
-)
+from support.packed_documents import PackedProblem, equal_generators, shard_packed
 from support.problems import assert_close
 from support.ranks import run_ranks
 

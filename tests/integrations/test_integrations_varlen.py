@@ -20,14 +20,7 @@ from support.problems import assert_close
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import (
-    Causal,
-    Contiguous,
-    Documents,
-    PerDocument,
-    context_parallel_shard,
-    context_parallel_unshard,
-)
+from cp_dtensor import Causal, Contiguous, Documents, PerDocument, context_parallel_shard, context_parallel_unshard
 from cp_dtensor.integrations import ring_flash_attn
 from cp_dtensor.integrations.ring_flash_attn import (
     ContiguousPerDocument,

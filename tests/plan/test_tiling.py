@@ -17,9 +17,7 @@ from support.schedules import (
 
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile, without_long_triangles
-from cp_dtensor.plan.tiling import (
-    GroupSegments,
-)
+from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full
 

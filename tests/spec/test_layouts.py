@@ -8,15 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_dtensor.spec.layouts import (
-    Contiguous,
-    HeadTail,
-    Layout,
-    MirroredBatch,
-    Striped,
-    TorchChunk,
-    chunk,
-)
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped, TorchChunk, chunk
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(2), Striped(5), MirroredBatch(), TorchChunk()]
 any_layout = st.sampled_from(LAYOUTS)
