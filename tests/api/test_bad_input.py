@@ -130,6 +130,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "value head dim": ({"v": tensor(dim=8)}, "v_head_dim: rank 1 says 8, the others 16"),
     "mask": ({"mask": PrefixLM(4)}, "mask: rank 1 says 'PrefixLM(length=4)', the others 'Full()'"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
+    "softcap": ({"softcap": 0.5}, "softcap: rank 1 says 0.5, the others 0.0"),
     "attn_mask": (
         {"attn_mask": torch.zeros(8, 24)},
         "attn_mask: rank 1 says 'float32 (1, 1, :, 24)', the others 'none'",

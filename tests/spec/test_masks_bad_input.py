@@ -165,15 +165,6 @@ def test_layouts_that_differ_between_batch_rows_need_a_mask_for_each(rows: int) 
     run_ranks(RANKS, lambda rank: in_call({**arguments, "attn_mask": torch.zeros(2, 1, rows, LENGTH)}))
 
 
-def test_contexts_whose_masks_differ_say_so_in_debug_mode() -> None:
-    def body(rank: int) -> None:
-        in_context({"mask": PrefixLM(4 + rank // 2), "debug": True})
-
-    for error in errors_by_rank(RANKS, body):
-        assert type(error) is ValueError
-        assert "disagree about mask: rank 2 says 'PrefixLM(length=5)', the others 'PrefixLM(length=4)'" in str(error)
-
-
 def test_masks_of_each_rank_s_own_keys_where_ranks_have_unequally_many() -> None:
     """A padding mask of local keys, with a length that does not divide: the error has the expected number of keys."""
 
