@@ -86,7 +86,7 @@ def nested(problem: Problem) -> torch.Tensor:
 
 def selective(problem: Problem) -> torch.Tensor:
     def policy() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.bmm.default])
 
     return run(
         lambda weight: loss(problem, attention(problem, embedding(problem, weight))), problem.weight, context_fn=policy
