@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.collectives import errors_by_rank, kinds, recorded_collectives
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import Contiguous, Documents, HeadTail, Layout, PrefixLM, Striped, ring_attention
@@ -78,28 +77,6 @@ def test_a_backend_that_nobody_allows_is_refused_alike() -> None:
     assert not collectives
 
 
-def on_mesh(rank: int, make: Callable[[], DeviceMesh]) -> None:
-    ring_attention(tensor(), tensor(), tensor(), mesh=make(), seq_len=24)
-
-
-@pytest.mark.parametrize(
-    ("names", "hint"), [(("dp", "cp"), r"mesh\['cp'\]"), (None, r"mesh_dim_names=\.\.\.")], ids=["named", "unnamed"]
-)
-def test_a_mesh_of_two_other_dims_is_refused_with_a_hint(names: tuple[str, str] | None, hint: str) -> None:
-    message = (
-        rf"expected a mesh of one dim.*got 2 dims \(names .*, shape \(1, 3\)\)\. Pass those axes of it, such as "
-        rf".*{hint}"
-    )
-    with recorded_collectives() as collectives, pytest.raises(ValueError, match=message):
-        run_ranks(RANKS, on_mesh, lambda: init_device_mesh("cpu", (1, RANKS), mesh_dim_names=names))
-    assert "AllToAllBase" not in kinds(collectives)  # meshes may use collectives of their own when they are made
-
-
-def test_a_mesh_without_that_axis_is_refused() -> None:
-    with pytest.raises(KeyError, match="cp"):
-        run_ranks(RANKS, on_mesh, lambda: init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))["cp"])
-
-
 def test_a_mesh_that_the_rank_is_not_part_of_is_refused() -> None:
     def body(rank: int) -> str:
         mesh = DeviceMesh("cpu", [0, 1])
@@ -130,6 +107,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "value head dim": ({"v": tensor(dim=8)}, "v_head_dim: rank 1 says 8, the others 16"),
     "mask": ({"mask": PrefixLM(4)}, "mask: rank 1 says 'PrefixLM(length=4)', the others 'Full()'"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p: rank 1 says 0.5, the others 0.0"),
+    "softcap": ({"softcap": 0.5}, "softcap: rank 1 says 0.5, the others 0.0"),
     "attn_mask": (
         {"attn_mask": torch.zeros(8, 24)},
         "attn_mask: rank 1 says 'float32 (1, 1, :, 24)', the others 'none'",

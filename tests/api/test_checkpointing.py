@@ -1,6 +1,5 @@
 """Activation checkpointing: recomputation runs in the context and on the shards of its forward."""
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,15 +12,12 @@ import torch.utils.checkpoint
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel, context_parallel_shard
 
-aten = torch.ops.aten
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 11, 2, 4
 WIDTH = HEADS * HEAD_DIM
 WORLD = 2
-LAYOUTS = [Contiguous(), HeadTail(), Striped()]
 REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 BACKWARD_INSIDE = pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after exit"])
 
@@ -104,17 +100,6 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool, **
 
 @BACKWARD_INSIDE
 @REENTRANT
-def test_recompute_is_in_the_region_of_the_forward(use_reentrant: bool, inside: bool) -> None:
-    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, hidden, use_reentrant=use_reentrant)
-
-    results = sharded(run, Striped(), inside)
-    assert_as_alone(run, results, Striped())
-    assert results[0][3] == 2
-
-
-@BACKWARD_INSIDE
-@REENTRANT
 def test_buffers_that_are_arguments(use_reentrant: bool, inside: bool) -> None:
     def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
         if use_reentrant:  # which takes no keywords
@@ -137,46 +122,6 @@ def test_nested_checkpoints(outer: bool, inner: bool) -> None:
         return checkpoint(twice, hidden, use_reentrant=outer)
 
     assert_as_alone(run, sharded(run, HeadTail(), inside=False))
-
-
-@BACKWARD_INSIDE
-@pytest.mark.parametrize(
-    "saved", [[aten.mm.default, aten.bmm.default], [aten._scaled_dot_product_flash_attention_for_cpu.default]]
-)
-def test_selective_checkpointing(saved: list[Any], inside: bool) -> None:
-    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        context_fn = functools.partial(create_selective_checkpoint_contexts, saved)
-        return checkpoint(block, hidden, use_reentrant=False, context_fn=context_fn)
-
-    assert_as_alone(run, sharded(run, HeadTail(), inside))
-
-
-@REENTRANT
-def test_checkpoints_of_two_contexts_in_one_backward(use_reentrant: bool) -> None:
-    def run(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, hidden, use_reentrant=use_reentrant)
-
-    out, _, grad_weight, _ = alone(run)
-
-    def body(rank: int) -> torch.Tensor:
-        block, loss = Block(), torch.zeros((), dtype=torch.float64)
-        for layout, transport in zip(LAYOUTS, ("alltoall", "allgather", "alltoall"), strict=True):
-            whole, grad_out = normal(BATCH, LENGTH, WIDTH, seed=5), normal(BATCH, LENGTH, WIDTH, seed=6)
-            (hidden,) = context_parallel_shard(dist.group.WORLD, [whole.requires_grad_()], [1], layout)
-            with context_parallel(
-                dist.group.WORLD,
-                buffers=[block.freqs, grad_out],
-                buffer_seq_dims=[0, 1],
-                layout=layout,
-                rotate_method=transport,
-            ):
-                loss = loss + (run(block, hidden) * grad_out).sum()
-        loss.backward()
-        assert block.weight.grad is not None
-        return block.weight.grad
-
-    assert_close(sum(run_ranks(WORLD, body)), len(LAYOUTS) * grad_weight)
-    assert out.shape == (BATCH, LENGTH, WIDTH)
 
 
 @REENTRANT

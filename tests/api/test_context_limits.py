@@ -14,11 +14,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import (
-    Contiguous,
-    MirroredBatch,
-    context_parallel,
-)
+from cp_dtensor import Contiguous, MirroredBatch, context_parallel
 from cp_dtensor.api.extension import local_sdpa
 
 
@@ -28,14 +24,49 @@ def group() -> dist.ProcessGroup:
     return world
 
 
-@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
-def test_extra_keys_of_multihead_attention_are_refused(option: str) -> None:
+def _with_extra_key(option: str) -> object:
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True, **{option: True}), torch.randn(1, 4, 8)
+    return attention(x, x, x, need_weights=False)
+
+
+def _attend(*shape: int) -> object:
+    q = torch.randn(shape)
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+def _nested() -> object:
+    parts = [torch.randn(2, length, 8) for length in (3, 4)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.strided)
+    return F.scaled_dot_product_attention(nested, nested, nested)
+
+
+MIRRORED: dict[str, Any] = {"layout": MirroredBatch()}
+# A call, the context in which it is refused, and how.
+REFUSED: dict[str, tuple[Callable[[], object], dict[str, Any], type[Exception], str]] = {
+    "add_bias_kv": (lambda: _with_extra_key("add_bias_kv"), {}, NotImplementedError, "extra key"),
+    "add_zero_attn": (lambda: _with_extra_key("add_zero_attn"), {}, NotImplementedError, "extra key"),
+    "nested tensors": (_nested, {}, NotImplementedError, "nested"),
+    "rows of three dims": (lambda: _attend(4, 4, 8), MIRRORED, NotImplementedError, "four dims"),
+    "rows of five dims": (lambda: _attend(2, 2, 2, 4, 8), MIRRORED, NotImplementedError, "four dims"),
+    "another batch size": (
+        lambda: _attend(3, 2, 4, 8), MIRRORED | {"buffers": [torch.zeros(2, 8)], "buffer_seq_dims": [1]}, ValueError,
+        "batch size of the buffers, 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_contexts_do_not_take_is_refused(name: str) -> None:
+    call, options, error, message = REFUSED[name]
+
     def body(rank: int) -> None:
-        attention = nn.MultiheadAttention(8, 2, batch_first=True, **{option: True})
-        x = torch.randn(1, 4, 8)
-        with context_parallel(group()), pytest.raises(NotImplementedError, match="extra key"):
-            attention(x, x, x, need_weights=False)
-        attention(x, x, x, need_weights=False)
+        buffers = [each.clone() for each in options.get("buffers", ())]
+        with context_parallel(group(), **{**options, "buffers": buffers}), pytest.raises(error, match=message):
+            call()
+        dist.barrier()
+        if name != "nested tensors":  # which torch does not take either
+            call()
 
     run_ranks(2, body)
 
@@ -58,17 +89,6 @@ def test_masks_of_the_keys_of_this_rank_are_refused(mask: torch.Tensor) -> None:
             with context_parallel(group()), pytest.raises(ValueError, match=r"the 8 keys of the whole sequence.*, 4\)"):
                 call()
             dist.barrier()
-
-    run_ranks(2, body)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused() -> None:
-    def body(rank: int) -> None:
-        parts = [torch.randn(2, length, 8) for length in (3, 4)]
-        nested = torch.nested.nested_tensor(parts, layout=torch.strided)
-        with context_parallel(group()), pytest.raises(NotImplementedError, match="nested"):
-            F.scaled_dot_product_attention(nested, nested, nested)
 
     run_ranks(2, body)
 
@@ -118,29 +138,6 @@ def test_vmap_is_refused_and_means_what_it_did_outside(call: Callable[[torch.Ten
 
     run_ranks(2, body)
     assert torch.equal(call(q), before)
-
-
-@pytest.mark.parametrize("shape", [(4, 4, 8), (2, 2, 2, 4, 8)])
-def test_layouts_that_differ_between_rows_need_four_dims(shape: tuple[int, ...]) -> None:
-    def body(rank: int) -> None:
-        q = torch.randn(shape)
-        with (
-            context_parallel(group(), layout=MirroredBatch()),
-            pytest.raises(NotImplementedError, match="four dims"),
-        ):
-            F.scaled_dot_product_attention(q, q, q)
-
-    run_ranks(2, body)
-
-
-def test_layouts_that_differ_between_rows_need_the_batch_of_the_buffers() -> None:
-    def body(rank: int) -> None:
-        q = torch.randn(3, 2, 4, 8)
-        context = context_parallel(group(), buffers=[torch.zeros(2, 8)], buffer_seq_dims=[1], layout=MirroredBatch())
-        with context, pytest.raises(ValueError, match="batch size of the buffers, 2"):
-            F.scaled_dot_product_attention(q, q, q)
-
-    run_ranks(2, body)
 
 
 def test_contexts_over_one_buffer_left_in_the_wrong_order_are_refused() -> None:

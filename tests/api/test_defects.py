@@ -10,14 +10,7 @@ from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import (
-    Contiguous,
-    HeadTail,
-    context_parallel,
-    context_parallel_shard,
-    ring_attention,
-    set_rotate_method,
-)
+from cp_dtensor import Contiguous, HeadTail, context_parallel, context_parallel_shard, ring_attention
 
 WORLD = 4
 CAUSAL = Problem(16, 16, is_causal=True)
@@ -49,34 +42,6 @@ def on_every_rank(body: Callable[[Attended], None], problem: Problem = CAUSAL) -
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def test_settings_change_between_forward_and_backward() -> None:
-    def body(shards: Attended) -> None:
-        with context_parallel(dist.group.WORLD):
-            out = shards.sdpa()
-        dist.barrier()
-        set_rotate_method("alltoall")
-        with context_parallel(dist.group.WORLD, layout=Contiguous()):
-            shards.check(out)
-
-    try:
-        on_every_rank(body)
-    finally:
-        set_rotate_method("auto")
-
-
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["math", "flash"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.04)])
-def test_cpu_tensors_and_the_math_backend(backend: SDPBackend, dtype: torch.dtype, tolerance: float) -> None:
-    def body(shards: Attended) -> None:
-        with context_parallel(dist.group.WORLD):
-            out = shards.sdpa()
-        assert out.dtype == dtype
-        shards.check(out, tolerance)
-
-    with sdpa_kernel(backend):
-        on_every_rank(body, Problem(16, 16, is_causal=True, dtype=dtype))
 
 
 def on_one_gpu(problem: Problem, backend: SDPBackend, tolerance: float) -> None:
@@ -123,17 +88,3 @@ def test_shard_helper_used_inside_the_context() -> None:
         torch.testing.assert_close(causal(q, q, q)[:, :, :1], q[:, :, :1])  # SDPA is plain again: the first row
 
     on_every_rank(body)
-
-
-def positions(length: int, rank: int) -> list[int]:
-    return [position for part in HeadTail().segments(length, rank, WORLD) for position in part.positions()]
-
-
-def test_buffers_of_different_lengths() -> None:
-    def body(rank: int) -> None:
-        buffers = [torch.arange(16), torch.arange(9)]
-        with context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=[0, 0]):
-            assert [each.tolist() for each in buffers] == [positions(16, rank), positions(9, rank)]
-        assert [each.tolist() for each in buffers] == [list(range(16)), list(range(9))]
-
-    run_ranks(WORLD, body)

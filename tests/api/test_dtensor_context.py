@@ -24,24 +24,19 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from cp_dtensor import HeadTail, SlidingWindow, context_parallel, context_parallel_attention
 
 
-def _own_ranks(rank: int, placements: Placements) -> None:
-    check_equals_full_tensors(
-        rank, (4,), GROUPED, (placements,) * 3, context=context_parallel(init_device_mesh("cpu", (4,)))
-    )
+def _own_ranks(rank: int, shape: tuple[int, ...], placements: Placements) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp")[: len(shape)])
+    out = check_equals_full_tensors(rank, shape, GROUPED, (placements,) * 3, context=context_parallel(mesh["cp"]))
+    assert out == placements
 
 
-@pytest.mark.parametrize("placements", [(CP,), (TP,), (DP,)], ids=str)
-def test_dtensors_over_its_own_ranks_mean_their_full_tensors(placements: Placements) -> None:
-    run_ranks(4, _own_ranks, placements)
-
-
-def _own_ranks_and_more(rank: int) -> None:
-    context = context_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))["cp"])
-    assert check_equals_full_tensors(rank, (2, 2), GROUPED, ((CP, TP),) * 3, context=context) == (CP, TP)
-
-
-def test_dtensors_over_its_own_and_other_ranks_mean_their_full_tensors() -> None:
-    run_ranks(4, _own_ranks_and_more)
+@pytest.mark.parametrize(
+    ("shape", "placements"), [((4,), (CP,)), ((4,), (TP,)), ((4,), (DP,)), ((2, 2), (CP, TP))], ids=str
+)
+def test_dtensors_over_its_own_ranks_or_more_mean_their_full_tensors(
+    shape: tuple[int, ...], placements: Placements
+) -> None:
+    run_ranks(4, _own_ranks, shape, placements)
 
 
 def _one_rank_with_mask_and_heads_over_others(rank: int) -> None:

@@ -18,12 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cp_dtensor import (
-    HeadTail,
-    SlidingWindow,
-    context_parallel,
-    context_parallel_attention,
-)
+from cp_dtensor import HeadTail, context_parallel, context_parallel_attention
 from cp_dtensor.spec.masks import Batched, Causal, Full
 
 MESHES: list[tuple[tuple[int, ...], tuple[str, ...], Placements, tuple[str, ...]]] = [
@@ -134,25 +129,6 @@ def test_plain_tensors_are_refused() -> None:
             context_parallel_attention(plain, plain, plain)
         with pytest.raises(TypeError, match="expected q to be a plain tensor"):
             context_parallel_attention(q, q, torch.zeros(2, 2, 12, 4, dtype=torch.float64))
-
-    run_ranks(2, body)
-
-
-def test_none_takes_the_mask_of_the_context() -> None:
-    """As with plain shards; `Full()` takes none."""
-
-    def body(_rank: int) -> None:
-        mesh, window = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), SlidingWindow(3, 0)
-        whole = MaskedProblem(12, 12, window, 4, 4, 2).draw(0)
-        q, k, v = distributed(whole[:3], mesh, ((CP,),) * 3)
-        masked, full = (context_parallel_attention(q, k, v, mask=mask, enable_gqa=True) for mask in (window, Full()))
-        with context_parallel(mesh, mask=window):
-            inherited = context_parallel_attention(q, k, v, enable_gqa=True)
-            explicit = context_parallel_attention(q, k, v, mask=Full(), enable_gqa=True)
-        for got, want, other in ((inherited, masked, full), (explicit, full, masked)):
-            assert isinstance(got, DTensor)
-            torch.testing.assert_close(got.to_local(), want.to_local(), rtol=1e-10, atol=1e-10)  # type: ignore[union-attr]
-            assert not torch.allclose(got.to_local(), other.to_local())  # type: ignore[union-attr]
 
     run_ranks(2, body)
 

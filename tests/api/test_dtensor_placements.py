@@ -12,15 +12,10 @@ from cp_dtensor.api.dtensor_attention import AttentionPlacements, is_seq_sharded
 
 BATCH, HEADS, SEQ, HEAD_DIM = (Shard(dim) for dim in range(4))
 ANY_PLACEMENT = (Replicate(), Partial(), BATCH, HEADS, SEQ, HEAD_DIM)
-PlannerInputs = tuple[
-    tuple[Placement, ...],
-    tuple[Placement, ...],
-    tuple[Placement, ...],
-    tuple[int, ...],
-    int,
-    int,
-    tuple[str, ...] | None,
-]  # q, k, v, mesh shape, query heads, key heads, names of axes
+ULYSSES_NAMES = ("ulysses", "ulysses_low", "ulysses2")
+On = tuple[Placement, ...]
+PlannerInputs = tuple[On, On, On, tuple[int, ...], int, int, tuple[str, ...] | None]
+"""q, k, v, mesh shape, query heads, key heads, names of axes."""
 
 
 @st.composite
@@ -32,7 +27,7 @@ def planner_inputs(draw: st.DrawFn) -> PlannerInputs:
     q, k, v = zip(*of_axes, strict=True)
     kv_heads = draw(st.integers(1, 8))
     q_heads = kv_heads * draw(st.integers(1, 4))
-    ulysses = draw(st.sampled_from(["ulysses", "ulysses_low", "ulysses2", "ulyssean"]))
+    ulysses = draw(st.sampled_from([*ULYSSES_NAMES, "ulyssean"]))
     names = draw(st.one_of(st.none(), st.permutations([ulysses, "ring", "dp", "tp"])))
     return q, k, v, mesh_shape, q_heads, kv_heads, None if names is None else tuple(names[: len(mesh_shape)])
 
@@ -59,57 +54,35 @@ def plan(inputs: PlannerInputs) -> AttentionPlacements:
 
 
 @given(planner_inputs())
-def test_keys_are_sharded_along_the_sequence_on_the_axes_of_the_ring_and_of_ulysses_alone(
-    inputs: PlannerInputs,
-) -> None:
+def test_axes_of_the_ring_and_of_ulysses(inputs: PlannerInputs) -> None:
+    """Keys are sharded along the sequence on these alone.
+
+    Ulysses is over the axis of that name, or the second that shards all three along the sequence; the ring is over the
+    first other axis with sequence shards of keys or values.
+    """
+    q, k, v, *_, names = inputs
     planned = plan(inputs)
+    axes = [axis for axis, column in enumerate(zip(q, k, v, strict=True)) if set(column) == {SEQ}]
+    second = axes[1] if len(axes) > 1 else None
+    named = next((axis for axis, name in enumerate(names or ()) if name in ULYSSES_NAMES), None)
+    assert planned.ulysses_axis == (named if named in axes else second)
+    on_seq = [axis for axis, pair in enumerate(zip(k, v, strict=True)) if SEQ in pair]
+    assert planned.ring_axis == next((axis for axis in on_seq if axis != planned.ulysses_axis), None)
     assert sorted(planned.axes) == [axis for axis, placement in enumerate(planned.kv) if placement == SEQ]
     assert planned.axes == tuple(axis for axis in (planned.ring_axis, planned.ulysses_axis) if axis is not None)
 
 
 @given(planner_inputs())
-def test_ulysses_is_over_the_axis_of_that_name_or_the_second_that_shards_all_three_along_the_sequence(
-    inputs: PlannerInputs,
-) -> None:
-    q, k, v, *_, names = inputs
-    axes = [axis for axis, column in enumerate(zip(q, k, v, strict=True)) if set(column) == {SEQ}]
-    second = axes[1] if len(axes) > 1 else None
-    named = next(
-        (axis for axis, name in enumerate(names or ()) if name in ("ulysses", "ulysses_low", "ulysses2")), None
-    )
-    assert plan(inputs).ulysses_axis == (named if named in axes else second)
-
-
-@given(planner_inputs())
-def test_the_ring_is_the_first_other_axis_with_sequence_shards_of_keys_or_values(inputs: PlannerInputs) -> None:
-    _, k, v, *_ = inputs
-    planned = plan(inputs)
-    on_seq = [axis for axis, pair in enumerate(zip(k, v, strict=True)) if SEQ in pair]
-    assert planned.ring_axis == next((axis for axis in on_seq if axis != planned.ulysses_axis), None)
-
-
-@given(planner_inputs())
-def test_a_sequence_shard_of_any_input_shards_the_queries(inputs: PlannerInputs) -> None:
+def test_placements(inputs: PlannerInputs) -> None:
+    """Gradients of keys are partial exactly where ranks hold the same keys but other queries."""
     q, k, v, *_ = inputs
     planned = plan(inputs)
     assert [on_q == SEQ for on_q in planned.q] == [SEQ in column for column in zip(q, k, v, strict=True)]
-
-
-@given(planner_inputs())
-def test_gradients_of_keys_are_partial_exactly_where_ranks_hold_the_same_keys_but_other_queries(
-    inputs: PlannerInputs,
-) -> None:
-    planned = plan(inputs)
+    assert {*planned.q, *planned.kv} <= {Replicate(), BATCH, HEADS, SEQ}
     for on_q, on_kv, on_grad in zip(planned.q, planned.kv, planned.grad_kv, strict=True):
         same_keys_other_queries = isinstance(on_q, Shard) and on_kv == Replicate()
         assert on_grad == (Partial() if same_keys_other_queries else on_kv)
         assert on_q == SEQ or not same_keys_other_queries
-
-
-@given(planner_inputs())
-def test_batch_and_heads_are_sharded_in_all_tensors_alike(inputs: PlannerInputs) -> None:
-    planned = plan(inputs)
-    for on_q, on_kv in zip(planned.q, planned.kv, strict=True):
         if BATCH in (on_q, on_kv) or HEADS in (on_q, on_kv):
             assert on_q == on_kv
 
@@ -124,21 +97,10 @@ def test_every_rank_has_the_key_heads_of_its_query_heads(inputs: PlannerInputs) 
         assert {head * kv_heads // q_heads for head in local_q} == local_kv
         # Locally, query head h reads key head h // (local heads / local key heads).
         assert not local_kv or len(local_q) / len(local_kv) == q_heads / kv_heads
-
-
-@given(planner_inputs())
-def test_heads_that_divide_stay_sharded(inputs: PlannerInputs) -> None:
-    _, _, _, mesh_shape, q_heads, kv_heads, _ = inputs
-    placements = (HEADS,) * len(mesh_shape)
-    planned = plan_placements(placements, placements, placements, mesh_shape, q_heads, kv_heads)
     if kv_heads % math.prod(mesh_shape) == 0:
-        assert planned == AttentionPlacements(placements, placements, placements, None)
-
-
-@given(planner_inputs())
-def test_nothing_is_partial_or_sharded_along_the_head_dim(inputs: PlannerInputs) -> None:
-    planned = plan(inputs)
-    assert {*planned.q, *planned.kv} <= {Replicate(), BATCH, HEADS, SEQ}
+        by_heads = (HEADS,) * len(mesh_shape)
+        kept = plan_placements(by_heads, by_heads, by_heads, mesh_shape, q_heads, kv_heads)
+        assert kept == AttentionPlacements(by_heads, by_heads, by_heads, None)
 
 
 @given(planner_inputs())
@@ -157,16 +119,11 @@ def test_seq_sharded_means_dim_2_of_any_tensor(first: list[Placement], second: l
 
 
 @given(planner_inputs(), st.integers(0, 40))
-def test_local_segment_nests_as_torch_chunk(inputs: PlannerInputs, length: int) -> None:
+def test_local_segments_nest_as_torch_chunk_and_tile_the_sequence(inputs: PlannerInputs, length: int) -> None:
     placements, _, _, mesh_shape, *_ = inputs
     for at in product(*map(range, mesh_shape)):
         segment = local_segment(length, placements, mesh_shape, at)
         assert list(segment.positions()) == nested_chunk(length, SEQ, placements, mesh_shape, at)
-
-
-@given(planner_inputs(), st.integers(0, 40))
-def test_local_segments_tile_the_sequence(inputs: PlannerInputs, length: int) -> None:
-    placements, _, _, mesh_shape, *_ = inputs
     axes = [range(size) if on == SEQ else range(1) for on, size in zip(placements, mesh_shape, strict=True)]
     segments = [local_segment(length, placements, mesh_shape, at) for at in product(*axes)]
     assert [position for segment in segments for position in segment.positions()] == list(range(length))

@@ -6,16 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.dtensor_checks import (
-    CP,
-    DP,
-    TP,
-    Placements,
-    R,
-    distributed,
-    sdpa,
-    torch_before_2_12,
-)
+from support.dtensor_checks import CP, DP, TP, Placements, R, distributed, sdpa, torch_before_2_12
 from support.method_checks import RING_ULYSSES, ULYSSES_RING
 from support.problems import Problem, reference
 from support.ranks import run_ranks
@@ -31,12 +22,7 @@ from cp_dtensor.plan.partition import head_stages
 Names = tuple[str, ...] | None
 Shape = tuple[int, ...]
 
-EVEN = [
-    Problem(24, 24, q_heads=4, kv_heads=4, head_dim=4),
-    Problem(24, 24, q_heads=8, kv_heads=2, head_dim=4, is_causal=True, scale=0.7),
-    Problem(12, 24, q_heads=2, kv_heads=1, head_dim=4),
-    Problem(24, 12, q_heads=3, kv_heads=1, head_dim=4, is_causal=True),
-]
+EVEN = Problem(24, 24, q_heads=4, kv_heads=4, head_dim=4)
 UNEVEN = [
     Problem(13, 13, q_heads=5, kv_heads=5, head_dim=4),
     Problem(13, 13, batch=2, q_heads=4, kv_heads=1, head_dim=4, is_causal=True, scale=-0.7),
@@ -105,40 +91,30 @@ def test_stages_of_heads_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "placements"),
-    [
-        (("dp", "ring", "ulysses"), (DP, CP, CP)),
-        (("ulysses", "dp", "ring"), (CP, DP, CP)),
-        (("ring", "ulysses", "tp"), (CP, CP, TP)),
-        pytest.param(("tp", "ulysses", "ring"), (TP, CP, CP), marks=torch_before_2_12),
-        (("ring", "ulysses", "more"), (CP, CP, CP)),  # gathered over the third
-        (None, (CP, TP, CP)),
-    ],
-    ids=str,
-)
-def test_beside_data_and_tensor_parallel_axes(names: Names, placements: Placements) -> None:
-    problems = [
-        Problem(16, 16, batch=2, q_heads=8, kv_heads=4, head_dim=4, is_causal=True),
-        Problem(8, 16, batch=2, q_heads=2, kv_heads=2, head_dim=4),
-        Problem(13, 13, batch=1, q_heads=1, kv_heads=1, head_dim=4, is_causal=True),  # ranks without heads or batch
-    ]
-    check(names, (2, 2, 2), problems, (placements,) * 3)
-
-
-@pytest.mark.parametrize(
     ("names", "shape", "placements"),
     [
-        (("ulysses",), (4,), (CP,)),
-        (("ulysses", "dp"), (2, 2), (CP, DP)),
-        (("tp", "ulysses"), (2, 2), (TP, CP)),
-        (("other", "ulysses"), (2, 2), (R, CP)),
-        (("ring", "ulysses"), (4, 1), (CP, CP)),
-        (("ring", "ulysses"), (1, 4), (CP, CP)),
+        (("dp", "ring", "ulysses"), (2, 2, 2), (DP, CP, CP)),
+        (("ulysses", "dp", "ring"), (2, 2, 2), (CP, DP, CP)),
+        (("ring", "ulysses", "tp"), (2, 2, 2), (CP, CP, TP)),
+        pytest.param(("tp", "ulysses", "ring"), (2, 2, 2), (TP, CP, CP), marks=torch_before_2_12),
+        (("ring", "ulysses", "more"), (2, 2, 2), (CP, CP, CP)),  # gathered over the third
+        (None, (2, 2, 2), (CP, TP, CP)),
+        # An axis called "ulysses" exchanges rows for heads.
+        *(
+            pytest.param(*case, marks=torch_before_2_12)
+            for case in (
+                (("ulysses",), (4,), (CP,)),
+                (("ulysses", "dp"), (2, 2), (CP, DP)),
+                (("tp", "ulysses"), (2, 2), (TP, CP)),
+                (("other", "ulysses"), (2, 2), (R, CP)),
+                (("ring", "ulysses"), (4, 1), (CP, CP)),
+                (("ring", "ulysses"), (1, 4), (CP, CP)),
+            )
+        ),
     ],
     ids=str,
 )
-@torch_before_2_12
-def test_an_axis_called_ulysses_exchanges_rows_for_heads(names: Names, shape: Shape, placements: Placements) -> None:
+def test_beside_other_axes(names: Names, shape: Shape, placements: Placements) -> None:
     """Heads and batch rows that do not divide leave ranks of other axes without any."""
     problems = [
         Problem(16, 16, batch=2, q_heads=8, kv_heads=4, head_dim=4, is_causal=True),
@@ -172,7 +148,7 @@ def test_which_axis_does_what(
         mock.patch.object(UlyssesPlan, "forward", autospec=True, side_effect=UlyssesPlan.forward) as by_heads,
         mock.patch.object(RingPlan, "forward", autospec=True, side_effect=RingPlan.forward) as as_ring,
     ):
-        check(names, shape, EVEN[:1], inputs, (CP,) * len(shape))
+        check(names, shape, [EVEN], inputs, (CP,) * len(shape))
     axes = [call.args[4].ranks for call in by_heads.call_args_list]
     assert {(ranks.inner or ranks.outer).size() for ranks in axes} == ulysses
     groups = [call.args[0].group(call.args[4].ranks) for call in as_ring.call_args_list]

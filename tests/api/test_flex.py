@@ -21,7 +21,6 @@ from support.flex_checks import (
 )
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import flex_attention as torchs_module
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -33,7 +32,6 @@ from cp_dtensor import (
     MirroredBatch,
     Striped,
     _torch,
-    context_parallel,
     context_parallel_flex_attention,
 )
 from cp_dtensor.spec.balanced_layouts import PerDocument
@@ -112,25 +110,6 @@ def test_torchs_own_kernel(case: str, layout: Layout) -> None:
         torch.testing.assert_close(aux.lse.double(), shard(lse, layout, rank, 3), rtol=0, atol=1e-5)
 
     run_ranks(3, body)
-
-
-@pytest.mark.parametrize("layout", [MirroredBatch(), Striped(3)], ids=repr)
-@pytest.mark.usefixtures("_with_gradients")
-def test_over_two_axes(layout: Layout) -> None:
-    whole, arguments = draw(45), masks("mask of documents and score", 45)
-    expected = one_device(whole, documents, distance)
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("ulysses", "ring"))
-        flat = rank % 3 * 2 + rank // 3  # the ulysses axis is the inner one, wherever it stands
-        *local, grad = (shard(tensor, layout, flat, 6) for tensor in whole)
-        inputs = [tensor.requires_grad_() for tensor in local]
-        with context_parallel(mesh, layout=layout, seq_len=45):
-            out = flex_attention(*inputs, **arguments)
-        for got, whole_result in zip((out, *torch.autograd.grad(out, inputs, grad)), expected, strict=False):
-            assert_close(got, shard(whole_result, layout, flat, 6))
-
-    run_ranks(6, body)
 
 
 @pytest.mark.usefixtures("_with_gradients")

@@ -224,8 +224,11 @@ def test_dtensors_over_two_axes() -> None:
         x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0), Shard(0)], src_data_rank=None)
         with context_parallel(mesh, mask=MASK, layout=Contiguous(), seq_len=LENGTH):
             out: Any = context_parallel_attention(query, query, query)
+            unmasked: Any = context_parallel_attention(query, query, query, mask=Full())
             shifted: Any = shift(x, 1, dim=0)
         torch.testing.assert_close(out.full_tensor(), expected, rtol=0, atol=1e-12)
+        whole = F.scaled_dot_product_attention(q, q, q)
+        torch.testing.assert_close(unmasked.full_tensor(), whole, rtol=0, atol=1e-12)
         assert shifted.full_tensor().tolist() == [0, 0, 1, 2, 3, 0, 5, 6, 7, 8, 9, 10]
 
     run_ranks(4, body)

@@ -13,7 +13,6 @@ from support.cases import examples
 from support.latent_problems import LatentCase, LatentProblem, check_latents
 from support.masked_checks import LAYOUTS, WAYS
 from support.masked_problems import any_mask, fits
-from support.method_checks import RING_ULYSSES, ULYSSES_RING
 from support.ranks import run_ranks
 
 from cp_dtensor import Contiguous, Documents, SlidingWindow, context_parallel_mla
@@ -43,20 +42,6 @@ group_bytes = st.sampled_from([1, 3000, latents.EXPANDED_BYTES])
 def test_any_problem_over_one_axis(some: list[LatentCase], ranks: int, most: int) -> None:
     with mock.patch.object(latents, "EXPANDED_BYTES", most):
         check_latents(some, (ranks,))
-
-
-@settings(max_examples=examples(40))
-@given(
-    st.lists(cases(2), min_size=1, max_size=3),
-    st.sampled_from([(2, 2), (2, 3), (3, 2), (1, 2), (2, 1)]),
-    st.sampled_from([RING_ULYSSES, ULYSSES_RING]),
-    group_bytes,
-)
-def test_any_problem_over_two_axes(
-    some: list[LatentCase], shape: tuple[int, int], names: tuple[str, ...], most: int
-) -> None:
-    with mock.patch.object(latents, "EXPANDED_BYTES", most):
-        check_latents(some, shape, names)
 
 
 @pytest.mark.parametrize("way", WAYS[1], ids=str)

@@ -15,16 +15,7 @@ from support.shared_memory import shared_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from cp_dtensor import (
-    Balanced,
-    Causal,
-    Documents,
-    Full,
-    HeadTail,
-    Striped,
-    context_parallel,
-    context_parallel_mla,
-)
+from cp_dtensor import Balanced, Causal, Documents, Full, HeadTail, Striped, context_parallel, context_parallel_mla
 
 RANKS = 3
 MASK = Documents([0, 5, 12, 24], within=Causal())

@@ -9,15 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.parallel_style_checks import (
-    LENGTH,
-    WHOLE,
-    WIDTH,
-    WORLD,
-    Attention,
-    alone,
-    check_forward,
-)
+from support.parallel_style_checks import LENGTH, WHOLE, WIDTH, WORLD, Attention, alone, check_forward
 from support.problems import assert_close
 from support.ranks import run_ranks
 from torch import nn

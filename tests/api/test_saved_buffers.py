@@ -25,12 +25,13 @@ class Problem:
     def __init__(self) -> None:
         self.weight = torch.randn(WORDS, WIDTH, dtype=torch.float64, requires_grad=True)
         self.table = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
+        self.turns = torch.randn(LENGTH, WIDTH // 2, dtype=torch.complex128)
         self.tokens = torch.randint(WORDS, (1, LENGTH))
         self.labels = torch.randint(WORDS, (1, LENGTH))
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        return [self.table, self.tokens, self.labels]
+        return [self.table, self.turns, self.tokens, self.labels]
 
 
 def embedding(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
@@ -85,7 +86,7 @@ def nested(problem: Problem) -> torch.Tensor:
 
 def selective(problem: Problem) -> torch.Tensor:
     def policy() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.bmm.default])
 
     return run(
         lambda weight: loss(problem, attention(problem, embedding(problem, weight))), problem.weight, context_fn=policy
@@ -94,6 +95,13 @@ def selective(problem: Problem) -> torch.Tensor:
 
 def plain(problem: Problem) -> torch.Tensor:
     return loss(problem, attention(problem, embedding(problem, problem.weight)))
+
+
+def views(problem: Problem) -> torch.Tensor:
+    """As rotary positions, whose table is complex; autograd saves views of it."""
+    pairs = torch.view_as_complex(embedding(problem, problem.weight).unflatten(-1, (-1, 2)))
+    turned = torch.view_as_real(pairs * problem.turns[:, :1]).flatten(-2) * problem.turns.real[:, :1]
+    return loss(problem, attention(problem, turned))
 
 
 def own_function(problem: Problem) -> torch.Tensor:
@@ -118,7 +126,7 @@ def checked(steps: Steps, inside: bool, around: Callable[[], Any], within: Calla
         mine = problems[rank]
         with ExitStack() as stack:
             stack.enter_context(around())
-            with context_parallel(dist.group.WORLD, buffers=mine.buffers, buffer_seq_dims=[0, 1, 1]), within():
+            with context_parallel(dist.group.WORLD, buffers=mine.buffers, buffer_seq_dims=[0, 0, 1, 1]), within():
                 out = steps(mine)
                 if inside:
                     out.backward()
@@ -132,8 +140,8 @@ def checked(steps: Steps, inside: bool, around: Callable[[], Any], within: Calla
 
 
 @INSIDE
-@pytest.mark.parametrize("steps", [checkpointed, one_checkpoint, nested, selective])
-def test_a_checkpoint_that_saves_buffers(steps: Steps, inside: bool) -> None:
+@pytest.mark.parametrize("steps", [plain, views, own_function, checkpointed, one_checkpoint, nested, selective])
+def test_functions_and_checkpoints_that_save_buffers(steps: Steps, inside: bool) -> None:
     checked(steps, inside, nullcontext)
 
 
@@ -154,11 +162,6 @@ def in_inner_hooks() -> Any:
 @pytest.mark.parametrize("where", ["around", "within"])
 def test_hooks_of_saved_tensors(where: str, hooks: Callable[[], Any], steps: Steps, inside: bool) -> None:
     checked(steps, inside, *((hooks, nullcontext) if where == "around" else (nullcontext, hooks)))
-
-
-@INSIDE
-def test_a_function_that_saves_a_buffer(inside: bool) -> None:
-    checked(own_function, inside, nullcontext)
 
 
 def test_a_buffer_that_requires_grad_inside_gets_the_gradient_of_its_shard() -> None:

@@ -1,5 +1,6 @@
-"""`context_parallel_shard`, `context_parallel_unshard` and `local_positions`."""
+"""`context_parallel_shard`, `context_parallel_unshard` and `local_positions`, over one axis and over two."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -8,10 +9,11 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.collectives import errors_by_rank
+from support.method_checks import RING_ULYSSES, ULYSSES_RING, place
 from support.problems import shard
 from support.ranks import run_ranks
 from support.sequences import normal
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from cp_dtensor import (
@@ -29,6 +31,18 @@ WORLD = 3
 LAYOUTS = [Contiguous(), HeadTail(), Striped(), Striped(block=3), MirroredBatch()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+Names = tuple[str, ...]
+ONE_AXIS: Names = ("cp",)
+TWO_AXES: list[Names] = [RING_ULYSSES, ULYSSES_RING, ("cp_node", "cp_gpu")]
+any_names = st.sampled_from([ONE_AXIS, *TWO_AXES])
+
+
+def on_mesh(names: Names, sizes: tuple[int, ...]) -> tuple[DeviceMesh, int]:
+    """The mesh, and this rank's place in the sequence."""
+    mesh = init_device_mesh("cpu", sizes[: len(names)], mesh_dim_names=names)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return mesh, place(list(coordinate), names, tuple(mesh.shape))
 
 
 def distinct(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -50,24 +64,38 @@ def cases(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], int, torch.dtype]:
 
 
 @settings(max_examples=120)
-@example((Contiguous(), (18, 1), 0, torch.bool), 2)
-@given(cases(), st.integers(1, 4))
+@example((Contiguous(), (18, 1), 0, torch.bool), ONE_AXIS, (2,))
+@given(cases(), any_names, st.tuples(st.integers(1, 3), st.integers(1, 3)))
 def test_shards_are_the_layouts_positions_and_unshard_is_the_inverse(
-    case: tuple[Layout, tuple[int, ...], int, torch.dtype], world_size: int
+    case: tuple[Layout, tuple[int, ...], int, torch.dtype], names: Names, sizes: tuple[int, ...]
 ) -> None:
     layout, shape, dim, dtype = case
 
     def body(rank: int) -> None:
         whole = distinct(shape, dtype)
-        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [dim], layout)
+        mesh, here = on_mesh(names, sizes)
+        (mine,) = context_parallel_shard(mesh, [whole], [dim], layout)
         assert mine.dtype == dtype
-        assert torch.equal(mine, shard(whole, layout, rank, world_size, dim % len(shape)))
-        (back,) = context_parallel_unshard(dist.group.WORLD, [mine], [dim], layout)
+        assert torch.equal(mine, shard(whole, layout, here, mesh.size(), dim % len(shape)))
+        (back,) = context_parallel_unshard(mesh, [mine], [dim], layout)
         assert back.dtype == dtype
         assert torch.equal(back, whole)
         assert torch.equal(whole, distinct(shape, dtype))
 
-    run_ranks(world_size, body)
+    run_ranks(math.prod(sizes[: len(names)]), body)
+
+
+def test_the_axis_called_ulysses_is_the_inner_one_by_hand() -> None:
+    """Ranks 0 1 2 3 stand at (0, 0), (0, 1), (1, 0), (1, 1) of the mesh."""
+
+    def body(rank: int) -> dict[Names, list[int]]:
+        meshes = {names: on_mesh(names, (2, 2))[0] for names in TWO_AXES}
+        return {names: local_positions(mesh, 4, Contiguous()).tolist() for names, mesh in meshes.items()}
+
+    owned = run_ranks(4, body)
+    assert [of_rank[RING_ULYSSES] for of_rank in owned] == [[0], [1], [2], [3]]
+    assert [of_rank[ULYSSES_RING] for of_rank in owned] == [[0], [2], [1], [3]]
+    assert [of_rank["cp_node", "cp_gpu"] for of_rank in owned] == [[0], [1], [2], [3]]
 
 
 def test_several_tensors_of_different_lengths_and_dims_at_once() -> None:
@@ -117,23 +145,30 @@ def whole_loss(hidden: torch.Tensor) -> torch.Tensor:
     return (hidden.cumsum(1) ** 2 * normal(*hidden.shape, seed=2)).sum()
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 12])
+@pytest.mark.parametrize(
+    ("names", "sizes", "length"),
+    [*((ONE_AXIS, (3,), length) for length in (1, 2, 7, 12)), *((names, (3, 2), 7) for names in TWO_AXES)],
+    ids=str,
+)
 @pytest.mark.parametrize("grad", ["replicated", "partial"])
 @each_layout
-def test_gradients_through_shard_and_unshard_are_those_of_one_device(layout: Layout, grad: str, length: int) -> None:
+def test_gradients_through_shard_and_unshard_are_those_of_one_device(
+    layout: Layout, grad: str, names: Names, sizes: tuple[int, ...], length: int
+) -> None:
     alone = normal(2, length, 3).requires_grad_()
     whole_loss(alone.sin()).backward()
+    shares = torch.linspace(0.1, 1, math.prod(sizes), dtype=torch.float64)
 
     def body(rank: int) -> torch.Tensor:
+        mesh, _ = on_mesh(names, sizes)
         whole = normal(2, length, 3).requires_grad_()
-        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1], layout)
-        (hidden,) = context_parallel_unshard(dist.group.WORLD, [mine.sin()], [1], layout, grad=grad)
-        share = [0.5, 0.2, 0.3][rank] if grad == "partial" else 1.0
-        (whole_loss(hidden) * share).backward()
+        (mine,) = context_parallel_shard(mesh, [whole], [1], layout)
+        (hidden,) = context_parallel_unshard(mesh, [mine.sin()], [1], layout, grad=grad)
+        (whole_loss(hidden) * (shares[rank] / shares.sum() if grad == "partial" else 1.0)).backward()
         assert whole.grad is not None
         return whole.grad
 
-    torch.testing.assert_close(sum(run_ranks(WORLD, body)), alone.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(sum(run_ranks(len(shares), body)), alone.grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 13])
@@ -167,23 +202,6 @@ def test_positions_of_mirrored_rows_differ_so_the_batch_size_is_asked_for() -> N
     run_ranks(2, body)
 
 
-def test_meshes_of_one_dim_and_slices_of_a_larger_one_name_the_axis() -> None:
-    whole = distinct((2, 9), torch.int64)
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        (mine,) = context_parallel_shard(mesh["cp"], [whole], [1])
-        assert torch.equal(mine, shard(whole, HeadTail(), rank % 2, 2, 1))
-        assert torch.equal(context_parallel_unshard(mesh["cp"], [mine], [1])[0], whole)
-        for function in (context_parallel_shard, context_parallel_unshard):
-            with pytest.raises(ValueError, match="2 dims"):
-                function(mesh, [whole], [1])
-            with pytest.raises(TypeError, match="str"):
-                function("cp", [whole], [1])  # type: ignore[arg-type]
-
-    run_ranks(4, body)
-
-
 @pytest.mark.parametrize("function", [context_parallel_shard, context_parallel_unshard])
 def test_what_does_not_fit_is_refused_before_any_collective(function: Callable[..., object]) -> None:
     tokens = distinct((2, 8), torch.int64)
@@ -198,6 +216,8 @@ def test_what_does_not_fit_is_refused_before_any_collective(function: Callable[.
                 function(mesh, [tokens, tokens], [1, dim])
         with pytest.raises(ValueError, match="got 1 for 2"):
             function(mesh, [tokens, tokens], [1])
+        with pytest.raises(TypeError, match="str"):
+            function("cp", [tokens], [1])
         for dim in (True, 1.0, None):
             with pytest.raises(TypeError, match="buffer 0: expected an integer sequence dim"):
                 function(mesh, [tokens], [dim])
@@ -223,12 +243,22 @@ def test_unshard_refuses_an_unknown_kind_of_gradient() -> None:
     run_ranks(2, body)
 
 
-def test_shards_whose_lengths_are_not_the_layouts_are_refused_on_every_rank() -> None:
+@pytest.mark.parametrize(
+    ("names", "sizes", "lengths", "message"),
+    [
+        (ONE_AXIS, (2,), [4, 1], r"got \[4, 1\].*expected \[3, 2\]"),
+        (ULYSSES_RING, (2, 2), [1, 2, 3, 4], r"got \[1, 2, 3, 4\].*expected \[3, 3, 2, 2\]"),
+    ],
+)
+def test_shards_whose_lengths_are_not_the_layouts_are_refused_on_every_rank(
+    names: Names, sizes: tuple[int, ...], lengths: list[int], message: str
+) -> None:
     def body(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"got \[4, 1\].*expected \[3, 2\]"):
-            context_parallel_unshard(dist.group.WORLD, [torch.zeros([4, 1][rank])], [0], Contiguous())
+        mesh, here = on_mesh(names, sizes)
+        with pytest.raises(ValueError, match=message):
+            context_parallel_unshard(mesh, [torch.zeros(lengths[here])], [0], Contiguous())
 
-    run_ranks(2, body)
+    run_ranks(len(lengths), body)
 
 
 @pytest.mark.parametrize("differ", ["dtype", "shape", "dim", "layout", "count", "grad"])

@@ -54,43 +54,39 @@ def refused(body: Callable[[int], object], ranks: int = RANKS) -> str:
 # Entry
 
 
-def _shards(rank: int) -> list[torch.Tensor]:
-    return [shard(torch.arange(LENGTH), HeadTail(), rank, RANKS, 0), torch.ones(2, LENGTH)]
+def _whole(length: int = LENGTH, first: int = 0, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
+    return [torch.arange(length, dtype=dtype) + first, torch.ones(2, LENGTH)]
 
 
-def _another_batch(rank: int) -> list[torch.Tensor]:
-    return [torch.arange(LENGTH) + (rank == 1), torch.ones(2, LENGTH)]
-
-
-def _other_lengths(rank: int) -> list[torch.Tensor]:
-    return [torch.arange(LENGTH + (rank == 1)), torch.ones(2, LENGTH)]
-
-
-def _another_dtype(rank: int) -> list[torch.Tensor]:
-    return [torch.arange(LENGTH, dtype=torch.int32 if rank == 1 else torch.int64), torch.ones(2, LENGTH)]
-
-
-def _fewer(rank: int) -> list[torch.Tensor]:
-    return [torch.arange(LENGTH), torch.ones(2, LENGTH)][: 1 + (rank != 1)]
+# The buffers of each rank, and what is said of them.
+BUFFERS: dict[str, tuple[Callable[[int], list[torch.Tensor]], str]] = {
+    "shards": (
+        lambda rank: [shard(torch.arange(LENGTH), HeadTail(), rank, RANKS, 0), torch.ones(2, LENGTH)],
+        r"about buffer 0: rank 1 says 'int64 \(4,\), .*, rank 2 says .*, the others",
+    ),
+    "another batch": (
+        lambda rank: _whole(first=int(rank == 1)),
+        r"about buffer 0: rank 1 says 'int64 \(12,\), sequence dim 0, contents \w+', the others 'int64",
+    ),
+    "other lengths": (
+        lambda rank: _whole(LENGTH + (rank == 1)),
+        r"about buffer 0: rank 1 says 'int64 \(13,\).*the others 'int64 \(12,\)",
+    ),
+    "another dtype": (
+        lambda rank: _whole(dtype=torch.int32 if rank == 1 else torch.int64), r"about buffer 0: rank 1 says 'int32",
+    ),
+    "fewer": (
+        lambda rank: _whole()[: 1 + (rank != 1)],
+        r"about the number of buffers: rank 1 says 1, the others 2; about buffer 1: rank 1 says None",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize(
-    ("buffers_of", "message"),
-    [
-        (_shards, r"about buffer 0: rank 1 says 'int64 \(4,\), .*, rank 2 says .*, the others"),
-        (
-            _another_batch,
-            r"about buffer 0: rank 1 says 'int64 \(12,\), sequence dim 0, contents \w+', the others 'int64",
-        ),
-        (_other_lengths, r"about buffer 0: rank 1 says 'int64 \(13,\).*the others 'int64 \(12,\)"),
-        (_another_dtype, r"about buffer 0: rank 1 says 'int32"),
-        (_fewer, r"about the number of buffers: rank 1 says 1, the others 2; about buffer 1: rank 1 says None"),
-    ],
-)
-def test_buffers_that_differ_between_ranks(
-    buffers_of: Callable[[int], list[torch.Tensor]], message: str, debug: bool
-) -> None:
+@pytest.mark.parametrize("which", BUFFERS)
+def test_buffers_that_differ_between_ranks(which: str, debug: bool) -> None:
+    buffers_of, message = BUFFERS[which]
+
     def body(rank: int) -> None:
         buffers = buffers_of(rank)
         before = [each.clone() for each in buffers]
@@ -192,37 +188,44 @@ def test_hashes_of_contents() -> None:
 # Calls
 
 
-@pytest.mark.parametrize(("odd", "channels"), [(2, 3), (1, 4)])
-def test_sequence_operations_with_declared_lengths_that_differ_between_ranks(odd: int, channels: int) -> None:
-    def body(rank: int) -> None:
-        n, size = (odd, channels) if rank == 1 else (1, 3)
-        shift(torch.ones(2, LENGTH // RANKS, size), n, mesh=group(), dim=1, seq_len=LENGTH)
-
-    assert all("rank 1 says" in str(each) for each in errors_by_rank(RANKS, body))
-
-
-@pytest.mark.parametrize("seq_len", [LENGTH, None])
-@pytest.mark.parametrize("odd", [{"dim": 3}, {"heads": 1}, {"g": (2, 2)}, {"g": None}, {"has_state": True}], ids=str)
-def test_other_tensors_of_layers_that_differ_between_ranks(odd: dict[str, Any], seq_len: int | None) -> None:
-    def body(rank: int) -> None:
-        case = {"heads": 2, "dim": 2, "g": (2,), "has_state": False} | (odd if rank == 1 else {})
-        of_head = 1, LENGTH // RANKS, case["heads"], case["dim"]
-        q, k, v = torch.ones(of_head), torch.ones(of_head), torch.ones(1, LENGTH // RANKS, 2, 5)
-        g = None if case["g"] is None else -torch.ones(1, LENGTH // RANKS, *case["g"])
-        state = torch.ones(1, 2, case["dim"], 5) if case["has_state"] else None
-        linear_attention(q, k, v, g, initial_state=state, mesh=group(), seq_len=seq_len)
-
-    assert all("rank 1 says" in str(each) for each in errors_by_rank(RANKS, body))
+def _attend_linearly(seq_len: int | None, **odd: Any) -> None:
+    case = {"heads": 2, "dim": 2, "g": (2,), "has_state": False} | odd
+    of_head = 1, LENGTH // RANKS, case["heads"], case["dim"]
+    q, k, v = torch.ones(of_head), torch.ones(of_head), torch.ones(1, LENGTH // RANKS, 2, 5)
+    g = None if case["g"] is None else -torch.ones(1, LENGTH // RANKS, *case["g"])
+    state = torch.ones(1, 2, case["dim"], 5) if case["has_state"] else None
+    linear_attention(q, k, v, g, initial_state=state, mesh=group(), seq_len=seq_len)
 
 
-def test_widths_of_convolutions_that_differ_between_ranks() -> None:
-    def body(rank: int) -> None:
-        x, weight = torch.ones(1, LENGTH // RANKS, 3), torch.ones(3, 4 + (rank == 1))
-        causal_conv1d(x, weight, mesh=group(), seq_len=LENGTH)
+def _shift(n: int, channels: int) -> None:
+    shift(torch.ones(2, LENGTH // RANKS, channels), n, mesh=group(), dim=1, seq_len=LENGTH)
 
-    errors = errors_by_rank(RANKS, body)
+
+def _convolve(width: int) -> None:
+    causal_conv1d(torch.ones(1, LENGTH // RANKS, 3), torch.ones(3, width), mesh=group(), seq_len=LENGTH)
+
+
+LAYERS: dict[str, Callable[[bool], None]] = {
+    "rows of a shift": lambda odd: _shift(1 + odd, 3),
+    "channels": lambda odd: _shift(1, 3 + odd),
+    "the width of a convolution": lambda odd: _convolve(4 + odd),
+    **{
+        f"{other} {seq_len}": lambda odd, other=other, seq_len=seq_len: _attend_linearly(
+            seq_len, **(other if odd else {})
+        )
+        for other in ({"dim": 3}, {"heads": 1}, {"g": (2, 2)}, {"g": None}, {"has_state": True})
+        for seq_len in (LENGTH, None)
+    },
+}
+
+
+@pytest.mark.parametrize("what", LAYERS)
+def test_layers_that_differ_between_ranks(what: str) -> None:
+    """Whether or not their lengths are declared."""
+    errors = errors_by_rank(RANKS, lambda rank: LAYERS[what](rank == 1))
     assert all("rank 1 says" in str(each) for each in errors)
-    assert "other tensors: rank 1 says ((1, 'torch.float32', 5),)" in str(errors[1])
+    if "width" in what:
+        assert "other tensors: rank 1 says ((1, 'torch.float32', 5),)" in str(errors[1])
 
 
 @pytest.mark.parametrize("seq_lens", [(11, 12), (11, None)])
@@ -242,16 +245,16 @@ def _in_declared_context(q: torch.Tensor) -> None:
         F.scaled_dot_product_attention(q, q, q)
 
 
-def _declared_function(q: torch.Tensor) -> None:
-    ring_attention(q, q, q, mesh=group(), seq_len=LENGTH)
-
-
-def _declared_shift(q: torch.Tensor) -> None:
-    shift(q, 1, mesh=group(), dim=2, seq_len=LENGTH)
-
-
-@pytest.mark.parametrize("call", [_in_declared_context, _declared_function, _declared_shift])
-def test_shards_of_a_wrong_length_are_refused_on_every_rank(call: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        _in_declared_context,
+        lambda q: ring_attention(q, q, q, mesh=group(), seq_len=LENGTH),
+        lambda q: shift(q, 1, mesh=group(), dim=2, seq_len=LENGTH),
+    ],
+    ids=["context", "function", "shift"],
+)
+def test_shards_of_a_wrong_length_are_refused_on_every_rank(call: Callable[..., object]) -> None:
     """At the first call of a kind, though lengths are declared. A rank whose shard is wrong says what is expected."""
 
     def body(rank: int, wrong: tuple[int, ...]) -> None:
@@ -357,14 +360,18 @@ def test_equal_tensors_that_are_no_mistake() -> None:
     run_ranks(RANKS, body)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((4, 16), 1), ((4, 16, 8), 1), ((6, 2, 16, 8), 2)])
-def test_the_batch_dim_is_given_for_the_sequence_dim(shape: tuple[int, ...], dim: int) -> None:
+def _shard_dim_0(shape: tuple[int, ...], q_len: int) -> Callable[[int], None]:
     def body(rank: int) -> None:
         x = torch.arange(float(torch.Size(shape).numel())).view(shape)
         with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
-            attend(torch.randn(x.size(0), 2, 16, 8))
+            attend(torch.randn(x.size(0), 2, q_len, 8))
 
-    found = refused(body, 2)
+    return body
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((4, 16), 1), ((4, 16, 8), 1), ((6, 2, 16, 8), 2)])
+def test_the_batch_dim_is_given_for_the_sequence_dim(shape: tuple[int, ...], dim: int) -> None:
+    found = refused(_shard_dim_0(shape, 16), 2)
     assert f"buffer 0 of shape {shape} is sharded along dim 0" in found
     assert f"for buffer 0 maybe {dim}" in found
 
@@ -372,39 +379,24 @@ def test_the_batch_dim_is_given_for_the_sequence_dim(shape: tuple[int, ...], dim
 @pytest.mark.parametrize("shape", [(16, 8), (16, 2, 8)])
 def test_a_sequence_dim_that_is_the_first_is_no_mistake(shape: tuple[int, ...]) -> None:
     """Although the shard is as long as the batch and the queries are as long as another dim."""
-
-    def body(rank: int) -> None:
-        x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-        with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
-            attend(torch.randn(8, 2, 8, 8))
-
-    run_ranks(2, body)
+    run_ranks(2, _shard_dim_0(shape, 8))
 
 
-@pytest.mark.parametrize("options", [{}, {"buffers": True}])
-def test_generation_inside_of_a_context(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_generation_inside_of_a_context(has_buffers: bool) -> None:
     """The new token's query is on every rank, with this rank's part of the cached keys and one more."""
 
-    def body(rank: int) -> None:
-        tokens = torch.arange(LENGTH)
-        given = {"buffers": [tokens], "buffer_seq_dims": [0]} if options else {}
-        with context_parallel(group(), **given):
+    def body(rank: int, **announced: int) -> None:
+        given = {"buffers": [torch.arange(LENGTH)], "buffer_seq_dims": [0]} if has_buffers else {}
+        with context_parallel(group(), **given, **announced):
             attend(torch.randn(1, 2, LENGTH // RANKS, 4))
-            attend(torch.randn(1, 2, 1, 4), torch.randn(1, 2, LENGTH // RANKS + 1, 4), is_causal=False)
+            attend(torch.randn(1, 2, 1, 4), torch.randn(1, 2, LENGTH // RANKS + (not announced), 4), is_causal=False)
 
     found = refused(body)
     assert "got one query and 5 keys on each of 3 ranks, as in generation" in found
     assert "seq_len=3" in found
-
-
-def test_one_query_on_each_rank_that_is_announced() -> None:
-    def body(rank: int) -> None:
-        tokens = torch.arange(LENGTH)
-        with context_parallel(group(), buffers=[tokens], buffer_seq_dims=[0], seq_len=RANKS):
-            keys = torch.randn(1, 2, LENGTH // RANKS, 4)
-            assert attend(torch.randn(1, 2, 1, 4), keys, is_causal=False).shape == (1, 2, 1, 4)
-
-    run_ranks(RANKS, body)
+    if has_buffers:
+        run_ranks(RANKS, lambda rank: body(rank, seq_len=RANKS))
 
 
 def test_masks_of_one_row_on_some_ranks_are_compared_with_debug() -> None:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.collectives import errors_by_rank
-from support.packed_documents import (
-    PackedProblem,
-    equal_generators,
-    shard_packed,
-)
+from support.packed_documents import PackedProblem, equal_generators, shard_packed
 from support.problems import assert_close
 from support.ranks import run_ranks
 
@@ -45,26 +40,6 @@ def attended(problem: PackedProblem, ranks: int = 2, **changed: Any) -> list[tor
 
 
 PROBLEM = PackedProblem((0, 5, 11), q_len=12)
-CHANGES: dict[str, tuple[Any, PackedProblem | None]] = {
-    "cu_seqlens": ((0, 4, 12), replace(PROBLEM, cu_seqlens=(0, 4, 12))),
-    "cu_seqlens_k": ((2, 7, 12), replace(PROBLEM, cu_seqlens_k=(2, 7, 12))),
-    "is_causal": (True, replace(PROBLEM, is_causal=True)),
-    "window_size": ((1, 2), replace(PROBLEM, window=(1, 2))),
-    "within": (SlidingWindow(1, 2), replace(PROBLEM, window=(1, 2))),
-    "scale": (0.7, replace(PROBLEM, scale=0.7)),
-    "dropout_p": (0.5, None),
-}
-
-
-@pytest.mark.parametrize("argument", CHANGES)
-def test_no_argument_is_ignored(argument: str) -> None:
-    value, changed = CHANGES[argument]
-    before, after = attended(PROBLEM), attended(PROBLEM, **{argument: value})
-    for rank, (one, other) in enumerate(zip(before, after, strict=True)):
-        assert not torch.allclose(one, other)
-        if changed:
-            wanted = changed.reference(*changed.draw(0))[0]
-            assert_close(other, shard_packed(wanted, HeadTail(), rank, 2), argument)
 
 
 def test_masks_within_documents_add_up() -> None:
@@ -106,10 +81,7 @@ def test_tensors_and_lists_of_positions_are_alike() -> None:
     ("options", "error", "message"),
     [
         ({"cu_seqlens": [0, 5, 3]}, ValueError, r"cu_seqlens to be >= 0 and ascending, got \[0, 5, 3\]"),
-        ({"cu_seqlens": [-1, 3]}, ValueError, "cu_seqlens to be >= 0"),
-        ({"cu_seqlens": []}, ValueError, "cu_seqlens to be one list of integers"),
         ({"cu_seqlens": [0, 2.5]}, ValueError, "cu_seqlens to be one list of integers"),
-        ({"cu_seqlens": [[0, 2]]}, ValueError, "cu_seqlens to be one list of integers"),
         ({"cu_seqlens": [0, 13]}, ValueError, r"documents of a mask end at 13 .*, 12 and 12"),
         ({"cu_seqlens_k": [0, 12]}, ValueError, "as many documents of keys as of queries, got 1 and 2"),
         ({"window_size": 3}, ValueError, r"window_size to be a pair .*got 3"),

@@ -11,10 +11,8 @@ import torch.distributed as dist
 from support.collectives import Collective, kinds, recorded_collectives
 from support.problems import Problem, shard
 from support.ranks import run_ranks
-from support.staging import fine
 
-from cp_dtensor import Contiguous, HeadTail, Layout, ring_attention, set_rotate_method
-from cp_dtensor.comm.collective import AllGather
+from cp_dtensor import HeadTail, Layout, ring_attention, set_rotate_method
 from cp_dtensor.comm.transports import ROTATE_METHODS
 
 RANKS = 4
@@ -27,11 +25,6 @@ def process_default() -> Iterator[None]:
     """Restores the default of `set_rotate_method` after the test."""
     yield
     set_rotate_method("auto")
-
-
-@pytest.fixture
-def a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROTATE_METHODS, "allgather", AllGather(fine(1, 1)))
 
 
 def attend(rank: int, problem: Problem, layout: Layout, backward: bool, options: dict[str, Any]) -> torch.Tensor:
@@ -78,11 +71,6 @@ def test_debug_exchanges_in_spite_of_a_known_length() -> None:
 def sent_by(collectives: list[Collective], rank: int) -> list[torch.Tensor]:
     """Returns what one rank sent in each collective, with the rows in the order of receivers."""
     return [tensor for collective in collectives if collective.rank == rank for tensor in collective.sent]
-
-
-def rows_sent(collectives: list[Collective]) -> list[list[int]]:
-    """Returns for each rank the number of rows that it sent in each collective."""
-    return [[tensor.size(0) for tensor in sent_by(collectives, rank)] for rank in range(RANKS)]
 
 
 @each_rotation
@@ -133,43 +121,6 @@ def test_a_rank_receives_only_rows_that_it_attends_to(seq_len: int, is_causal: b
             assert found == list(sent_rows.values())
         else:
             assert found == [[position for reader in sorted(sent_rows) for position in sent_rows[reader]]]
-
-
-def test_in_backward_the_next_keys_are_always_in_flight() -> None:
-    """A ring has two hops of K/V ahead of the hop whose gradients are sent. Other ranks attend to the head chunk of
-    rank 0 only, 3 rows; rank 0 has gradients for both chunks of every other rank, 6 rows."""
-    with recorded_collectives() as collectives:
-        run_ranks(RANKS, attend, SMALL, HeadTail(), True, {"rotate_method": "alltoall", "seq_len": 24})
-    kv, gradients = 3, 6
-    assert rows_sent(collectives)[0] == [kv, kv, kv] + [kv, kv, kv, gradients, gradients, gradients]
-
-
-@pytest.mark.usefixtures("a_stage_for_each_head")
-def test_stages_travel_one_after_the_other_each_under_the_one_before_it() -> None:
-    """As hops do; a stage has one head, and rows for all ranks."""
-    problem = Problem(24, 24, q_heads=6, kv_heads=3, is_causal=True)
-    with recorded_collectives() as collectives:
-        run_ranks(RANKS, attend, problem, HeadTail(), True, {"rotate_method": "allgather", "seq_len": 24})
-    assert {tensor.size(1) for tensor in sent_by(collectives, 0)} == {8 + 8}
-    kv, gradients = 9, 18
-    assert rows_sent(collectives)[0] == [kv, kv, kv] + [kv, kv, gradients, kv, gradients, gradients]
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_uneven_lengths_need_no_padding(is_causal: bool) -> None:
-    """13 tokens on 4 ranks are 4, 3, 3, 3; under a causal mask only later ranks attend to them."""
-    rows = {}
-    for rotate_method in ("allgather", "alltoall"):
-        with recorded_collectives() as collectives:
-            options = {"rotate_method": rotate_method, "seq_len": 13}
-            run_ranks(RANKS, attend, Problem(13, 13, is_causal=is_causal), Contiguous(), False, options)
-        rows[rotate_method] = rows_sent(collectives)
-    if is_causal:
-        assert rows["allgather"] == [[12], [6], [3], [0]]
-        assert rows["alltoall"] == [[4, 4, 4], [3, 3, 0], [3, 0, 0], [0, 0, 0]]
-    else:
-        assert rows["allgather"] == [[12], [9], [9], [9]]
-        assert rows["alltoall"] == [[4, 4, 4], [3, 3, 3], [3, 3, 3], [3, 3, 3]]
 
 
 @pytest.mark.usefixtures("process_default")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.attention_modes import WORLD, Mode, each_mode, named, rank_in_sequence
+from support.attention_modes import WORLD, Mode, each_mode, rank_in_sequence
 from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
@@ -103,38 +103,3 @@ def test_the_innermost_context_holds() -> None:
 
     run_ranks(2, body)
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::scaled_dot_product_attention", "AutogradCPU")
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recompute_after_the_mode_is_left(use_reentrant: bool) -> None:
-    """One checkpointed function uses sharded and whole keys; another is called inside of `replicated_keys`."""
-    problem = Problem(16, 16, q_heads=4, kv_heads=4, is_causal=True)
-    q, _, _, grad_out = whole = problem.draw(0)
-    text = Problem(5, 5, q_heads=4, kv_heads=4).draw(1)[0]
-    _, *grads = reference(problem, *whole)
-    leaf = q.clone().requires_grad_()
-    F.scaled_dot_product_attention(leaf, text, text).backward(2 * grad_out)
-    assert leaf.grad is not None
-    grad_q = leaf.grad + grads[0]
-
-    def cross(q: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, text, text)
-
-    def body(rank: int) -> None:
-        local_q, local_k, local_v, local_grad = (shard(tensor, Contiguous(), rank, WORLD) for tensor in whole)
-        leaves = [tensor.requires_grad_() for tensor in (local_q, local_k, local_v)]
-
-        def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            with UnifiedAttnMode.replicated_keys():
-                return out + cross(q)
-
-        with UnifiedAttnMode(named("ring", "ulysses")()):
-            out = checkpoint(block, *leaves, use_reentrant=use_reentrant)
-            with UnifiedAttnMode.replicated_keys():
-                out = out + checkpoint(cross, leaves[0], use_reentrant=use_reentrant)
-        out.backward(local_grad)
-        for leaf, wanted in zip(leaves, (grad_q, *grads[1:]), strict=True):
-            assert_close(leaf.grad, shard(wanted, Contiguous(), rank, WORLD))
-
-    run_ranks(WORLD, body)

@@ -127,28 +127,6 @@ def test_meshes() -> None:
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"buffers": torch.zeros(4, 2)}, TypeError, "expected buffers to be a sequence such as a list, got Tensor"),
-        ({"buffer_seq_dims": 0}, TypeError, "expected buffer_seq_dims to be a sequence such as a list, got int"),
-        ({"buffers": [None]}, TypeError, "buffer 0: expected a plain torch.Tensor that every rank has whole, got None"),
-        ({"buffer_seq_dims": [None]}, TypeError, "buffer 0: expected an integer sequence dim, got None"),
-        ({"buffer_seq_dims": []}, ValueError, "one sequence dim per buffer, got 0 for 1"),
-        ({"no_restore_buffers": {torch.zeros(4)}}, ValueError, "no_restore_buffers"),
-        ({"mesh": 3}, TypeError, r"expected mesh to be a DeviceMesh of one dim .* got int"),
-    ],
-)
-def test_arguments_that_do_not_fit(options: Any, error: type[Exception], message: str) -> None:
-    def body(rank: int) -> None:
-        given = {"mesh": cp_mesh(2), "buffers": [torch.zeros(4)], "buffer_seq_dims": [0], **options}
-        with context_parallel(**given):
-            pytest.fail("entered")
-
-    with pytest.raises(error, match=message):
-        run_ranks(2, body)
-
-
 def test_rotate_method() -> None:
     methods = type(_cp_options.rotate_method)
     assert transport_by_name(None).name == "auto"

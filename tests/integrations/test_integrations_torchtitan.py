@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.packed_documents import PackedProblem
 from support.ranks import run_ranks
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -23,6 +24,7 @@ from cp_dtensor.integrations import torchtitan
 from cp_dtensor.integrations.torch_experimental import redirect_imports
 
 RANKS, TOKENS = 2, 32
+PROBLEM = PackedProblem((0, TOKENS), q_heads=4, kv_heads=2, head_dim=8)
 HEAD_TAIL = [*range(8), *range(24, 32), *range(8, 24)]
 OTHER = [*range(4, 12), *range(20, 28), *range(4), *range(12, 20), *range(28, 32)]
 
@@ -95,33 +97,6 @@ def titan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
     return modules
 
 
-def problem() -> list[torch.Tensor]:
-    """q, k, v and the gradient of out: (tokens, heads, head dim)."""
-    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
-    shapes = [(TOKENS, 4, 8), (TOKENS, 2, 8), (TOKENS, 2, 6), (TOKENS, 4, 6)]
-    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
-
-
-def seen(edges: tuple[int, ...], window: tuple[int, int]) -> torch.Tensor:
-    """(tokens, tokens), True where a query sees a key."""
-    at = torch.arange(TOKENS)
-    document = torch.bucketize(at, torch.tensor(edges), right=True)
-    distance = at[:, None] - at
-    left, right = (TOKENS if end == -1 else end for end in window)
-    return (document[:, None] == document) & (distance <= left) & (distance >= -right)
-
-
-def one_device(tensors: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
-    """out, dq, dk, dv and the log-sum-exp (tokens, heads)."""
-    *qkv, grad_out = tensors
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in qkv]
-    q, k, v = (tensor.repeat_interleave(4 // tensor.size(1), 1) for tensor in leaves)
-    logits = torch.einsum("qhd,khd->hqk", q, k) / q.size(2) ** 0.5
-    logits = logits.masked_fill(~mask, -torch.inf)
-    out = torch.einsum("hqk,khd->qhd", logits.softmax(2), v)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out), logits.logsumexp(2).t().detach()]
-
-
 def local(tensor: torch.Tensor, rank: int, order: list[int] | None) -> torch.Tensor:
     positions = torch.tensor(range(TOKENS) if order is None else order)
     return tensor[positions.chunk(RANKS)[rank]]
@@ -132,8 +107,10 @@ def local(tensor: torch.Tensor, rank: int, order: list[int] | None) -> torch.Ten
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (4, 0)], ids=str)
 def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...], window: tuple[int, int]) -> None:
     inner = titan["torchtitan.models.common.attention"].VarlenInnerAttention
-    tensors = problem()
-    *expected, lse = one_device(tensors, seen(edges, window))
+    left, right = (None if end == -1 else end for end in window)
+    problem = replace(PROBLEM, cu_seqlens=edges, window=(left, right))
+    tensors = problem.draw(0)
+    *expected, lse = problem.reference(*tensors)
 
     def body(rank: int) -> None:
         ours = torchtitan.inner_attention_map()[inner]
@@ -155,7 +132,7 @@ def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...]
             module(q, k, v, attention_metadata=metadata)
         with torch.no_grad():
             module(q, k, v, **transformed)
-        torch.testing.assert_close(both[1], local(lse, rank, order))
+        torch.testing.assert_close(both[1], local(lse.t(), rank, order))
 
     run_ranks(RANKS, body)
 
@@ -163,7 +140,7 @@ def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...]
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex(titan: dict[str, ModuleType]) -> None:
     inner = titan["torchtitan.models.common.attention"].FlexInnerAttention
-    q, k, v, _ = (tensor.float() for tensor in problem())
+    q, k, v, _ = (tensor.float() for tensor in PROBLEM.draw(0))
     block_mask = create_block_mask(
         lambda b, h, q, kv: (q >= kv) & (q - kv < 9), None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=8
     )
@@ -219,7 +196,7 @@ def test_metadata_that_does_not_fit_is_refused(titan: dict[str, ModuleType]) -> 
     def body(rank: int) -> None:
         ours = next(iter(torchtitan.inner_attention_map().values()))
         metadata = ours.prepare_cp_metadata(documents_of(0, TOKENS), permutation=None)
-        q, k, v, _ = (local(tensor, rank, None) for tensor in problem())
+        q, k, v, _ = (local(tensor, rank, None) for tensor in PROBLEM.draw(0))
         ours(ours.Config())(q, k, v, attention_metadata=metadata, sinks=torch.zeros(4))
 
     with pytest.raises(NotImplementedError, match="inner attention has no sinks"):

@@ -25,8 +25,6 @@ from cp_dtensor.integrations.unified import (
     ulysses_attn_func,
 )
 
-each_mask = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-
 
 def check(mode: Callable[..., Mode], problem: Problem, layout: Layout | None = None) -> None:
     whole = problem.draw(0)
@@ -48,15 +46,6 @@ def check(mode: Callable[..., Mode], problem: Problem, layout: Layout | None = N
             assert_close(got, local(wanted), f"{name} of rank {rank}")
 
     run_ranks(WORLD, body)
-
-
-@each_mask
-@each_mode
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_out_and_gradients_are_those_of_one_device(
-    mode: Callable[..., Mode], heads: int, kv_heads: int, is_causal: bool
-) -> None:
-    check(mode, Problem(16, 16, batch=2, q_heads=heads, kv_heads=kv_heads, is_causal=is_causal))
 
 
 @each_mode

@@ -20,14 +20,7 @@ from support.problems import assert_close
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import (
-    Causal,
-    Contiguous,
-    Documents,
-    PerDocument,
-    context_parallel_shard,
-    context_parallel_unshard,
-)
+from cp_dtensor import Causal, Contiguous, Documents, PerDocument, context_parallel_shard, context_parallel_unshard
 from cp_dtensor.integrations import ring_flash_attn
 from cp_dtensor.integrations.ring_flash_attn import (
     ContiguousPerDocument,
@@ -234,18 +227,6 @@ def test_bad_documents_and_tensors(kind: str) -> None:
             function(kind, "kvpacked_")(q, q, [0, 8], 8)
 
     run_ranks(2, body)
-
-
-@each_kind
-@pytest.mark.parametrize("differ", ["documents", "lengths"])
-def test_ranks_that_differ_are_refused_on_every_rank(kind: str, differ: str) -> None:
-    def body(rank: int) -> None:
-        q = torch.randn(8 + 2 * rank * (differ == "lengths"), 2, 8)
-        function(kind)(q, q, q, [0, 2 + 2 * rank * (differ == "documents"), 8], 8, debug=True)
-
-    for error in errors_by_rank(2, body):
-        assert isinstance(error, ValueError)
-        assert "disagree about" in str(error)
 
 
 @each_of_all_kinds

@@ -33,23 +33,30 @@ def test_the_scale_of_a_delta_rule() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("name", ["initial_states", "return_final_states", "final_states_out", "seq_idx"])
-def test_states_of_a_convolution_are_refused_by_name(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"a convolution in context_parallel .*{name}"):
-        KERNELS["causal_conv1d_fn"](None, ONE[..., 0], ONE[0, :, 0], **{name: True})
+STEP = ONE[..., 0]
+# A kernel, its arguments, and what is said of them.
+REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    *(
+        ("causal_conv1d_fn", (STEP, ONE[0, :, 0]), {name: True}, f"a convolution in context_parallel .*{name}")
+        for name in ("initial_states", "return_final_states", "final_states_out", "seq_idx")
+    ),
+    (
+        "mamba_chunk_scan_combined", (ONE, STEP, STEP[0, 0], ONE, ONE), {"chunk_size": 2, "z": ONE},
+        "a state-space layer in context_parallel expects z to be None",
+    ),
+    (
+        "chunk_kda", (ONE, ONE, ONE, ONE, STEP), {"use_gate_in_kernel": False, "A_log": ONE},
+        r"a linear-attention layer .* expects A_log to be None, got a tensor",
+    ),
+]  # fmt: skip
 
 
-def test_the_gate_of_a_scan_is_refused_by_name() -> None:
-    step = ONE[..., 0]
-    with pytest.raises(NotImplementedError, match="a state-space layer in context_parallel expects z to be None"):
-        KERNELS["mamba_chunk_scan_combined"](None, ONE, step, step[0, 0], ONE, ONE, chunk_size=2, z=ONE)
-
-
-def test_arguments_that_nothing_here_knows_are_refused_by_name() -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"a linear-attention layer .* expects A_log to be None, got a tensor"
-    ):
-        KERNELS["chunk_kda"](None, ONE, ONE, ONE, ONE, ONE[..., 0], use_gate_in_kernel=False, A_log=ONE)
+@pytest.mark.parametrize(("kernel", "tensors", "options", "message"), REFUSED)
+def test_arguments_are_refused_by_name(
+    kernel: str, tensors: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        KERNELS[kernel](None, *tensors, **options)
 
 
 def test_a_call_of_a_model_looks_at_each_class_once() -> None:

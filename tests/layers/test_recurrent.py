@@ -254,30 +254,12 @@ def test_documents_within_one_rank_send_nothing() -> None:
     assert not collectives
 
 
-def test_dtensors() -> None:
-    tensors, sequence = problem("gated_delta_rule", 2, 11, 4), Sequence(11, 2, Contiguous())
-    tensors["q"], tensors["k"] = (tensors[name].expand(2, 11, 2, K) for name in "qk")
-    wanted, _ = recurrence(sequence, **tensors, scale=0.5)
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        placed = {name: distribute_tensor(x, mesh, [Shard(1), Shard(2)]) for name, x in tensors.items()}
-        for method in ("scan", "heads"):
-            out = gated_delta_rule(**placed, scale=0.5, method=method)
-            assert isinstance(out, DTensor)
-            assert tuple(out.placements) == (Shard(1), Shard(2))
-            equal(out.full_tensor(), wanted)
-        with pytest.raises(NotImplementedError, match="takes and returns no states"):
-            gated_delta_rule(**placed, output_final_state=True)
-
-    run_ranks(4, body)
-
-
-@pytest.mark.parametrize("of_keys", [1, 3])
-def test_dtensors_whose_shards_of_heads_share_heads_of_keys(of_keys: int) -> None:
-    """12 heads over 2 ranks: with 3 heads of keys, the second is read on both."""
-    tensors, sequence = problem("gated_delta_rule", 1, 5, 12), Sequence(5, 2, Contiguous())
-    tensors |= {name: normal(1, 5, of_keys, K, seed=index) for index, name in enumerate("qk")}
+@pytest.mark.parametrize("method", ["scan", "heads"])
+@pytest.mark.parametrize(("of_keys", "heads"), [(2, 4), (1, 12), (3, 12)])
+def test_dtensors(of_keys: int, heads: int, method: str) -> None:
+    """Heads over 2 ranks: of 3 heads of keys, the second is read on both."""
+    tensors, sequence = problem("gated_delta_rule", 1, 11, heads), Sequence(11, 2, Contiguous())
+    tensors |= {name: normal(1, 11, of_keys, K, seed=index) for index, name in enumerate("qk")}
     for x in tensors.values():
         x.requires_grad_()
     wanted, _ = recurrence(sequence, **tensors, scale=0.5)
@@ -289,10 +271,14 @@ def test_dtensors_whose_shards_of_heads_share_heads_of_keys(of_keys: int) -> Non
             name: distribute_tensor(x.detach(), mesh, [Shard(1), Shard(2)]).requires_grad_()
             for name, x in tensors.items()
         }
-        out: Any = gated_delta_rule(**placed, scale=0.5)
+        out: Any = gated_delta_rule(**placed, scale=0.5, method=method)
+        assert isinstance(out, DTensor)
+        assert tuple(out.placements) == (Shard(1), Shard(2))
         equal(out.full_tensor(), wanted)
         for got, of_all in zip(torch.autograd.grad(out.square().sum(), list(placed.values())), expected, strict=True):
             equal(got.full_tensor(), of_all)  # type: ignore[attr-defined]
+        with pytest.raises(NotImplementedError, match="takes and returns no states"):
+            gated_delta_rule(**placed, output_final_state=True)
 
     run_ranks(4, body)
 

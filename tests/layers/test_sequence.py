@@ -235,18 +235,6 @@ def test_partial_sums_are_reduced_first() -> None:
 # Contexts
 
 
-def test_symmetric_padding_of_the_context() -> None:
-    """Its positions look like the lengths of documents."""
-
-    def body(rank: int) -> None:
-        mesh, mask = init_device_mesh("cpu", (2,)), Documents.for_length([2, 4], 6)
-        with context_parallel(mesh, layout=Contiguous(), mask=mask, seq_len=6):
-            got = shift(torch.arange(3) + 3 * rank + 1, 1, mesh=mesh, dim=0)
-        assert got.tolist() == ([0, 1, 0], [3, 0, 5])[rank]
-
-    run_ranks(2, body)
-
-
 def test_layout_documents_and_length_of_the_context() -> None:
     whole = torch.arange(10.0).view(1, 10, 1)
     edges = (0, 4, 10)
@@ -339,14 +327,6 @@ def test_refused_before_any_exchange() -> None:
     with recorded_collectives() as collectives:
         run_ranks(2, body)
     assert not collectives
-
-
-def test_different_calls_are_refused_on_every_rank() -> None:
-    def body(rank: int) -> None:
-        shift(torch.ones(2, 3), 1 + (rank == 1), mesh=dist.group.WORLD, dim=0)
-
-    errors = errors_by_rank(3, body)
-    assert all(isinstance(error, ValueError) and "operation: rank 1 says" in str(error) for error in errors)
 
 
 def test_lengths_of_no_sequence_are_refused_on_every_rank() -> None:

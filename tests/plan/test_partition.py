@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.schedules import (
-    Call,
-    any_layout,
-    count_covered,
-    gathered_tiles,
-    plain_masks,
-    positions,
-    tiles_against,
-)
+from support.schedules import Call, any_layout, count_covered, gathered_tiles, plain_masks, positions, tiles_against
 
 from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition
 from cp_dtensor.plan.plan import TilePlan, ring_plan

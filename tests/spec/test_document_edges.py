@@ -85,20 +85,3 @@ def test_a_token_is_of_the_document_of_the_token_that_it_sees_before_it(mask: Ma
 )
 def test_edges(mask: Mask, expected: tuple[int, ...]) -> None:
     assert edges_of_documents(mask, LENGTH) == expected
-
-
-@pytest.mark.parametrize(
-    ("mask", "reason"),
-    [
-        (Causal() | Documents([0, 4, 12]), "masks of a union with different documents"),
-        (Documents([0, 6, 12], within=Causal() | Documents([0, 4, 6])), "masks of a union with different documents"),
-        (Documents([0, 4, 12]) | Documents([0, 6, 12]), "masks of a union with different documents"),
-        (Batched([Documents([0, 4]), Causal()]), "batch rows with different documents"),
-        (Documents([0, 6, 12], within=Documents([0, 4])), "nested documents with padding between them"),
-        (Documents([0, 6, 12], [0, 4, 12]), "documents whose keys are at other positions"),
-    ],
-    ids=str,
-)
-def test_documents_that_layers_cannot_have(mask: Mask, reason: str) -> None:
-    with pytest.raises(NotImplementedError, match=reason):
-        edges_of_documents(mask)

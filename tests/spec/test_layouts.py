@@ -8,15 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_dtensor.spec.layouts import (
-    Contiguous,
-    HeadTail,
-    Layout,
-    MirroredBatch,
-    Striped,
-    TorchChunk,
-    chunk,
-)
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped, TorchChunk, chunk
 
 LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(2), Striped(5), MirroredBatch(), TorchChunk()]
 any_layout = st.sampled_from(LAYOUTS)
@@ -58,16 +50,10 @@ def test_batch_groups_are_the_whole_batch(layout: Layout, batch: int) -> None:
     assert all(start < stop for start, stop in groups)
 
 
-@given(st.sampled_from([Contiguous(), HeadTail(), Striped(1), MirroredBatch()]), lengths, rank_counts)
-def test_shards_differ_by_at_most_one_token(layout: Layout, seq_len: int, ranks: int) -> None:
+@given(st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), *map(Striped, range(1, 8))]), lengths, rank_counts)
+def test_shards_differ_by_at_most_one_token_or_block(layout: Layout, seq_len: int, ranks: int) -> None:
     local = [layout.local_length(seq_len, rank, ranks) for rank in range(ranks)]
-    assert max(local) - min(local) <= 1
-
-
-@given(st.integers(1, 7), lengths, rank_counts)
-def test_stripes_differ_by_at_most_one_block(block: int, seq_len: int, ranks: int) -> None:
-    local = [Striped(block).local_length(seq_len, rank, ranks) for rank in range(ranks)]
-    assert max(local) - min(local) <= block
+    assert max(local) - min(local) <= getattr(layout, "block", 1)
 
 
 @given(lengths, rank_counts)
@@ -106,16 +92,11 @@ def test_the_second_half_of_a_mirrored_batch_runs_backwards() -> None:
     assert [positions(layout, 7, rank, 3, group=1) for rank in range(3)] == [[4, 5, 6], [2, 3], [0, 1]]
 
 
-@given(lengths, rank_counts)
-def test_causal_work_of_stripes_differs_by_at_most_one_query(seq_len: int, ranks: int) -> None:
-    work = causal_pairs(Striped(1), seq_len, ranks)
-    assert max(work) - min(work) <= seq_len  # what one query sees at most
-
-
-@given(lengths, rank_counts)
-def test_causal_work_of_head_tail_differs_by_at_most_two_queries(seq_len: int, ranks: int) -> None:
-    work = causal_pairs(HeadTail(), seq_len, ranks)
-    assert max(work) - min(work) <= 2 * seq_len
+@pytest.mark.parametrize(("layout", "queries"), [(Striped(1), 1), (HeadTail(), 2)])
+@given(seq_len=lengths, ranks=rank_counts)
+def test_causal_work_differs_by_what_few_queries_see(layout: Layout, queries: int, seq_len: int, ranks: int) -> None:
+    work = causal_pairs(layout, seq_len, ranks)
+    assert max(work) - min(work) <= queries * seq_len
 
 
 @given(lengths, rank_counts, st.integers(1, 3))

@@ -25,7 +25,6 @@ from cp_dtensor import (
     Documents,
     Full,
     HeadTail,
-    Mask,
     MirroredBatch,
     PrefixLM,
     SlidingWindow,
@@ -164,35 +163,6 @@ def test_layouts_that_differ_between_batch_rows_need_a_mask_for_each(rows: int) 
     assert check_refused(in_call, arguments, ValueError, message) == 0
     assert check_refused(in_call_without_lengths, arguments, ValueError, message) == 0
     run_ranks(RANKS, lambda rank: in_call({**arguments, "attn_mask": torch.zeros(2, 1, rows, LENGTH)}))
-
-
-LONG = list(range(0, 24, 2))
-DIFFERENT: dict[str, tuple[Mask, Mask]] = {
-    "other window": (SlidingWindow(3, 0), SlidingWindow(4, 0)),
-    "other alignment": (Causal(), Causal("bottom_right")),
-    "documents that end otherwise": (Documents([*LONG, 23]), Documents([*LONG, 24])),
-    "other within": (Documents(LONG, within=Causal()), Documents(LONG)),
-    "one batch row": (Batched([Full(), Causal()]), Batched([Full(), Full()])),
-}
-
-
-@pytest.mark.parametrize(("usual", "odd"), DIFFERENT.values(), ids=DIFFERENT)
-def test_ranks_with_different_masks_are_told_so_in_debug_mode(usual: Mask, odd: Mask) -> None:
-    with nothing_changes(), recorded_collectives() as collectives:
-        errors = errors_by_rank(RANKS, lambda rank: in_call({"mask": odd if rank == 1 else usual, "debug": True}))
-    assert len({str(error) for error in errors}) == 1
-    with pytest.raises(ValueError, match=r"disagree about mask: rank 1 says '\w+\(.*, the others '\w+\(|\"\w+\("):
-        raise errors[0] or AssertionError
-    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"] * 3] * RANKS
-
-
-def test_contexts_whose_masks_differ_say_so_in_debug_mode() -> None:
-    def body(rank: int) -> None:
-        in_context({"mask": PrefixLM(4 + rank // 2), "debug": True})
-
-    for error in errors_by_rank(RANKS, body):
-        assert type(error) is ValueError
-        assert "disagree about mask: rank 2 says 'PrefixLM(length=5)', the others 'PrefixLM(length=4)'" in str(error)
 
 
 def test_masks_of_each_rank_s_own_keys_where_ranks_have_unequally_many() -> None:
