@@ -12,7 +12,6 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from cp_dtensor.attention.backends.select import Allowed
-from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.comm.transports import transport_by_name
@@ -142,12 +141,6 @@ class Call(Sharding):
         """True with dropout or softcap, which only our own kernels compute."""
         return self.dropout_p > 0 or self.softcap > 0
 
-    def modifiers(self, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, up: Tensor | None) -> Modifiers:
-        """Return the modifiers of a pass with these tensors."""
-        if bias is None and sinks is None and up is None and not self.changes_weights:
-            return NO_MODIFIERS
-        return Modifiers(bias, self.dropout_p, seed, *self.first, sinks, self.softcap, up)
-
     @property
     def is_live(self) -> bool:
         """True if compiled code has to do more each time than a CUDA graph repeats."""
@@ -169,7 +162,7 @@ class Call(Sharding):
         return self.placed.resized(*pair, batch_size)
 
 
-_OPERATORS = 14
+_OPERATORS = 15
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
 FACTORS = ("scale", "softcap", "dropout_p")
 """Names of `Call.factors`."""
