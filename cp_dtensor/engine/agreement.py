@@ -23,7 +23,7 @@ from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.comm.calls import COMPARISON, END_OF_CONTEXT, begin_pass, calls_of
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.base import EQUAL, Tensors
+from cp_dtensor.engine.base import OF_HEADS, Tensors
 from cp_dtensor.engine.call import FACTORS, Call, Sharding, refuse_other_lengths
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
@@ -359,7 +359,7 @@ def _facts_of_call(
         **dict(zip(FACTORS, call.factors(q.size(3)), strict=True)),
         "deterministic": is_deterministic(q, call.backends or allowed_backends(), call.deterministic),
         "attn_mask": _described_bias(t.bias, q, k, pair),
-        **{name: described(getattr(t, name), values=call.debug) for name in EQUAL},
+        **{name: described(getattr(t, name), values=call.debug) for name in (*OF_HEADS, "up")},
         "requires_grad": needs.q or needs.k or needs.v,
         **{f"{name} requires_grad": need for name, need in zip(t._fields[3:-1], needs[3:-1], strict=True)},
         # Where heads are exchanged, lse travels too: for the caller, or for the backward of compiled code.

@@ -23,10 +23,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call: shards of this rank. `t[3:-1]` are those beside q, k and v that passes read.
-
-    Code that hands them on takes them all, so that one more is one more field here.
-    """
+    """The tensors of a call: shards of this rank. Code that hands them on names none of `t[3:-1]`, all optional."""
 
     q: Tensor
     """(B, H, S, D)."""
@@ -46,10 +43,10 @@ class Tensors(NamedTuple):
     """A handle of one more mask (`handles`), which may be new in every step."""
 
 
+OF_HEADS = ("sinks",)
+"""Names of the logits of query heads, (H,), which functions and contexts take as options."""
 READS_LSE = Tensors._fields.index("sinks")
 """Place in `Tensors` of the one whose gradient is made of the lse of this rank's rows."""
-EQUAL = ("sinks", "up")
-"""Names of the tensors that every rank has alike."""
 
 
 def need_lse(t: Tensors) -> bool:
@@ -62,7 +59,7 @@ def modifiers_of(call: Call, t: Tensors) -> Modifiers:
     """Return the modifiers of a pass of `call` with these tensors."""
     if t.bias is None and t.sinks is None and t.up is None and not call.changes_weights:
         return NO_MODIFIERS
-    return Modifiers(t.bias, call.dropout_p, t.seed, *call.first, t.sinks, call.softcap, t.up)
+    return Modifiers(t.bias, seed=t.seed, sinks=t.sinks, up=t.up, **call.of_modifiers)
 
 
 class Values(NamedTuple):

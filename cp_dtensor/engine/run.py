@@ -86,7 +86,7 @@ def run_backward(
     done: Done, t: Tensors, saved: Saved, grad_out: Tensor, results: tuple[Tensor, Tensor] | None,
     needed: tuple[bool, ...] = (False,) * len(Tensors._fields),
 ) -> Tensors:  # fmt: skip
-    """Compute the gradient of each of `Tensors`, in its dtype.
+    """Compute the gradient of each of `Tensors`, in its dtype; None for those that are not needed or have none.
 
     Args:
         done: that of the forward, which the pass reads besides its arguments.
@@ -95,9 +95,6 @@ def run_backward(
         grad_out: (B, H, S, Dv).
         results: out and lse, if a gradient is made of lse (`need_lse`) or nothing is `saved`.
         needed: True for each of `Tensors` whose gradient is asked for. Those of q, k and v are returned anyway.
-
-    Returns:
-        The gradients by the names of the tensors; None for those that are not needed, and those that have none.
     """
     needs = Tensors(*needed)  # type: ignore[arg-type]
     grad_bias = zeros_for_sums(t.bias) if needs.bias and t.bias is not None else None
