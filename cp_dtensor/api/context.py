@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from cp_dtensor.api.buffers import (
 )
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
+from cp_dtensor.api.functional import takes_options
 from cp_dtensor.api.hints import add_hint
 from cp_dtensor.api.hooks import context_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
@@ -36,12 +37,14 @@ from cp_dtensor.api.sharding import checked_buffers, checked_sequence
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
-from cp_dtensor.engine.arguments import checked_context_sinks
-from cp_dtensor.engine.call import Call, checked_lengths
+from cp_dtensor.engine.arguments import checked_of_heads
+from cp_dtensor.engine.call import OF_CALLS, OF_CONTEXTS, Call, ContextOptions, checked_lengths, refuse_unknown
 from cp_dtensor.engine.contexts import ALONE, OpenContext, current, innermost, opened, queries_alone
-from cp_dtensor.spec.layouts import Contiguous, Layout
+from cp_dtensor.spec.layouts import Contiguous
 from cp_dtensor.spec.logs import log_once
-from cp_dtensor.spec.masks import Mask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,7 +65,7 @@ class context_parallel(ContextDecorator):
     entered at every call of the function.
 
     Args:
-        mesh, method, rotate_method, deterministic: as for `context_parallel_attention`.
+        mesh, method, rotate_method, options: as for `context_parallel_attention`.
         buffers: tensors of any dtype, whole and equal on every rank: all that have a sequence dim, also position ids
             and RoPE tables, and the very objects that the code inside uses (a slice or a copy is another tensor). Shift
             labels before they are sharded. Tensors that require grad are refused: `context_parallel_shard` is
@@ -108,18 +111,16 @@ class context_parallel(ContextDecorator):
     Source: torch.distributed.tensor.experimental.context_parallel, which has the same first four arguments.
     """
 
+    @takes_options(*OF_CALLS)
     def __init__(
         self, mesh: Mesh, *, buffers: Sequence[torch.Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None, no_restore_buffers: Collection[torch.Tensor] | None = None,
-        method: str = "auto", mask: Mask | None = None, layout: Layout | None = None, rotate_method: str | None = None,
-        seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None, deterministic: bool = False,
-        debug: bool = False,
+        seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None,
+        **options: Unpack[ContextOptions],
     ) -> None:  # fmt: skip
-        self._sinks = None if sinks is None else checked_context_sinks(sinks)
-        call = Call.of(
-            mesh, method=method, mask=mask, layout=layout, rotate_method=rotate_method, deterministic=deterministic,
-            debug=debug,
-        )  # fmt: skip
+        refuse_unknown("context_parallel", options, OF_CONTEXTS)
+        self._beside = {} if sinks is None else {"sinks": checked_of_heads("sinks", sinks)}
+        call = Call.of(mesh, **options)
         self._call, layout = replace(call, in_context=True), call.layout
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
         dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
@@ -164,7 +165,7 @@ class context_parallel(ContextDecorator):
         differs_by_row = self._buffers and len(self._call.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         call = replace(self._call, lengths=lengths, batch_size=batch_size)
-        context = OpenContext(call, tuple(map(InPlaceShard, self._buffers)), self._sinks)
+        context = OpenContext(call, tuple(map(InPlaceShard, self._buffers)), self._beside)
         manager = entered(context)
         manager.__enter__()
         self._open = manager, context
@@ -172,7 +173,7 @@ class context_parallel(ContextDecorator):
 
     def _compare_ranks(self) -> None:
         """Refuse options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
-        kinds, on_gpu = list[object]([self._sinks is None, len(self._seq_len)]), None
+        kinds, on_gpu = list[object]([*self._beside, len(self._seq_len)]), None
         for each in self._buffers:
             if _torch.is_traced(each.tensor):
                 return
@@ -188,8 +189,8 @@ class context_parallel(ContextDecorator):
                 f"context_parallel over {call.ranks.size} ranks, method {call.method!r}, {call.layout}, mask "
                 f"{call.mask}, buffers {shapes or 'none'}",
             )  # fmt: skip
-            sinks = described(self._sinks, values=True)
-            return {"seq_len": self._seq_len, "sinks": sinks, **facts_of_buffers(self._buffers)}
+            beside = {name: described(tensor, values=True) for name, tensor in self._beside.items()}
+            return {"seq_len": self._seq_len, **beside, **facts_of_buffers(self._buffers)}
 
         compare_contexts(self._call, tuple(kinds), on_gpu, facts)
 
@@ -283,8 +284,8 @@ def _variant_of_compiled_code() -> str:
         return ""
     context.seen.add("attention")  # compiled code may have attention, which is not counted
     context.store_keys()
-    sinks, is_alone = context.sinks is not None, queries_alone(context) is not None
-    return f"cp_dtensor: {context.key}{', sinks' * sinks}{', each rank alone' * is_alone}"
+    is_alone = queries_alone(context) is not None
+    return f"cp_dtensor: {', '.join([context.key, *context.beside])}{', each rank alone' * is_alone}"
 
 
 def _refuse_torchs_modules() -> None:

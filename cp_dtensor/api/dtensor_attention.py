@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -19,10 +19,10 @@ from cp_dtensor.api.interception import TORCHS_TOO, SdpaArguments
 from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, is_ulysses_axis
 from cp_dtensor.comm.transports import transport_by_name
-from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_sinks, four_dims_of_mask
+from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_of_heads, four_dims_of_mask
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.call import Call, checked_bools, checked_factors, checked_mask, checked_method
+from cp_dtensor.engine.call import Call, checked_factors, checked_mask, checked_method
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import CachedHash, Contiguous, Layout, Segment, TorchChunk
@@ -32,14 +32,12 @@ BATCH_DIM, HEAD_DIM, SEQ_DIM = 0, 1, 2
 _CAUSAL = Causal()
 
 
-def dtensor_sdpa(
-    arguments: SdpaArguments, mask: Mask | None = None, deterministic: bool = False
-) -> torch.Tensor | None:
+def dtensor_sdpa(arguments: SdpaArguments, mask: Mask | None = None, **options: Any) -> torch.Tensor | None:
     """Compute SDPA of DTensors (B, H, S, D) sharded along the sequence, or on a CPU with attn_mask; else return None.
 
     The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
     placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
-    is redistributed. `mask` and `deterministic` are those of the open context.
+    is redistributed. `mask` and `options` are those of the open context (`Call.of_dtensors`).
     """
     q, k, v = arguments.q, arguments.k, arguments.v
     sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
@@ -60,21 +58,22 @@ def dtensor_sdpa(
     out, _ = dtensor_attention(
         q, k, v, mask=both, attn_mask=arguments.attn_mask,
         dropout_p=arguments.dropout_p, scale=arguments.scale, enable_gqa=arguments.enable_gqa,
-        deterministic=deterministic,
+        **options,
     )  # fmt: skip
     return out
 
 
 def dtensor_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None, attn_mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None, enable_gqa: bool = True, needs_lse: bool = False, **options: Any,
+    beside: Mapping[str, torch.Tensor] | None = None, enable_gqa: bool = True, needs_lse: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
     Args:
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way.
         mask: by global position; None for none.
-        attn_mask, sinks: DTensors on the same mesh, placed in any way; sinks (H,).
+        attn_mask: a DTensor on the same mesh, placed in any way.
+        beside: others, (H,), by the names of `Tensors`.
         enable_gqa: as for `context_parallel_attention`.
         needs_lse: False if lse may be empty.
         options: others of `context_parallel_attention`. The method "auto" is a ring, Ulysses or a hybrid, by the names
@@ -83,16 +82,15 @@ def dtensor_attention(
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
     local = placed_call(q, k, v, mask, **options)
-    bias = of_heads = None
+    bias, of_heads = None, {}
     if attn_mask is not None:
         bias = _local_bias(q, attn_mask, local.placed)
         check_bias(q, bias, (q.size(2), k.size(2)))
-    if sinks is not None:
-        whole = _on_mesh_of(q, "sinks", sinks)
-        checked_sinks(whole, q)
-        of_heads = local_beside(whole, local.placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
+    for name, tensor in (beside or {}).items():
+        whole: Any = checked_of_heads(name, _on_mesh_of(q, name, tensor), q)
+        of_heads[name] = local_beside(whole, local.placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
     seed = _seed_of_all(local.q, q.device_mesh) if local.call.dropout_p else None
-    t = Tensors(local.q, local.k, local.v, bias, of_heads, seed)
+    t = Tensors(local.q, local.k, local.v, bias, seed=seed, **of_heads)
     out, lse = attend(local.call, t, needs_lse=needs_lse)
     return local.wrapped(out, q), local.wrapped(lse, q) if needs_lse else lse
 
@@ -113,15 +111,14 @@ class PlacedCall(NamedTuple):
 
 def placed_call(
     q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, *, method: str = "auto", rotate_method: str | None = None,
-    deterministic: bool = False, **factors: float | None,
+    **options: Any,
 ) -> PlacedCall:  # fmt: skip
     """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit.
 
-    Arguments are those of `dtensor_attention`; `factors` are those of `Call.factors`.
+    Arguments are those of `dtensor_attention`; `options` are those of `checked_factors`.
     """
-    checked_bools(deterministic=deterministic)
     checked_method(method)
-    numbers = checked_factors(**factors)  # type: ignore[arg-type]
+    values = checked_factors(**options)
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
     by_placements = plan_placements if _torch.is_traced(q) else _cached_placements  # sizes in a trace have no hash
     names = mesh.mesh_dim_names
@@ -141,8 +138,8 @@ def placed_call(
         # Without such an axis each rank is alone; its plans are cached for any of its groups.
         SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method=method,
         mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
-        transport=transport_by_name(rotate_method), pair=pair, deterministic=deterministic,
-        first=_first_of(q, placed) if factors.get("dropout_p") else (0, 0), **numbers,
+        transport=transport_by_name(rotate_method), pair=pair,
+        first=_first_of(q, placed) if values["dropout_p"] else (0, 0), **values,
         placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
     )  # fmt: skip
     return PlacedCall(call, local_q, local_k, local_v, placed)

@@ -107,11 +107,8 @@ def _refuse_context_options(op: Any) -> None:
     context = innermost()
     if context is None:
         return
-    call = context.call
-    for name, is_set in (
-        ("mask", call.mask is not None), ("sinks", context.sinks is not None), ("deterministic", call.deterministic)
-    ):  # fmt: skip
-        if is_set:
+    for name, value in {**context.call.of_dtensors, **context.beside}.items():
+        if value is not None and value is not False:
             raise NotImplementedError(
                 f"{op} on DTensors does not take the {name} of its context: use F.scaled_dot_product_attention, or "
                 "context_parallel_attention with DTensors"
@@ -186,7 +183,7 @@ def enable_context_parallel_dispatcher() -> ExitStack:
     the sequence are left to torch, except that on the CPU, where torch has no rule for its fused op, batch and head
     shards are computed locally. Torch's fused SDPA ops (flash, efficient, cuDNN, CPU flash; forward and backward), when
     called by name on DTensors, attend to the whole sequence as well, by the backend of the op. They take no masks and
-    no dropout there, and refuse contexts with a mask, sinks or `deterministic=True`.
+    no dropout there, and refuse contexts with a mask or other options that change results.
 
     May be called several times; each call needs its own `disable_context_parallel_dispatcher`. Or use it as
     `with enable_context_parallel_dispatcher(): ...`. Inside of `context_parallel` it is enabled anyway. Functions under

@@ -34,7 +34,7 @@ from cp_dtensor.api.explain import (
     counted_ranks,
     shortened,
 )
-from cp_dtensor.api.functional import cast_by_autocast
+from cp_dtensor.api.functional import cast_by_autocast, takes_options
 from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.sdpa import attention_of_shards
@@ -87,7 +87,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
     "is_integer", "check_devices", "check_tensors", "checked_layout", "checked_length", "refuse_other_lengths",
-    "softmax_scale", "checked_buffers", "refuse_unsupported_sdpa",
+    "softmax_scale", "checked_buffers", "refuse_unsupported_sdpa", "takes_options",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "attention_of_shards",

@@ -27,7 +27,7 @@ from cp_dtensor.api.flex_operators import agreed_lengths, check_context_mask, tr
 from cp_dtensor.api.functional import traced_constants
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.comm.groups import Mesh
-from cp_dtensor.engine.arguments import check_batch_size, check_qkv, refuse_dtensors, refuse_sinks
+from cp_dtensor.engine.arguments import check_batch_size, check_qkv, refuse_beside, refuse_dtensors
 from cp_dtensor.engine.base import Tensors as CallTensors
 from cp_dtensor.engine.call import Call, Options, call_of, checked_pair, softmax_scale
 from cp_dtensor.engine.contexts import CAPTURED_BEFORE, current, inherited, innermost, queries_alone
@@ -318,7 +318,7 @@ def _context_key() -> str:
     if context is None:
         return ""
     check_context_mask(context.call.mask)
-    refuse_sinks(context.sinks is not None, "FlexAttention")
+    refuse_beside(context.beside, "FlexAttention")
     if queries_alone(context) is not None:
         raise NotImplementedError(
             "FlexAttention is not supported where attention is left to each rank alone, inside context_parallel: use "

@@ -16,7 +16,7 @@ from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, tensors_of
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
-from cp_dtensor.engine.call import FACTORS, Call, Options, checked_mask, checked_pair, factors_of
+from cp_dtensor.engine.call import FACTORS, Call, Options, checked_mask, checked_pair, factors_of, refuse_unknown
 from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
 from cp_dtensor.engine.contexts import around, inherited
 from cp_dtensor.engine.handles import made_of, parts_of
@@ -32,13 +32,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS = inspect.signature(Call.of).parameters
 
 
-def takes_options(*left_out: str) -> Callable[[F], F]:
-    """Show the options of `Call.of`, but for some, in the signature of a function that takes them as `**options`."""
+def takes_options(*left_out: str, of: Callable[..., Any] = Call.of) -> Callable[[F], F]:
+    """Show the parameters of `of`, but for some, in the signature of a function that takes them as `**options`."""
+    of_others = inspect.signature(of).parameters
 
     def decorate(function: F) -> F:
         own = inspect.signature(function)
         named = {name: each for name, each in own.parameters.items() if each.kind is not each.VAR_KEYWORD}
-        shown = [each for name, each in _OPTIONS.items() if name not in (*named, *left_out)]
+        shown = [each for name, each in of_others.items() if name not in (*named, *left_out)]
         added = [each.replace(kind=each.KEYWORD_ONLY) for each in shown]
         vars(function)["__signature__"] = own.replace(parameters=[*named.values(), *added])
         return function
@@ -126,7 +127,8 @@ def context_parallel_attention(
     q, k, v = cast_by_autocast(q, k, v)
     check_qkv(q, k, v, enable_gqa)
     if isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor):
-        out, lse = _attend_dtensors(q, k, v, attn_mask, sinks, return_lse, **options)
+        beside = {} if sinks is None else {"sinks": sinks}
+        out, lse = _attend_dtensors(q, k, v, attn_mask, beside, return_lse, **options)
     else:
         refuse_dtensors(q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
         t = tensors_of(q, k, v, attn_mask, sinks)
@@ -188,7 +190,7 @@ def attend_shards(
         pair = checked_pair(options.get("seq_len")) or (-1, -1)
         constants = traced_constants(owner, options, **inherits)
         return attend_traced(constants, t, factors_of(t.q.size(3), **numbers), [*pair, 0, 0], needs_lse)
-    _check_names(owner, options)
+    refuse_unknown(owner, options, _OPTIONS.keys())
     return attend(inherited(owner, Call.of(**options), **inherits), t, needs_lse=needs_lse)
 
 
@@ -216,15 +218,11 @@ def _constants(
     return constants_of(inherited(owner, call, layout=layout, mask=mask, traced=True))
 
 
-def _check_names(owner: str, options: Any) -> None:
-    if unknown := options.keys() - _OPTIONS.keys():
-        raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
-
-
 def _attend_dtensors(
-    q: DTensor, k: DTensor, v: DTensor, attn_mask: torch.Tensor | None, sinks: torch.Tensor | None, needs_lse: bool, *,
-    mesh: Mesh | None = None, layout: Layout | None = None, seq_len: int | tuple[int, int] | None = None,
-    mask: Mask | None = None, is_causal: bool = False, debug: bool = False, **options: Any,
+    q: DTensor, k: DTensor, v: DTensor, attn_mask: torch.Tensor | None, beside: dict[str, torch.Tensor],
+    needs_lse: bool, *, mesh: Mesh | None = None, layout: Layout | None = None,
+    seq_len: int | tuple[int, int] | None = None, mask: Mask | None = None, is_causal: bool = False,
+    debug: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `(out, lse)` of DTensors, which know their mesh, their layout and their lengths.
 
@@ -238,7 +236,7 @@ def _attend_dtensors(
             f"in compiled code, {owner} takes no DTensors: call F.scaled_dot_product_attention under "
             "enable_context_parallel_dispatcher()"
         )
-    _check_names(owner, options)
+    refuse_unknown(owner, options, _OPTIONS.keys())
     refuse_other_place(owner, q, mesh, layout, checked_pair(seq_len), (q.size(2), k.size(2)))
     if debug:
         raise NotImplementedError("debug=True compares the shards of the ranks, which DTensors need not: got DTensors")
@@ -246,7 +244,7 @@ def _attend_dtensors(
         context = around(owner, sequence_ranks_of(q, k, v), mask=True)
         mask = None if context is None else context.call.mask
     return dtensor_attention(
-        q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, sinks=sinks, needs_lse=needs_lse, **options
+        q, k, v, mask=checked_mask(mask, is_causal), attn_mask=attn_mask, beside=beside, needs_lse=needs_lse, **options
     )
 
 

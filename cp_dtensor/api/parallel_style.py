@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,22 +16,24 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_dtensor import _torch
 from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
+from cp_dtensor.api.functional import takes_options
 from cp_dtensor.api.hooks import context_hooks
 from cp_dtensor.comm.groups import Mesh, SequenceRanks
-from cp_dtensor.comm.transports import transport_by_name
-from cp_dtensor.engine.arguments import checked_context_sinks, refuse_sinks
+from cp_dtensor.engine.arguments import checked_of_heads, refuse_beside
 from cp_dtensor.engine.call import (
+    OF_CALLS,
+    OF_CONTEXTS,
     Call,
+    ContextOptions,
     call_of,
-    checked_bools,
+    check_context_options,
     checked_layout,
     checked_lengths,
-    checked_mask,
-    checked_method,
 )
 from cp_dtensor.engine.contexts import CAPTURED_BEFORE, OpenContext, current, inherited, innermost
-from cp_dtensor.spec.layouts import Layout
-from cp_dtensor.spec.masks import Mask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ContextParallel(ParallelStyle):
@@ -45,7 +47,7 @@ class ContextParallel(ParallelStyle):
     parameters of the original. It cannot be pickled.
 
     Args:
-        method, deterministic, debug: as for `context_parallel_attention`.
+        method, debug, options: as for `context_parallel_attention`.
         mask, layout: as there, for all attention inside; None takes that of the context (or module) around the call.
             Pass both if recomputation by other means than `torch.utils.checkpoint` may run after that context.
         rotate_method: as there; None takes the process default when parallelize_module is called.
@@ -65,32 +67,29 @@ class ContextParallel(ParallelStyle):
         out = attention(x[:, 4 * rank : 4 * rank + 4])
     """
 
+    @takes_options("mesh", *OF_CALLS)
     def __init__(
-        self, *, method: str = "auto", mask: Mask | None = None, layout: Layout | None = None,
-        rotate_method: str | None = None, seq_len: int | tuple[int, ...] | None = None,
-        sinks: torch.Tensor | str | None = None, deterministic: bool = False, debug: bool = False,
+        self, *, seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | str | None = None,
+        **options: Unpack[ContextOptions],
     ) -> None:  # fmt: skip
         super().__init__()
-        # Arguments are checked here, although there is no mesh yet.
-        checked_bools(debug=debug, deterministic=deterministic)
-        self._call_of = functools.partial(
-            Call.of, method=checked_method(method), mask=checked_mask(mask, False), layout=layout,
-            rotate_method=rotate_method, debug=debug, deterministic=deterministic,
-        )  # fmt: skip
-        self._inherits = {"layout": layout is None, "mask": mask is None}
-        transport_by_name(rotate_method)
-        self._lengths = checked_lengths(checked_layout(layout), seq_len)
-        self._sinks = sinks if sinks is None or isinstance(sinks, str) else checked_context_sinks(sinks)
+        check_context_options("ContextParallel", options)  # although there is no mesh yet
+        self._options = options
+        self._inherits = {name: options.get(name) is None for name in ("layout", "mask")}
+        self._lengths = checked_lengths(checked_layout(options.get("layout")), seq_len)
+        named: dict[str, object] = {} if sinks is None else {"sinks": sinks}
+        self._beside = {name: x if isinstance(x, str) else checked_of_heads(name, x) for name, x in named.items()}
 
     def _apply(self, module: nn.Module, device_mesh: Mesh) -> nn.Module:
         if isinstance(module.forward, _ContextForward):
             raise ValueError(f"{type(module).__name__} is context parallel already")
-        if isinstance(self._sinks, str) and not hasattr(module, self._sinks):
-            raise ValueError(f"expected sinks to name an attribute of {type(module).__name__}, got {self._sinks!r}")
-        call = replace(self._call_of(device_mesh), lengths=self._lengths)
+        for name, given in self._beside.items():
+            if isinstance(given, str) and not hasattr(module, given):
+                raise ValueError(f"expected {name} to name an attribute of {type(module).__name__}, got {given!r}")
+        call = replace(Call.of(device_mesh, **self._options), lengths=self._lengths)
         has_replaced_layers = context_hooks.module(module)
         module.forward = _ContextForward(
-            module, vars(module).get("forward"), call, self._sinks, self._inherits, has_replaced_layers
+            module, vars(module).get("forward"), call, self._beside, self._inherits, has_replaced_layers
         )
         return module
 
@@ -103,8 +102,8 @@ class _ContextForward:
     replaced: Callable[..., Any] | None
     """The forward that the module had as an instance attribute, if any."""
     call: Call
-    sinks: torch.Tensor | str | None
-    """A tensor, or the name of the module's attribute."""
+    beside: dict[str, torch.Tensor | str]
+    """As those of a context, or the names of the module's attributes."""
     inherits: dict[str, bool]
     """`layout` and `mask`: True if the context around a call decides."""
     has_replaced_layers: bool
@@ -129,7 +128,7 @@ class _ContextForward:
                     "compiled code would run on this rank's shard alone: compile it inside of context_parallel instead"
                 )
             inherits = self.inherits
-            key = _key_in_trace(self._key, inherits["layout"], inherits["mask"], self.sinks is not None)
+            key = _key_in_trace(self._key, inherits["layout"], inherits["mask"], tuple(self.beside))
             if not key:
                 return forward(*args, **kwargs)
             # Code is compiled for the key; the context is entered when the captured forward is traced further.
@@ -145,12 +144,13 @@ class _ContextForward:
         call = inherited("ContextParallel", self.call, **self.inherits)
         if call != self.call:  # compiled code inside asks for what is inherited
             context = OpenContext(replace(call, in_context=True))
-        sinks = self.sinks
-        if sinks is None:
-            sinks = _inherited_sinks(call.ranks)
-        elif isinstance(sinks, str):
-            sinks = checked_context_sinks(getattr(self.module, sinks))
-        return context if sinks is None else replace(context, sinks=sinks)
+        beside = {} if self.beside else _inherited_beside(call.ranks)
+        for name, given in self.beside.items():
+            if isinstance(given, str):
+                beside[name] = checked_of_heads(name, getattr(self.module, given))
+            else:
+                beside[name] = given
+        return replace(context, beside=beside) if beside else context
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -165,34 +165,34 @@ class _ContextForward:
         # The call is shared: it holds process groups and no tensors.
         return _ContextForward(
             copy.deepcopy(self.module, memo), copy.deepcopy(self.replaced, memo), self.call,
-            copy.deepcopy(self.sinks, memo), self.inherits, self.has_replaced_layers,
+            copy.deepcopy(self.beside, memo), self.inherits, self.has_replaced_layers,
         )  # fmt: skip
 
 
-def _inherited_sinks(ranks: SequenceRanks) -> torch.Tensor | None:
-    """Return the sinks of the context around a call, if that is over these ranks."""
+def _inherited_beside(ranks: SequenceRanks) -> dict[str, torch.Tensor]:
+    """Return the tensors of the context around a call, if that is over these ranks."""
     outer = innermost()
-    if outer is None or outer.sinks is None or not outer.call.ranks.shares_sequence_with(ranks):
-        return None
+    if outer is None or not outer.beside or not outer.call.ranks.shares_sequence_with(ranks):
+        return {}
     current()  # refuses a backward that may not belong to the context
-    return outer.sinks
+    return {**outer.beside}
 
 
 @_torch.constant_in_trace
-def _key_in_trace(key: str, inherits_layout: bool, inherits_mask: bool, has_sinks: bool) -> str:
+def _key_in_trace(key: str, inherits_layout: bool, inherits_mask: bool, beside: tuple[str, ...]) -> str:
     """Return the key of a module's call with what it inherits; "" if compiled code asks the context around it."""
     call = call_of(key)
-    has_sinks = has_sinks or _inherited_sinks(call.ranks) is not None
-    refuse_sinks(has_sinks, "a compiled module with ContextParallel")
+    refuse_beside(beside or _inherited_beside(call.ranks), "a compiled module with ContextParallel")
     call = inherited("ContextParallel", call, layout=inherits_layout, mask=inherits_mask, traced=True)
     if not call.context:
         return call.key
     context = innermost()
     if context is not None and context.asked_later(replace(call, in_context=True)) != context.inside(None, traced=True):
+        others = ", ".join(sorted(OF_CONTEXTS - {"layout", "mask"}))
         raise NotImplementedError(
             "ContextParallel got layout=None and mask=None in compiled code inside of a context whose mask or layout "
-            "may differ at the next call, and other options than the context: pass the method, rotate_method, "
-            "deterministic and debug of the context, or layout= and mask= (Full() for none)"
+            f"may differ at the next call, and other options than the context: pass the context's ({others}), or "
+            "layout= and mask= (Full() for none)"
         )
     return ""
 

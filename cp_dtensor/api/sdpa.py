@@ -13,9 +13,9 @@ from cp_dtensor import _torch
 from cp_dtensor.api.buffers import refuse_shards_of_other_dims
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
-from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, refuse_sinks, tensors_of
+from cp_dtensor.engine.arguments import check_qkv, refuse_beside, refuse_dtensors, tensors_of
 from cp_dtensor.engine.attend import attend
-from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.base import OF_HEADS, Tensors
 from cp_dtensor.engine.call import call_of, checked_mask, factors_of
 from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
 from cp_dtensor.engine.contexts import OpenContext, current, innermost, queries_alone, warn_of_other_threads
@@ -69,12 +69,12 @@ def _sdpa_of_dtensors(context: OpenContext, arguments: SdpaArguments) -> torch.T
     result = local_only_sdpa(arguments, call.ranks.global_ranks(), partial(sdpa_of_shards, context))
     if result is not None:
         return result
-    if context.sinks is not None:
+    for name in context.beside:
         raise NotImplementedError(
-            "the sinks of this context can be applied to plain tensors only: got DTensors over the ranks of the "
-            "context; pass their local shards, or call context_parallel_attention(..., sinks=sinks) with DTensors"
+            f"the {name} of this context can be applied to plain tensors only: got DTensors over the ranks of the "
+            f"context; pass their local shards, or call context_parallel_attention(..., {name}={name}) with DTensors"
         )
-    result = dtensor_sdpa(arguments, call.mask, call.deterministic)
+    result = dtensor_sdpa(arguments, **call.of_dtensors)
     if result is None and call.mask is not None:
         raise NotImplementedError(
             f"the mask of this context ({call.mask}) applies to plain tensors and to DTensors that are "
@@ -91,8 +91,8 @@ def refuse_nested() -> None:
 
 
 def sdpa_of_shards(
-    context: OpenContext, a: SdpaArguments, mask: Mask | None = None, sinks: torch.Tensor | None = None,
-    **options: float,
+    context: OpenContext, a: SdpaArguments, mask: Mask | None = None,
+    beside: dict[str, torch.Tensor] | None = None, **options: float,
 ) -> torch.Tensor:  # fmt: skip
     """Compute SDPA of plain tensors, shards of the sequence.
 
@@ -100,13 +100,13 @@ def sdpa_of_shards(
         context: the open context.
         a: arguments of SDPA.
         mask: combined with those of the call and the context.
-        sinks: those of the call; None for those of the context.
+        beside: tensors of the call beside q, k and v, by the names of `Tensors`; none for those of the context.
         options: of `context_parallel_attention`, which SDPA does not have.
     """
-    q, k, v, bias, sinks = a.q, a.k, a.v, a.attn_mask, context.sinks if sinks is None else sinks
+    q, k, v, bias, beside = a.q, a.k, a.v, a.attn_mask, beside or context.beside
     traced = _torch.is_traced(q)
     if traced:
-        refuse_sinks(context.sinks is not None, "scaled_dot_product_attention in compiled code")
+        refuse_beside(context.beside, "scaled_dot_product_attention in compiled code")
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         if len(context.call.layout.batch_groups(2)) > 1:
             raise NotImplementedError(
@@ -124,15 +124,15 @@ def sdpa_of_shards(
     call = context.inside(
         mask, a.is_causal, a.first, traced=traced, scale=a.scale, dropout_p=a.dropout_p, **options
     )  # fmt: skip
-    t = Tensors(q, k, v) if bias is None and sinks is None else tensors_of(q, k, v, bias, sinks)
+    t = Tensors(q, k, v) if bias is None and not beside else tensors_of(q, k, v, bias, **beside)
     out, _ = attend(call, t, traced=traced)
     return out.view(*a.q.shape[:-1], a.v.size(-1)) if a.q.dim() != 4 else out
 
 
 def attention_of_shards(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None = None,
-    is_causal: bool = False, mask: Mask | None = None, sinks: torch.Tensor | None = None, scale: float | None = None,
-    dropout_p: float = 0.0, **options: float,
+    is_causal: bool = False, mask: Mask | None = None, scale: float | None = None, dropout_p: float = 0.0,
+    **options: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """Compute attention in the context of the caller, compiled or not; return None outside of contexts.
 
@@ -140,32 +140,38 @@ def attention_of_shards(
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), this rank's shards; H may be a multiple of Hkv.
         attn_mask: as of SDPA in a context, or the tensor of a mask function of transformers.
         mask: one more mask.
-        is_causal, sinks, scale, dropout_p, options: as for `context_parallel_attention`.
+        is_causal, scale, dropout_p, options (tensors and numbers): as for `context_parallel_attention`.
 
     Returns:
         out (B, H, S, Dv).
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
-        NotImplementedError: sinks besides those of the context; in compiled code, any context with sinks.
+        NotImplementedError: a tensor of `options` that the context has, too; in compiled code, a context with any.
     """
+    beside: dict[str, torch.Tensor] = {}
+    for name in OF_HEADS:
+        tensor = options.pop(name, None)
+        if tensor is not None:
+            beside[name] = tensor
     if torch.compiler.is_dynamo_compiling():
         constants = _constants_in_context(is_causal, parts_of(mask))
         if constants is None:
             return None
         check_qkv(q, k, v, enable_gqa=True)
         factors = factors_of(q.size(3), scale=scale, dropout_p=dropout_p, **options)
-        t = tensors_of(q, k, v, attn_mask, sinks)
+        t = tensors_of(q, k, v, attn_mask, **beside)
         return attend_traced(constants, t, factors, [-1, -1, 0, 0], False)[0]
     context = current()
     if context is None or queries_alone(context) is not None:
         return None
     refuse_dtensors(q=q, k=k, v=v)
     context.seen.add("attention")
-    if sinks is not None and context.sinks is not None:
-        raise NotImplementedError("this attention has sinks of its own, and its context has sinks, too")
+    for name in beside:
+        if name in context.beside:
+            raise NotImplementedError(f"this attention has {name} of its own, and its context has {name}, too")
     call = SdpaArguments(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa=True)
-    return sdpa_of_shards(context, call, mask, sinks, **options)
+    return sdpa_of_shards(context, call, mask, beside, **options)
 
 
 @_torch.constant_in_trace
@@ -175,7 +181,7 @@ def _constants_in_context(is_causal: bool, mask_parts: Parts | None) -> Constant
     context = innermost() if key is None else OpenContext(call_of(key), is_constant=True)
     if context is None or queries_alone(context) is not None:
         return None
-    refuse_sinks(context.sinks is not None, "attention in compiled code")
+    refuse_beside(context.beside, "attention in compiled code")
     return constants_of(context.inside(mask, traced=True))
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.functional import context_parallel_attention, takes_options
-from cp_dtensor.engine.arguments import check_tensors, expect, refuse_sinks
+from cp_dtensor.engine.arguments import check_tensors, expect, refuse_beside
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, Options
@@ -178,7 +178,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
             "DTensors"
         )
     context.seen.add("attention")
-    refuse_sinks(context.sinks is not None, "varlen_attn", "varlen_attention")
+    refuse_beside(context.beside, "varlen_attn", "varlen_attention")
     for name, feature in _REFUSED.items():
         if call.get(name) is not None:
             raise NotImplementedError(

@@ -23,7 +23,7 @@ from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
 from cp_dtensor.comm.calls import COMPARISON, END_OF_CONTEXT, begin_pass, calls_of
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.base import OF_HEADS, Tensors
 from cp_dtensor.engine.call import FACTORS, Call, Sharding, refuse_other_lengths
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
@@ -355,13 +355,13 @@ def _facts_of_call(
     fewest = 0 if pair is None else min(shard_lengths(call.layout, pair[0], call.ranks.size))
     return {
         "batch_size": q.size(0), "q_heads": q.size(1), "kv_heads": k.size(1), "head_dim": q.size(3),
-        "v_head_dim": v.size(3), "up": described(t.up), "dtype": str(q.dtype), **_facts_of_options(call),
+        "v_head_dim": v.size(3), "dtype": str(q.dtype), **_facts_of_options(call),
         **dict(zip(FACTORS, call.factors(q.size(3)), strict=True)),
         "deterministic": is_deterministic(q, call.backends or allowed_backends(), call.deterministic),
         "attn_mask": _described_bias(t.bias, q, k, pair),
-        "sinks": described(t.sinks, values=call.debug),
+        **{name: described(getattr(t, name), values=call.debug) for name in (*OF_HEADS, "up")},
         "requires_grad": needs.q or needs.k or needs.v,
-        **{f"{name} requires_grad": getattr(needs, name) for name in ("bias", "sinks", "up")},
+        **{f"{name} requires_grad": need for name, need in zip(t._fields[3:-1], needs[3:-1], strict=True)},
         # Where heads are exchanged, lse travels too: for the caller, or for the backward of compiled code.
         "returns_lse": needs_lse and may_exchange,
         "in_context": call.in_context,

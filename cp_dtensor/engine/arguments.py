@@ -94,7 +94,7 @@ def check_batch_size(q: torch.Size, call: Call) -> None:
         )
 
 
-# Masks, dropout and sinks
+# Masks, dropout, and tensors of query heads
 _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
 
 
@@ -120,37 +120,32 @@ def tensors_of(
         mask = attn_mask
     elif attn_mask is not None:
         bias = four_dims_of_mask(attn_mask, q)
-    return Tensors(q, k, v, bias, None if sinks is None else checked_sinks(sinks, q), None, up, mask)
+    of_heads = None if sinks is None else checked_of_heads("sinks", sinks, q)
+    return Tensors(q, k, v, bias, of_heads, None, up, mask)
 
 
-def checked_sinks(sinks: Tensor, q: Tensor) -> Tensor:
-    """Return `sinks` (H,), one logit for each query head of q (B, H, S, D); refuse other types, heads and devices."""
-    check_tensors(sinks=sinks)
-    received = f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} for q {tuple(q.shape)}"
-    expect(sinks.is_floating_point(), "sinks of a floating dtype", received)
-    one_of_each = f"one sink for each of this rank's query heads, ({q.size(1)},)"
-    expect(tuple(sinks.shape) == (q.size(1),), one_of_each, received)
-    expect(sinks.device == q.device, f"sinks on the device of q, {q.device}", received)
-    return sinks
+def checked_of_heads(name: str, tensor: object, q: Tensor | None = None) -> Tensor:
+    """Return logits of query heads, (H,); refuse others, and DTensors where there is no q (B, H, S, D) yet."""
+    if not isinstance(tensor, Tensor):
+        received = f"got {type(tensor).__name__}"
+        raise TypeError(f"expected {name} to be a torch.Tensor of one logit per query head, {received}")
+    received = f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    expect(tensor.is_floating_point(), f"{name} of a floating dtype", received)
+    if q is None:
+        refuse_dtensors(**{name: tensor})
+        expect(tensor.dim() == 1, f"{name} of shape (query heads,)", received)
+        return tensor
+    one_of_each = f"{name}, one for each of this rank's query heads, ({q.size(1)},)"
+    expect(tuple(tensor.shape) == (q.size(1),), one_of_each, f"{received} for q {tuple(q.shape)}")
+    expect(tensor.device == q.device, f"{name} on the device of q, {q.device}", received)
+    return tensor
 
 
-def checked_context_sinks(sinks: object) -> Tensor:
-    """Return the sinks of a context; refuse anything but a plain floating tensor of one dim."""
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"expected sinks to be a torch.Tensor of one logit per query head, got {type(sinks).__name__}")
-    refuse_dtensors(sinks=sinks)
-    if not sinks.is_floating_point() or sinks.dim() != 1:
-        raise ValueError(
-            f"expected sinks of a floating dtype and shape (query heads,), got {sinks.dtype} {tuple(sinks.shape)}"
-        )
-    return sinks
-
-
-def refuse_sinks(has_sinks: bool, attention: str, function: str = "context_parallel_attention") -> None:
-    """Refuse `attention`, which cannot have the sinks of its context; `function` can."""
-    if has_sinks:
+def refuse_beside(names: Iterable[str], attention: str, function: str = "context_parallel_attention") -> None:
+    """Refuse `attention`, which takes no tensors of its context, the options with these names; `function` does."""
+    for name in names:
         raise NotImplementedError(
-            f"{attention} does not take the sinks of its context: call {function}(..., sinks=...) instead"
+            f"{attention} does not take the {name} of its context: call {function}(..., {name}=...) instead"
         )
 
 

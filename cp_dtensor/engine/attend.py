@@ -14,10 +14,13 @@ from cp_dtensor._torch.autograd import Tensors as Saved
 from cp_dtensor._torch.autograd import differentiated_once, refuse_batches, refuse_tangents, refuse_transforms
 from cp_dtensor.attention.lse import rounded_lse
 from cp_dtensor.engine.arguments import drawn_seed, positive_scale
-from cp_dtensor.engine.base import Tensors, need_lse
+from cp_dtensor.engine.base import READS_LSE, Tensors, need_lse
 from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.compiled import attend_traced, constants_of
 from cp_dtensor.engine.run import run, run_backward
+
+_BESIDE = len(Tensors._fields[3:-1])
+"""Tensors beside q, k and v that a pass reads."""
 
 
 def attend(
@@ -42,7 +45,7 @@ def attend(
     if call.dropout_p and t.seed is None:
         t = t._replace(seed=drawn_seed(t.q.device))
     try:
-        out, lse, _ = Attention.apply(call, needs_lse or (t.sinks is not None and need_lse(t.sinks)), *t)
+        out, lse, _ = Attention.apply(call, needs_lse or (t[READS_LSE] is not None and need_lse(t)), *t)
     except RuntimeError:
         refuse_transforms()  # torch refuses them by the names of its internals; a check before would take time
         raise
@@ -56,15 +59,15 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, needs_lse: bool, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        t = Tensors(*tensors)
-        out, lse, saved, ctx.done = run(call, t, needs_lse, ctx.needs_input_grad[2:])
+        t, needs = Tensors(*tensors), ctx.needs_input_grad[2:]
+        out, lse, saved, ctx.done = run(call, t, needs_lse, needs)
         if t.bias is not None:
             lse = rounded_lse(lse)
         # Ulysses saves other ranks' rows instead of q, k and v. This empty tensor keeps an edge to the inputs, so that
         # a second derivative raises instead of returning zero.
         origin = t.q.new_empty(0) if ctx.done.plan.saves_rows_of_others else None
-        of_sinks = (t.sinks, out, lse) if ctx.needs_input_grad[6] else (None, None, None)
-        ctx.save_for_backward(t.bias, t.seed, t.up, *of_sinks, origin, *saved)
+        results = (out, lse) if needs[READS_LSE] else (None, None)
+        ctx.save_for_backward(*results, origin, *t[3:-1], *saved)
         ctx.mark_non_differentiable(lse)
         return out, lse, origin
 
@@ -72,11 +75,7 @@ class Attention(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, all_saved: Saved, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_batches(grad_out)
-        bias, seed, up, sinks, out, lse, _origin, *saved = all_saved
-        t = Tensors(grad_out, grad_out, grad_out, bias, sinks, seed, up)
-        needs = ctx.needs_input_grad
+        out, lse, _origin, *others = all_saved
+        t, saved = Tensors(grad_out, grad_out, grad_out, *others[:_BESIDE]), tuple(others[_BESIDE:])
         results = None if out is None or lse is None else (out, lse)
-        *grads, of_bias, of_sinks, of_up = run_backward(
-            ctx.done, t, tuple(saved), grad_out, results, (needs[5], needs[6], needs[8])
-        )
-        return None, None, *grads, of_bias, of_sinks, None, of_up, None
+        return None, None, *run_backward(ctx.done, t, saved, grad_out, results, ctx.needs_input_grad[2:])

@@ -23,7 +23,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call: shards of this rank."""
+    """The tensors of a call: shards of this rank. Code that hands them on names none of `t[3:-1]`, all optional."""
 
     q: Tensor
     """(B, H, S, D)."""
@@ -43,9 +43,23 @@ class Tensors(NamedTuple):
     """A handle of one more mask (`handles`), which may be new in every step."""
 
 
-def need_lse(sinks: Tensor | None) -> bool:
-    """Return whether backward reads the lse of this rank's rows, for the gradient of sinks."""
-    return sinks is not None and sinks.requires_grad and torch.is_grad_enabled()
+OF_HEADS = ("sinks",)
+"""Names of the logits of query heads, (H,), which functions and contexts take as options."""
+READS_LSE = Tensors._fields.index("sinks")
+"""Place in `Tensors` of the one whose gradient is made of the lse of this rank's rows."""
+
+
+def need_lse(t: Tensors) -> bool:
+    """Return whether backward reads the lse of this rank's rows."""
+    of_lse = t[READS_LSE]
+    return of_lse is not None and of_lse.requires_grad and torch.is_grad_enabled()
+
+
+def modifiers_of(call: Call, t: Tensors) -> Modifiers:
+    """Return the modifiers of a pass of `call` with these tensors."""
+    if t.bias is None and t.sinks is None and t.up is None and not call.changes_weights:
+        return NO_MODIFIERS
+    return Modifiers(t.bias, seed=t.seed, sinks=t.sinks, up=t.up, **call.of_modifiers)
 
 
 class Values(NamedTuple):

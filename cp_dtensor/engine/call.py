@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from operator import attrgetter
@@ -12,7 +13,6 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from cp_dtensor.attention.backends.select import Allowed
-from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.comm.transports import transport_by_name
@@ -26,21 +26,32 @@ METHODS = ("auto", "ring", "ulysses", "hybrid")
 _HEAD_TAIL, _AUTO, _CAUSAL = HeadTail(), transport_by_name("auto"), Causal()
 
 
-class Options(TypedDict, total=False):
-    """Options of public functions, described in `context_parallel_attention` and checked in `Call.of`."""
+class ContextOptions(TypedDict, total=False):
+    """Options of contexts and modules for all calls inside, described in `context_parallel_attention`."""
 
-    mesh: Mesh | None
     method: str
-    is_causal: bool
     mask: Mask | None
-    dropout_p: float
-    softcap: float
-    scale: float | None
     layout: Layout | None
     rotate_method: str | None
     deterministic: bool
-    seq_len: int | tuple[int, int] | None
     debug: bool
+
+
+class Options(ContextOptions, total=False):
+    """Options of public functions, described in `context_parallel_attention` and checked in `Call.of`."""
+
+    mesh: Mesh | None
+    is_causal: bool
+    dropout_p: float
+    softcap: float
+    scale: float | None
+    seq_len: int | tuple[int, int] | None
+
+
+OF_CONTEXTS = ContextOptions.__optional_keys__
+"""Names of `ContextOptions`."""
+OF_CALLS = Options.__optional_keys__ - OF_CONTEXTS
+"""Names of the options that only functions take."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +153,11 @@ class Call(Sharding):
         """True with dropout or softcap, which only our own kernels compute."""
         return self.dropout_p > 0 or self.softcap > 0
 
-    def modifiers(self, bias: Tensor | None, sinks: Tensor | None, seed: Tensor | None, up: Tensor | None) -> Modifiers:
-        """Return the modifiers of a pass with these tensors."""
-        if bias is None and sinks is None and up is None and not self.changes_weights:
-            return NO_MODIFIERS
-        return Modifiers(bias, self.dropout_p, seed, *self.first, sinks, self.softcap, up)
+    @cached_property
+    def of_modifiers(self) -> dict[str, Any]:
+        """Numbers of the call's modifiers, by name."""
+        batch, head = self.first
+        return {"dropout_p": self.dropout_p, "softcap": self.softcap, "first_batch": batch, "first_head": head}
 
     @property
     def is_live(self) -> bool:
@@ -160,6 +171,11 @@ class Call(Sharding):
             self, context="", layout=around.layout, lengths=around.lengths, batch_size=around.batch_size, mask=mask
         )
 
+    @property
+    def of_dtensors(self) -> dict[str, Any]:
+        """Options of a context that hold for DTensors inside, too: these know their mesh, their layout and lengths."""
+        return {"mask": self.mask, "deterministic": self.deterministic}
+
     def partition(self, pair: tuple[int, int], batch_size: int) -> SequencePartition:
         """Return the positions of all ranks' queries and keys."""
         if self.placed is None:
@@ -169,7 +185,7 @@ class Call(Sharding):
         return self.placed.resized(*pair, batch_size)
 
 
-_OPERATORS = 14
+_OPERATORS = 15
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
 FACTORS = ("scale", "softcap", "dropout_p")
 """Names of `Call.factors`."""
@@ -270,8 +286,12 @@ def both_masks(one: Mask | None, other: Mask | None) -> Mask | None:
     return mask_intersection(one, other)
 
 
-def checked_factors(*, scale: Any = None, softcap: float = 0.0, dropout_p: float = 0.0) -> dict[str, Any]:
-    """Return these options by name, in this order; refuse what is no number or out of range."""
+def checked_factors(
+    *, scale: Any = None, softcap: float = 0.0, dropout_p: float = 0.0, **flags: bool
+) -> dict[str, Any]:  # fmt: skip
+    """Return these options by name, in this order; refuse what is no number or out of range, and flags but bools."""
+    if flags:
+        checked_bools(**flags)
     if isinstance(scale, (bool, str, Tensor)):  # the gradient of a tensor would be lost
         got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
         raise TypeError(f"expected scale to be a number or None, got {got}")
@@ -282,7 +302,23 @@ def checked_factors(*, scale: Any = None, softcap: float = 0.0, dropout_p: float
         raise ValueError(f"expected softcap to be a finite number of at least 0.0, which is none, got {softcap}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"expected dropout_p between 0 and 1, got {dropout_p}")
-    return {"scale": scale, "softcap": float(softcap), "dropout_p": float(dropout_p)}
+    return {"scale": scale, "softcap": float(softcap), "dropout_p": float(dropout_p), **flags}
+
+
+def check_context_options(owner: str, options: ContextOptions) -> None:
+    """Refuse options of a context before there is a mesh; `owner` takes them."""
+    refuse_unknown(owner, options, OF_CONTEXTS)
+    checked_method(options.get("method", "auto"))
+    checked_mask(options.get("mask"), False)
+    checked_layout(options.get("layout"))
+    transport_by_name(options.get("rotate_method"))
+    checked_bools(deterministic=options.get("deterministic", False), debug=options.get("debug", False))
+
+
+def refuse_unknown(owner: str, options: Mapping[str, object], names: AbstractSet[str]) -> None:
+    """Refuse options whose names are not among `names`, as Python does for a function without `**options`."""
+    if unknown := options.keys() - names:
+        raise TypeError(f"{owner}() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def softmax_scale(head_dim: int, scale: float | None) -> float:

@@ -32,6 +32,7 @@ from cp_dtensor.engine.run import run, run_backward
 
 Constants = tuple[str, bool]
 """Constants of a call in compiled code: its key, and True if it is live."""
+_SEED = Tensors._fields.index("seed")
 
 
 def constants_of(call: Call) -> Constants:
@@ -54,15 +55,15 @@ def attend_traced(
         needs_lse: False if lse may be empty.
     """
     refuse_traced_transforms()
-    (key, is_live), (q, k, v, bias, sinks, seed, up, mask) = constants, t
-    q, scale = positive_scale(q, factors[0])
-    if factors[2] and seed is None:
-        seed = drawn_seed(q.device)
+    key, is_live = constants
+    q, scale = positive_scale(t.q, factors[0])
+    tensors = [q, *t[1:]]
+    if factors[2] and t.seed is None:
+        tensors[_SEED] = drawn_seed(q.device)
     operator = torch.ops.cp_dtensor.attention
-    out, lse, _ = (operator.live if is_live or mask is not None else operator.default)(
-        q, k, v, bias, sinks, seed, up, mask, key, [scale, *factors[1:]], numbers, needs_lse or need_lse(sinks),
-        torch.is_grad_enabled(),
-    )  # fmt: skip
+    out, lse, _ = (operator.live if is_live or t.mask is not None else operator.default)(
+        *tensors, key, [scale, *factors[1:]], numbers, needs_lse or need_lse(t), torch.is_grad_enabled()
+    )
     return out, rounded_lse(lse)
 
 
@@ -116,14 +117,14 @@ def _backward(*arguments: Any) -> tuple[Tensor, ...]:
         done = planned(call_of(key, factors, numbers), t)
     saved = rows if _keeps_rows(done, t.q) else ()
     grads = run_backward(done, t, saved, grad_out, (out, lse), tuple(needed))
-    return *map(_row_after_row, grads[:3]), *(t.q.new_empty(0) if grad is None else grad for grad in grads[3:])
+    return *map(_row_after_row, grads[:3]), *(t.q.new_empty(0) if grad is None else grad for grad in grads[3:-1])
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     _grad_out, _out, _lse, _left, *tensors, _key, _factors, _numbers, needed = arguments
     t = Tensors(*tensors)
     of_qkv = [_row_after_row(x.new_empty(x.shape)) for x in t[:3]]
-    others = zip((t.bias, t.sinks, t.up), needed, strict=True)
+    others = zip(t[3:-1], needed[3:-1], strict=True)
     return *of_qkv, *(torch.empty_like(x) if need and x is not None else t.q.new_empty(0) for x, need in others)
 
 
@@ -145,20 +146,19 @@ def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
 
     @differentiated_once
     def gradients(ctx: Any, saved: Saved, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        needed = [ctx.needs_input_grad[place] for place in (3, 4, 6)]  # bias, sinks, up
+        needed = list(ctx.needs_input_grad[: len(Tensors._fields)])
         operator = getattr(torch.ops.cp_dtensor.attention_backward, overload)
-        *grads, bias, sinks, up = operator(grad_out, *saved, ctx.key, ctx.factors, ctx.numbers, needed)
-        bias, sinks, up = (x if need else None for x, need in zip((bias, sinks, up), needed, strict=True))
-        return *grads, bias, sinks, None, up, *[None] * 6
+        grads = operator(grad_out, *saved, ctx.key, ctx.factors, ctx.numbers, needed)
+        return *(x if need else None for x, need in zip(grads, needed, strict=False)), *[None] * 6
 
     return gradients
 
 
 def _define() -> None:
-    tensors = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sinks, Tensor? seed, Tensor? up"
+    tensors = ", ".join(["Tensor q, Tensor k, Tensor v", *[f"Tensor? {name}" for name in Tensors._fields[3:-1]]])
     constants = "str key, float[] factors, SymInt[] numbers"
     results = "Tensor out, Tensor lse, Tensor left"
-    grads = "Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, Tensor grad_up"
+    grads = ", ".join(f"Tensor grad_{name}" for name in Tensors._fields[:-1])
     for name, fake in (("default", _fake_forward), ("live", _fake_live_forward)):
         suffix, in_graphs = "" if name == "default" else f".{name}", name == "default"
         _torch.define_operator(

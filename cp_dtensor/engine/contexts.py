@@ -63,8 +63,8 @@ class OpenContext:
     call: Call
     buffers: tuple[Any, ...] = ()
     """Its buffers, as shards in place."""
-    sinks: Tensor | None = None
-    """(query heads,), logits of all SDPA inside."""
+    beside: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of all SDPA inside beside q, k and v, by the names of `Tensors`."""
     is_constant: bool = False
     """True if mask, layout and lengths are constants of compiled code, as those of a module are."""
     seen: set[Any] = field(default_factory=set)

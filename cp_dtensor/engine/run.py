@@ -16,7 +16,7 @@ from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.arguments import check_bias
-from cp_dtensor.engine.base import Done, Tensors, zeros_for_sums
+from cp_dtensor.engine.base import Done, Tensors, modifiers_of, zeros_for_sums
 from cp_dtensor.engine.call import Call, both_masks
 from cp_dtensor.engine.handles import value_of
 from cp_dtensor.engine.planner import planned
@@ -75,7 +75,7 @@ def run(
     done.begin(q)
     # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
     with no_autocast(q), _torch.below_autograd(), done:
-        values = done.values(call.modifiers(t.bias, t.sinks, t.seed, t.up))
+        values = done.values(modifiers_of(call, t))
         out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
     if rows > 1:
         out, lse = joined_rows(out, rows), joined_rows(lse, rows) if needs_lse else lse
@@ -84,24 +84,25 @@ def run(
 
 def run_backward(
     done: Done, t: Tensors, saved: Saved, grad_out: Tensor, results: tuple[Tensor, Tensor] | None,
-    needed: tuple[bool, bool, bool] = (False, False, False),
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the gradients of q, k, v, bias, sinks and up, in their dtypes.
+    needed: tuple[bool, ...] = (False,) * len(Tensors._fields),
+) -> Tensors:  # fmt: skip
+    """Compute the gradient of each of `Tensors`, in its dtype; None for those that are not needed or have none.
 
     Args:
         done: that of the forward, which the pass reads besides its arguments.
         t: the tensors of the forward; q, k and v are not read if there are `saved`.
         saved: the tensors that the plan saved; () if they were not kept, and are made again from `t` and `results`.
         grad_out: (B, H, S, Dv).
-        results: out and lse, if sinks need a gradient or nothing is `saved`.
-        needed: True for each of bias, sinks and up whose gradient is asked for; None is returned for others.
+        results: out and lse, if a gradient is made of lse (`need_lse`) or nothing is `saved`.
+        needed: True for each of `Tensors` whose gradient is asked for. Those of q, k and v are returned anyway.
     """
-    grad_bias = zeros_for_sums(t.bias) if needed[0] and t.bias is not None else None
-    grad_up = zeros_for_sums(t.up) if needed[2] and t.up is not None else None
+    needs = Tensors(*needed)  # type: ignore[arg-type]
+    grad_bias = zeros_for_sums(t.bias) if needs.bias and t.bias is not None else None
+    grad_up = zeros_for_sums(t.up) if needs.up and t.up is not None else None
     grad_sinks = None
     if t.bias is not None:
         t = t._replace(bias=t.bias.resolve_neg())
-    modifiers = done.call.modifiers(t.bias, t.sinks, t.seed, t.up)
+    modifiers = modifiers_of(done.call, t)
     if modifiers is not NO_MODIFIERS:  # the plan adds no gradients of sinks, which concern merged rows only
         modifiers = replace(modifiers, sinks=None, grad_up=grad_up)
     out, lse = results or (grad_out, grad_out)
@@ -114,7 +115,7 @@ def run_backward(
         if not saved:
             q, k, v = split_rows(t.q, rows), split_rows(t.k, rows), split_rows(t.v, rows)
             saved = done.plan.remake_saved(q, k, v, out, dense_lse(lse), values)
-        if needed[1] and t.sinks is not None and results is not None:
+        if needs.sinks and t.sinks is not None and results is not None:
             # Each rank's share is that of its own tokens, as for any parameter, also where others computed these rows.
             with on_device(grad_out.device):
                 of_rows = sinks_gradient(t.sinks, rounded_lse(lse), attention_delta(grad_out, out))
@@ -126,4 +127,4 @@ def run_backward(
         grad_bias = grad_bias.to(t.bias.dtype)
     if grad_up is not None and t.up is not None:
         grad_up = grad_up.to(t.up.dtype)
-    return *grads, grad_bias, grad_sinks, grad_up
+    return Tensors(*grads, grad_bias, grad_sinks, None, grad_up)

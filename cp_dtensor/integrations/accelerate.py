@@ -11,11 +11,13 @@ Everything else stays as accelerate documents it. An accelerator that is prepare
     with accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=..., mask=Documents(cu_seqlens)):
 
 Models of transformers make their masks (windows, chunks, packed documents, padding) of the whole sequence, as in any
-context; sinks need the attention implementation "cp_dtensor". Models that would be wrong are refused when called.
+context; a model with a sink of each head needs the attention implementation "cp_dtensor". Models that would be wrong
+are refused when called.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,12 +28,13 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from cp_dtensor import Documents, HeadTail, Layout, Mask, context_parallel, local_positions
+from cp_dtensor import Documents, HeadTail, Mask, context_parallel, local_positions
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
     entry_replaced,
     sequence_ranks,
+    takes_options,
     when_loaded,
     wrapped,
 )
@@ -107,15 +110,13 @@ def _trainer_patched(owner: str, name: str, ours: Callable[..., Any], module: An
 _installation = SharedInstallation(_patches)
 
 
-def enable(
-    *, mask: Mask | None = None, method: str = "auto", layout: Layout | None = None, rotate_method: str | None = None,
-    sinks: torch.Tensor | None = None, deterministic: bool = False, debug: bool = False,
-) -> Enabled:  # fmt: skip
+@takes_options("mesh", "buffers", "buffer_seq_dims", "no_restore_buffers", "seq_len", of=context_parallel)
+def enable(**options: Any) -> Enabled:
     """Switch `ParallelismConfig(cp_size=n)` to this library, in `Accelerator.prepare` from now on.
 
     Args:
-        mask, method, layout, sinks, deterministic, debug: of the contexts that `maybe_context_parallel` and `Trainer`
-            open, as for `cp_dtensor.context_parallel`; `maybe_context_parallel` takes them too, for one step.
+        options: of the contexts that `maybe_context_parallel` and `Trainer` open, as for `cp_dtensor.context_parallel`;
+            `maybe_context_parallel` takes them too, for one step.
         rotate_method: as there. None: "alltoall" if the handler of the `ParallelismConfig` says so, otherwise "auto".
 
     Returns:
@@ -128,12 +129,8 @@ def enable(
         NotImplementedError, ValueError: for transformers models whose result would not be that of one process; the
             message names the reason and the way out.
     """
-    return Enabled(
-        {
-            "mask": mask, "method": method, "layout": layout, "rotate_method": rotate_method, "sinks": sinks,
-            "deterministic": deterministic, "debug": debug,
-        }
-    )  # fmt: skip
+    inspect.signature(enable).bind(**options)  # refuses options of other names
+    return Enabled(options)
 
 
 # Accelerator
@@ -170,7 +167,7 @@ class _Steps:
                     f"position_ids are missing, and the buffers of this step have the lengths {lengths}: pass "
                     "position_ids, as one of the buffers"
                 )
-            layout = options["layout"] or HeadTail()
+            layout = options.get("layout") or HeadTail()
             return local_positions(self.mesh, lengths[0], layout, device=tensors[0].device)[None]
 
         with ExitStack() as stack:
@@ -199,7 +196,7 @@ def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> t
         return result
     options = dict(_in_force[-1].options)
     handler = accelerator.parallelism_config.cp_handler
-    if options["rotate_method"] is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
+    if options.get("rotate_method") is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
         options["rotate_method"] = "alltoall"  # "allgather" is accelerate's default, so it is no choice
     accelerator._cp_context = _Steps(accelerator.torch_device_mesh["cp"], options, args)
     return args
@@ -239,7 +236,7 @@ def _trainer_inputs(
     _refuse_dropped_documents(trainer, model)
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     batch, length = tokens.shape[:2]
-    documents, own = _documents_of(inputs, tokens), steps.options["mask"]
+    documents, own = _documents_of(inputs, tokens), steps.options.get("mask")
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if inputs.get("position_ids") is None:

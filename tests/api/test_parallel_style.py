@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,6 +68,11 @@ def test_applying_it_twice_is_refused() -> None:
 def test_arguments_that_do_not_fit_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match=r"'ring'.*'allgather', 'alltoall'"):
         ContextParallel(rotate_method="ring")
+    for takes_options in (ContextParallel, partial(context_parallel, None)):
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'is_causal'"):
+            takes_options(method="ring", is_causal=True)
+    with pytest.raises(TypeError, match="expected deterministic to be True or False, got 1"):
+        ContextParallel(deterministic=1)  # type: ignore[typeddict-item]
     with pytest.raises(TypeError, match="layout"):
         ContextParallel(layout=HeadTail)  # type: ignore[arg-type]
     for length in (-1, (LENGTH, -1), 8.0):

@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 from cp_dtensor import Causal, Contiguous, Documents, HeadTail, SlidingWindow
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.comm.transports import transport_by_name
-from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.base import Tensors, modifiers_of
 from cp_dtensor.engine.call import FACTORS, Call, call_of
 from cp_dtensor.engine.planner import planned
 from cp_dtensor.plan.partition import LayoutPartition
@@ -49,7 +49,7 @@ def test_every_field_makes_another_call() -> None:
     def seen(call: Call) -> dict[str, Any]:
         return {
             "key": call.key, "numbers": call.numbers, "factors": call.factors(8), "plan": planned(call, t).plan,
-            "modifiers": call.modifiers(None, None, None, None),
+            "modifiers": modifiers_of(call, t),
         }  # fmt: skip
 
     def body(_rank: int) -> None:

@@ -198,6 +198,9 @@ def test_the_switch_is_reversible_nested_and_safe() -> None:
         return masks[0]
 
     before = hooks()
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'buffers'"):
+        cp_accelerate.enable(buffers=[])
+    assert hooks() == before
     first = cp_accelerate.enable()
     second = cp_accelerate.enable(mask=Documents([0, 4]))
     inside = hooks()

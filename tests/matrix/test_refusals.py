@@ -102,7 +102,7 @@ METHOD = "unknown method: got 'rings', expected one of 'auto', 'ring', 'ulysses'
 NO_BIAS = "|attn_mask is not supported by this operator|not differentiable with respect to argument 'attn_mask'"
 ROWS = r"expected attn_mask to have this rank's query rows .*; got \(2, 4, 12, 23\)" + NO_BIAS
 SINKS = (
-    r"expected one sink for each of this rank's query heads, \(4,\); got torch.float32 \(3,\)|does not take the sinks"
+    r"expected sinks, one for each of this rank's query heads, \(4,\); got torch.float32 \(3,\)|does not take the sinks"
 )
 TRANSPORT = "unknown rotate method: got 'pigeons', expected one of 'allgather', 'alltoall'"
 DTYPES = "(expected|must have) one dtype"

@@ -7,8 +7,8 @@
         loss = causal_lm_loss(model(**batch.inputs, use_cache=False).logits, batch.shift_labels)
         loss.backward()  # of gradients that are averaged over ranks afterwards
 
-Masks (windows, chunks, packed documents, padding) are those of the model, found by its own mask functions; sinks are
-the model's. Source: transformers' AttentionInterface and AttentionMaskInterface.
+Masks (windows, chunks, packed documents, padding) and the sink of each head are those of the model; its own mask
+functions find the masks. Source: transformers' AttentionInterface and AttentionMaskInterface.
 """
 
 from cp_dtensor.integrations.transformers.checks import check_model
