@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> None:
     """Run the benchmark of the command line; rank 0 prints a line for each row that is tried, and the results."""
     options = parse_options(arguments)
-    if not options.use_gpu:
+    if not options.use_gpu and os.environ.get("RANK", "0") == "0":
         print("small by default without GPUs: --seq-lens and --heads ask for more", file=sys.stderr)
 
     def measure(case: Case, ranks: Ranks, device: Device, rows: list[Row]) -> None:

@@ -128,7 +128,9 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     rank, gpus = os.environ.get("RANK"), 0 if options.device == "cpu" else torch.cuda.device_count()
     if options.info:
-        rows = dict(info.facts()) if rank in (None, "0") else {}
+        if rank not in (None, "0"):
+            return
+        rows = dict(info.facts())
         lines = (f"{name:<{max(map(len, rows))}}  {value}" for name, value in rows.items())
         print(json.dumps(rows, indent=1) if options.json else "\n".join(lines))
         return
