@@ -32,7 +32,7 @@ class _Registered:
     """A hook by its name, "module:name", and its patches, which contexts, modules and providers share."""
 
     def __init__(self, program: str, name: str) -> None:
-        self._program, self._name = program, name
+        self._program, self._name, self.key = program, name, (program, name)
         self.patches = SharedInstallation(lambda: [_torch.when_loaded(program, self._patches)])
 
     def loaded(self) -> list[ContextHook]:
@@ -70,27 +70,30 @@ class _Hooks:
         """
         if hook.count(":") != 1 or not all(hook.split(":")):
             raise ValueError(f'expected hook to be "module:name", got {hook!r}')
-        registered, lease = _Registered(program, hook), ExitStack()
-        with self._lock:
+        lease = ExitStack()
+        with self._lock:  # a hook that is added again, as by a reload of this package, is the same one
+            same = [each for each in self._registered if each.key == (program, hook)]
+            registered = same[0] if same else _Registered(program, hook)
             self._registered += (registered,)
         lease.callback(self._remove, registered)
         return lease
 
     def _remove(self, registered: _Registered) -> None:
         with self._lock:
-            self._registered = tuple(each for each in self._registered if each is not registered)
+            place = self._registered.index(registered)
+            self._registered = self._registered[:place] + self._registered[place + 1 :]
 
     def acquire(self) -> ExitStack:
         """Hold the patches of all hooks until the result is closed."""
         with ExitStack() as stack:
-            for each in self._registered:
+            for each in dict.fromkeys(self._registered):
                 each.patches.acquire()
                 stack.callback(each.patches.release)
             return stack.pop_all()
 
     def loaded(self) -> list[ContextHook]:
         """Return the hooks whose programs are loaded."""
-        return [hook for each in self._registered for hook in each.loaded()]
+        return [hook for each in dict.fromkeys(self._registered) for hook in each.loaded()]
 
     def check_compiled(self, arguments: dict[str, Any]) -> None:
         """Call `check_compiled` of the hooks whose programs are loaded."""

@@ -115,3 +115,19 @@ def test_modules_and_compiled_functions_are_brought_to_hooks() -> None:
 def test_names_of_hooks_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match=f'expected hook to be "module:name", got {name!r}'):
         register_context_hook("other_program", name)
+
+
+def test_a_hook_that_is_added_again_is_the_same_one() -> None:
+    """As by `importlib.reload(cp_dtensor)`: its patches are entered once, until the last lease is closed."""
+
+    def body(_rank: int) -> None:
+        with context_parallel(dist.group.WORLD, seq_len=4):
+            assert hook.calls == ["entered"]
+
+    import other_program  # type: ignore[import-not-found]  # noqa: F401
+
+    with register_context_hook("other_program", NAME):
+        register_context_hook("other_program", NAME).close()
+        with register_context_hook("other_program", NAME):
+            run_ranks(1, body)
+    assert hook.calls == ["entered", "left"]
