@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class _Registered:
     """A hook by its name, "module:name", and its patches, which contexts, modules and providers share."""
 
     def __init__(self, program: str, name: str) -> None:
-        self._program, self._name, self.key = program, name, (program, name)
+        self._program, self._name = program, name
         self.patches = SharedInstallation(lambda: [_torch.when_loaded(program, self._patches)])
 
     def loaded(self) -> list[ContextHook]:
@@ -52,7 +53,7 @@ class _Hooks:
     """The hooks that are registered now."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._of_name = threading.Lock(), cache(_Registered)  # one of a name: a reload adds it again
         self._registered: tuple[_Registered, ...] = ()
 
     def register(self, program: str, hook: str) -> ExitStack:
@@ -70,10 +71,8 @@ class _Hooks:
         """
         if hook.count(":") != 1 or not all(hook.split(":")):
             raise ValueError(f'expected hook to be "module:name", got {hook!r}')
-        lease = ExitStack()
-        with self._lock:  # a hook that is added again, as by a reload of this package, is the same one
-            same = [each for each in self._registered if each.key == (program, hook)]
-            registered = same[0] if same else _Registered(program, hook)
+        registered, lease = self._of_name(program, hook), ExitStack()
+        with self._lock:
             self._registered += (registered,)
         lease.callback(self._remove, registered)
         return lease

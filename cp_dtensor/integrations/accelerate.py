@@ -149,7 +149,7 @@ class _Steps:
         self.mesh, self.options = mesh, options
         modules = (module for each in prepared if isinstance(each, nn.Module) for module in each.modules())
         self._models = WeakSet(filter(is_model, modules))
-        for model in self._models:  # for models that are compiled before the first context
+        for model in self._models:
             model.register_forward_pre_hook(_with_positions, with_kwargs=True, prepend=True)
 
     @contextmanager

@@ -123,18 +123,14 @@ print("as eager models", rank)
 """
 
 
-def _run(program: str, *arguments: str) -> None:
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("order", ["before", "inside", "after"])
 def test_transformers_is_imported_before_inside_or_after_a_context(order: str) -> None:
-    _run(PROGRAM, order)
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, order], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_models_that_were_compiled_before_the_first_context(tmp_path: Path) -> None:

@@ -145,8 +145,8 @@ def unseen(implementation: str | None) -> str:
 _problems: WeakKeyDictionary[nn.Module, tuple[Any, list[str]]] = WeakKeyDictionary()
 
 
-def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a call of a model that would be wrong in the open context; return its keyword arguments.
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call of a model that would be wrong in the open context.
 
     Raises:
         NotImplementedError: layers that are wrong; images or sound of which the model makes tokens of its own.
@@ -165,11 +165,8 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
-    if lacks_positions(model, args, kwargs):
-        kwargs = {**kwargs, "position_ids": missing_positions[model]()}
     _check_arguments(model, _given(model, args, kwargs))
     layer_patches.replace(model)
-    return kwargs
 
 
 def _given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +204,7 @@ def _check_arguments(model: Any, given: dict[str, Any]) -> None:
             "rank has its own, and none is that of the whole sequence",
             stacklevel=2,
         )
-    if "position_ids" in inputs.names and "position_ids" not in given:
+    if "position_ids" in inputs.names and "position_ids" not in given and model not in missing_positions:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "

@@ -103,7 +103,7 @@ def _models_checked(utils: Any) -> AbstractContextManager[None]:
         if not shards_are_seen():
             return nn.Module.__call__(self, *args, **kwargs)
         is_traced = torch.compiler.is_compiling()
-        kwargs = (check if is_traced else check_call)(self, args, kwargs)
+        (check if is_traced else check_call)(self, args, kwargs)
         out = nn.Module.__call__(self, *args, **kwargs)
         (mark if is_traced else mark_caches)(args, kwargs, out)
         return out
