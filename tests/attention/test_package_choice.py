@@ -48,7 +48,15 @@ def test_packages_are_preferred_where_they_are_installed(fresh: Patch) -> None:
         ([SDPBackend.FLASH_ATTENTION], "Flash4Attention or FlashAttention", "IntervalAttention"),
         ([SDPBackend.CUDNN_ATTENTION], "CudnnAttention", "CudnnFlexAttention"),
         ([SDPBackend.MATH], "MathAttention", "IntervalAttention"),
-        ([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], "EfficientAttention", "IntervalAttention"),
+        # The order is that of torch's kernels only. The second list is TorchTitan's.
+        (
+            [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], "Flash4Attention or EfficientAttention",
+            "IntervalAttention",
+        ),
+        (
+            [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+            "Flash4Attention or CudnnAttention", "CudnnFlexAttention",
+        ),
         (
             [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
             "Flash4Attention or FlashAttention", "CudnnFlexAttention",
@@ -113,6 +121,23 @@ def test_missing_packages_are_logged_once_on_gpus_that_they_serve(
         "flash-attn-4 and nvidia-cudnn-frontend .*pip install '..kernels.' in a clone of cp_dtensor",
         record.getMessage(),
     )
+
+
+def test_a_log_says_which_kernel_computes_and_what_would_be_faster(
+    fresh: Patch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    install(fresh, FlashModule(), FlexModule())
+    with caplog.at_level(logging.INFO, "cp_dtensor"):
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            choose_backend(HOPPER)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            choose_backend(HOPPER)
+            choose_backend(AMPERE)
+    fast, cudnn, other = (each.getMessage() for each in caplog.records)
+    assert fast.startswith("FLASH_ATTENTION_4 computes")
+    assert re.match("CUDNN_ATTENTION computes .*; FlashAttention-4 is faster .* FLASH_ATTENTION$", cudnn)
+    assert re.match("CUDNN_ATTENTION computes", other)
+    assert "faster" not in fast + other
 
 
 def test_what_packages_print_and_warn_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,8 @@ _WIDE_GRADIENTS = WideGradients()
 
 # Orders of preference for full and causal tiles, measured (docs/kernels.md).
 _PACKAGE_GPU_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-"""Hopper and datacenter Blackwell. FlashAttention-4, the package, comes before these if FLASH_ATTENTION is allowed."""
+"""Hopper and datacenter Blackwell. FlashAttention-4, the package, comes before these if FLASH_ATTENTION is allowed,
+also in a user's order: programs put cuDNN first that know of torch's kernels only, as TorchTitan does."""
 _LEFT_TO_CUDNN = frozenset({("backward", True), ("backward", False)})
 """Backward of head dim 256 on Hopper: on an H100 cuDNN is 13 to 35% faster, on an H200 from 6% slower to 16% faster
 (docs/kernels.md)."""
@@ -58,7 +59,7 @@ class Allowed(NamedTuple):
     enabled: tuple[bool, ...]
     """True for each backend of `_BACKENDS` that is enabled."""
     order: tuple[str, ...] | None
-    """The user's order of preference, None without one."""
+    """The user's order of preference among torch's kernels, None without one."""
     deterministic: bool = False
     """True after `torch.use_deterministic_algorithms(True)`."""
     torch_flash: bool = False
@@ -115,9 +116,10 @@ def is_deterministic(q: Tensor, allowed: Allowed, asked: bool = False) -> bool:
 def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionBackend:
     """Return the first backend, in order of preference, that the user allows and that does not refuse the spec.
 
-    `torch.nn.attention.sdpa_kernel` sets the allowed backends, and with `set_priority=True` their order; the default
-    order depends on the GPU. FLASH_ATTENTION also means FlashAttention-4, the package. Interval-masked tiles are
-    computed by cuDNN's FlexAttention, the package, where CUDNN_ATTENTION is allowed, and by our own kernels elsewhere.
+    `torch.nn.attention.sdpa_kernel` sets the allowed backends. FLASH_ATTENTION also means FlashAttention-4, the
+    package, which comes first. With `set_priority=True` it orders torch's own kernels; their default order depends on
+    the GPU. Tiles masked by row are computed by cuDNN's FlexAttention, the package, where CUDNN_ATTENTION is allowed,
+    and by our own kernels elsewhere.
 
     Raises:
         NotImplementedError: every allowed backend refuses; the message has the reason of each.
@@ -207,23 +209,24 @@ def _chosen(
             chosen = backend
             break
         refusals.append(f"{name}: {reason}")
-    # FlashAttention-4 comes first, unless the user prefers what was chosen to FLASH_ATTENTION.
-    is_preferred = not user_order or chosen is None or order.index("FLASH_ATTENTION") <= order.index(name)
-    if has_packages and is_enabled["FLASH_ATTENTION"] and not torch_flash and is_preferred:
+    advice = ""
+    if is_enabled["FLASH_ATTENTION"] and has_packages and not torch_flash:
         faster = _flash4(spec, chosen or _WIDE_GRADIENTS)
         chosen = faster if faster.refusal(spec) is None else chosen
+    elif not is_enabled["FLASH_ATTENTION"] and flash4.PACKAGE.refusal(spec) is None:
+        advice = "; FlashAttention-4 is faster in most cases, if sdpa_kernel allows FLASH_ATTENTION"
     if chosen is None:
         raise NotImplementedError(
             f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
         )
-    _log_choice(spec, chosen, refusals)
+    _log_choice(spec, chosen, refusals, advice)
     return chosen
 
 
 _choose = lru_cached(_chosen)
 
 
-def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -> None:
+def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str], advice: str) -> None:
     """Log the backend of full and causal tiles; a warning if it is torch's slowest one on a GPU, unasked."""
     why = f" ({'; '.join(refusals)})" if refusals else ""
     is_asked_for = all(" is disabled " in each for each in refusals)
@@ -231,7 +234,7 @@ def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str]) -
     log_once(
         "attention", logging.WARNING if falls_back else logging.INFO,
         f"{chosen.name} computes full and causal tiles of {spec.dtype}, head dim {spec.dims}, on {spec.device_type}"
-        f"{why}",
+        f"{why}{advice}",
     )  # fmt: skip
 
 
