@@ -217,8 +217,9 @@ def test_pictures_of_measured_times(tmp_path: Path) -> None:
 def test_steps_are_read_from_the_log_of_torchtitan() -> None:
     """TorchTitan colours its lines; other lines with numbers are no steps."""
     log = (
-        "[rank0]:[titan] - root - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.24534  \x1b[38;2;180;60;0m"
-        "grad_norm:  0.9749  \x1b[38;2;54;234;195mmemory: 65.30GiB(46.71%)  \x1b[34mtps: 1,726  \x1b[36mtflops: 70.14  mfu: 7.09%\x1b[39m\n"
+        "[rank0]:[titan] - root - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.24534  \x1b[38;2;180;60;0mgrad_norm:  "
+        "0.9749  \x1b[38;2;54;234;195mmemory: 65.30GiB(46.71%)  "
+        "\x1b[34mtps: 1,726  \x1b[36mtflops: 70.14  mfu: 7.09%\x1b[39m\n"
         "[rank0]:[titan] - root - INFO - Training starts at step 1, loss: none\n"
     )
     assert docs_script("torchtitan_steps").steps_of(log) == [(1, 12.24534, 0.9749, 65.3, 1726)]
