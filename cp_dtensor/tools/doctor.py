@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> None:
         report.add(Finding("devices", PROBLEM, text, remedy))
         sys.exit(report.end())
     try:
-        ranks, device, _ = start("-m cp_dtensor doctor", arguments, gpus > 0, timeout_seconds=60)
+        ranks, device = start("-m cp_dtensor doctor", arguments, gpus > 0, timeout_seconds=60)
     except (RuntimeError, ValueError) as error:
         if rank != "0":
             raise  # this rank's report is not printed
@@ -376,8 +376,8 @@ def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Findi
 def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
     """Yield findings about out and gradients of every method and KV transport, beside one device in float64."""
     began, kind, size, rows = time.monotonic(), device.torch_device.type, ranks.world_size, list[Row]()
-    suite = Suite(ranks, device, repeats=1, seconds=1.0, warm_ms=0.0, check_up_to=_TOKENS * size)
-    ours = [each for each in methods_by_name(None) if each.name.startswith(OURS) and each.name != f"{OURS}auto"]
+    suite = Suite(ranks, device, repeats=1, check_up_to=_TOKENS * size, tells=False)
+    ours = [each for each in methods_by_name() if each.name.startswith(OURS) and each.name != f"{OURS}auto"]
     if ranks.together(lambda: _obstacle(device))[0] is not None:
         ours = [each for each in ours if "symm_mem" not in each.name]
     heads = Heads(max(4, size), max(4, size) // 2, 64)

@@ -39,29 +39,30 @@ _SPLITS: dict[str, tuple[str, str, int | None]] = {
 """Method, KV transport and number of ranks of the inner mesh axis (None for one axis) of this library's ways."""
 
 
-def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False) -> list[Method]:
+def methods_by_name(
+    names: Sequence[str] | None = None, *, graph: bool = False, compiled: str | None = None
+) -> list[Method]:
     """Return the methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
 
-    With `graph` and `compiled`, this library's methods are added as CUDA graphs and under torch.compile.
+    With `graph`, this library's methods are added as CUDA graphs; with `compiled`, those whose names begin so under
+    torch.compile.
 
     Raises:
         ValueError: no method has one of the names.
     """
     known = {method.name: method for method in _all_methods()}
+    by_default = [name for name, each in known.items() if each.by_default]
     if unknown := [name for name in names or () if name not in known]:
-        listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS)]
+        listed = ", ".join(name for name in known if name in by_default or not name.startswith(OURS))
         with_layout = f"ours also with a layout, such as '{OURS}auto Balanced'"
-        raise ValueError(f"unknown method {unknown[0]!r}: expected some of {', '.join(listed)}; {with_layout}")
+        raise ValueError(f"unknown method {unknown[0]!r}: expected some of {listed}; {with_layout}")
     result = []
-    for name in [name for name, each in known.items() if each.by_default] if names is None else dict.fromkeys(names):
-        method = known[name]
-        result.append(method)
-        if not name.startswith(OURS):
-            continue
-        if compiled:
-            result.append(replace(method, name=f"{name} compiled", compiled=True))
-        if graph:
-            result.append(replace(method, name=f"{name} graph", captured=True))
+    for name in by_default if names is None else dict.fromkeys(names):
+        result.append(known[name])
+        if compiled is not None and name.startswith(compiled):
+            result.append(replace(known[name], name=f"{name} compiled", compiled=True))
+        if graph and name.startswith(OURS):
+            result.append(replace(known[name], name=f"{name} graph", captured=True))
     return result
 
 

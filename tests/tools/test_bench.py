@@ -21,7 +21,7 @@ from support.masked_problems import shown
 from support.ranks import run_ranks
 
 from cp_dtensor.comm.transports import ROTATE_METHODS
-from cp_dtensor.tools import bench, report, torch_methods
+from cp_dtensor.tools import bench, command, torch_methods
 from cp_dtensor.tools.bench import parse_options, too_large
 from cp_dtensor.tools.cases import (
     WHOLE,
@@ -107,7 +107,7 @@ def test_methods_by_name_and_their_refusals() -> None:
     ]
     methods = {each.name: each for each in methods_by_name(names)}
     assert [*methods] == names
-    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
+    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled="ours")]
     assert both == ["ideal", "ours-auto", "ours-auto compiled", "ours-auto graph"]
 
     def refusals(**changes: Any) -> dict[str, str | None]:
@@ -261,7 +261,7 @@ def run_suite(
 
     def body(ranks: Ranks) -> list[Row]:
         rows: list[Row] = []
-        suite = Suite(ranks, device or Device(use_gpu=False), 2, 1.0, 0.0, check_up_to)
+        suite = Suite(ranks, device or Device(use_gpu=False), 2, check_up_to)
         with suppress(Failed):  # the run has ended: rows are those that were tried
             suite.run(case, ("fwd", "fwdbwd"), methods, rows)
         return rows
@@ -345,8 +345,10 @@ def test_peak_memory_is_that_of_the_call_above_what_was_held_before_it_was_prepa
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, held[0]))
     device = Device(use_gpu=False)
-    device._is_gpu = True
-    assert device.extra_bytes(lambda: allocate(7, -7), lambda: allocate(70, -50)) == 27  # of 70, 20 stay
+    device.is_gpu = True
+    before = device.allocated()
+    allocate(70, -50)  # prepares, and 20 stay
+    assert device.extra_bytes(lambda: allocate(7, -7), before) == 27
     assert device.extra_bytes(lambda: allocate(7, -7)) == 7
 
 
@@ -403,15 +405,15 @@ def test_a_run_with_errors_ends_with_status_1(
     status: str, arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = SimpleNamespace(rank=0, world_size=2)
-    monkeypatch.setattr(report, "start", lambda *_: (ranks, SimpleNamespace(torch_device=CPU), "torchrun ..."))
+    monkeypatch.setattr(command, "start", lambda *_: (ranks, SimpleNamespace(torch_device=CPU)))
     monkeypatch.setattr(
         Suite, "run", lambda self, case, *_: _[-1].append(row("ideal", [4.0], status=status, message="m"))
     )
-    monkeypatch.setattr(report, "end", lambda *_: None)
+    monkeypatch.setattr(command, "end", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         bench.main(["--device", "cpu", *arguments])
     assert int(ended.value.code or 0) == code
-    assert "`torchrun ...`" in capsys.readouterr().out
+    assert "`torchrun --nproc-per-node 2 -m cp_dtensor bench --device cpu" in capsys.readouterr().out
 
 
 NAMES = [
@@ -424,15 +426,12 @@ ON_CPUS = {"ideal", "ideal-installed", "ours-allgather", "ours-allgather Balance
 
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--mask", "documents 100", "causal", "--dropout", "0", "0.1", "--seq-lens", "512", "--heads", "2:1:8"]
-    arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--graph"]
-    arguments += ["--methods", *NAMES, "--output", "out/rows.csv", "--trace", "traces"]
+    arguments += ["--dtype", "float32", "--repeats", "1", "--device", "cpu", "--graph"]
+    arguments += ["--methods", *NAMES, "--output", "out/rows.csv"]
     printed = launch(2, "cp_dtensor", "bench", *arguments, folder=tmp_path)
     assert "-m cp_dtensor bench --mask 'documents 100' causal" in printed
     for title in ("causal, float32", "documents 100, float32, dropout 0.1"):
         assert f"\n## 512 tokens, 2:1:8 heads, {title}\n" in printed
-    traces = {path.name for path in (tmp_path / "traces").iterdir()}
-    assert {f"ours-allgather-Balanced-fwd-512-2-1-8-rank{rank}.json.gz" for rank in (0, 1)} <= traces
-    assert not any("ideal" in name for name in traces)
     with (tmp_path / "out" / "rows.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
     assert len(rows) == 2 * 2 * 2 * len(methods_by_name(NAMES, graph=True))
