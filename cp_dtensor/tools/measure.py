@@ -18,7 +18,7 @@ from cp_dtensor import Causal
 from cp_dtensor.tools.cases import WHOLE, Attention, Case, Inputs, Method, inputs_of
 from cp_dtensor.tools.errors import ERRORS, Outcome, relative_errors
 from cp_dtensor.tools.methods import IDEAL, OURS
-from cp_dtensor.tools.ranks import Call, Device, Failed, Ranks
+from cp_dtensor.tools.ranks import REFUSAL, Call, Device, Failed, Ranks
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, times_of
 from cp_dtensor.tools.torch_methods import sdpa
 
@@ -76,19 +76,18 @@ class Suite:
     tells: bool = True
     """True if rank 0 prints a line for each row that was tried."""
 
-    def attempt(self, title: str, row: Row, refusal: str | None, measure: Callable[[], Row]) -> None:
-        """Complete a row: refused, measured, or ended in an error.
+    def attempt(self, title: str, row: Row, measure: Callable[[], Row]) -> None:
+        """Complete a row: measured, refused by NotImplementedError, or ended in another error.
 
         Raises:
             Failed: ranks failed differently, so that no more can be measured.
         """
-        row |= {"status": REFUSED, "message": refusal}
-        if refusal:
-            return
+        row |= {"status": ERROR, "message": None}
         try:
             row |= {"status": MEASURED, **measure()}
         except Failed as failure:
-            row |= {"status": REFUSED if failure.is_refusal else ERROR, "message": str(failure)}
+            refusal = str(failure).removeprefix(REFUSAL)
+            row |= {"status": ERROR if refusal == str(failure) else REFUSED, "message": refusal}
             if not failure.alike:
                 raise
         finally:
@@ -110,8 +109,7 @@ class Suite:
         for method, name in product(sorted(methods, key=lambda each: layouts.index(each.layout)), passes):
             rows.append({**case.columns(), "layout": method.layout_column, "pass": name, "method": method.name})
             keep = partial(outcomes.__setitem__, len(rows) - 1) if checks else None
-            refusal = method.refusal(case, self.ranks.world_size)
-            self.attempt(case.title, rows[-1], refusal, partial(self._row, case, name, method, drawn, keep))
+            self.attempt(case.title, rows[-1], partial(self._row, case, name, method, drawn, keep))
         drawn.clear()
         if checks:
             try:

@@ -29,6 +29,8 @@ Call = Callable[[], object]
 _CALLS_BEFORE_CAPTURE = 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
+REFUSAL = "NotImplementedError: "
+"""Beginning of the message of a failure by which a method says that it does not support a case."""
 _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
@@ -76,11 +78,6 @@ class Failed(Exception):
     def __init__(self, message: str, alike: bool) -> None:
         super().__init__(message)
         self.alike = alike
-
-    @property
-    def is_refusal(self) -> bool:
-        """True for NotImplementedError, by which a method says that it does not support a case."""
-        return str(self).startswith("NotImplementedError")
 
 
 class Ranks:

@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
-from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, mask_mod
+from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, mask_mod, require
 
 TORCH_RINGS = ("allgather", "alltoall", "allgather FA4", "alltoall FA4")
 """Rotations of torch's rings, with torch's choice of kernels and with FlashAttention-4 in the place of its flash."""
@@ -43,19 +43,19 @@ def torch_methods() -> list[Method]:
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
     rings = [
         Method(
-            f"torch-{name}", refusal=_ring_refusal, context=partial(_ring_settings, name),
+            f"torch-{name}", context=partial(_ring_settings, name),
             shards=torch_context_parallel, by_default="FA4" not in name, contiguous=True,
         )
         for name in TORCH_RINGS
     ]  # fmt: skip
     flex = [
         Method(
-            f"torch-flex {name}", partial(_flex, name), _flex_refusal, f"torch {name}",
+            f"torch-flex {name}", partial(_flex, name), f"torch {name}",
             _balanced_positions, by_default=False, contiguous=True,
         )
         for name in BALANCERS
     ]  # fmt: skip
-    return [*rings, Method("llama3-varlen", _gathered, varlen_refusal, "Contiguous", by_default=False), *flex]
+    return [*rings, Method("llama3-varlen", _gathered, "Contiguous", by_default=False), *flex]
 
 
 @lru_cache
@@ -70,13 +70,9 @@ def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh
 # SDPA
 
 
-def plain_refusal(case: Case, world_size: int) -> str | None:
-    """Return the reason why SDPA without a mask tensor cannot compute a case; None if it can."""
-    return None if case.is_plain else f"SDPA has no mask such as {case.mask}"
-
-
 def sdpa(case: Case, device: torch.device) -> Attention:
     """Return torch's attention under a plain mask."""
+    require(case.is_plain, f"SDPA has no mask such as {case.mask}")
     expanded = case.heads.q // case.heads.kv if case.backend == "EFFICIENT_ATTENTION" else 1  # which has no GQA
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -120,8 +116,12 @@ def _ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None
     """Set torch's rotation, load balance and kernels to those of one of `TORCH_RINGS`.
 
     Raises:
-        NotImplementedError: torch cannot run FlashAttention-4 here.
+        NotImplementedError: torch does not compute the case, or cannot run FlashAttention-4 here.
     """
+    require(case.is_plain, f"torch's context parallel of SDPA has no mask such as {case.mask}")
+    require(not case.dropout, "torch's context parallel of SDPA has no dropout")
+    pieces = 2 * dist.get_world_size()
+    require(case.seq_len % pieces == 0, f"the length is not a multiple of {pieces}")
     from torch.distributed.tensor.experimental import _attention
 
     rotate_method, _, flash4 = ring.partition(" ")
@@ -134,13 +134,6 @@ def _ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None
             yield
         finally:
             options.rotate_method, options.enable_load_balance = before
-
-
-def _ring_refusal(case: Case, world_size: int) -> str | None:
-    if not case.is_plain or case.dropout:
-        return f"torch's context parallel of SDPA has no {'dropout' if case.is_plain else f'mask such as {case.mask}'}"
-    pieces = 2 * world_size
-    return f"the length is not a multiple of {pieces}" if case.seq_len % pieces else None
 
 
 @contextmanager
@@ -181,6 +174,8 @@ def _with_fewer_results() -> AbstractContextManager[Any]:
 
 # FlexAttention
 
+_NO_BACKWARD = "FlexAttention has no backward on CPUs"
+
 
 def compiled_flex(attention: Attention, device: torch.device) -> Attention:
     """Return FlexAttention of which all inputs have gradients: without, forward would compile once more.
@@ -188,7 +183,7 @@ def compiled_flex(attention: Attention, device: torch.device) -> Attention:
     Raises:
         NotImplementedError: on CPUs.
     """
-    _refuse_cpus(device)
+    require(device.type != "cpu", _NO_BACKWARD)
     torch.compiler.reset()  # methods would share Dynamo's limit of compilations
 
     def wrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -199,14 +194,13 @@ def compiled_flex(attention: Attention, device: torch.device) -> Attention:
     return wrapped
 
 
-def _refuse_cpus(device: torch.device) -> None:
-    if device.type == "cpu":
-        raise NotImplementedError("FlexAttention has no backward on CPUs")
-
-
 def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.Tensor:
     """Return the positions of this rank's part of the sequence as one of torch's load balancers rearranges it."""
-    _refuse_cpus(device)
+    require(device.type != "cpu", _NO_BACKWARD)
+    fits = case.batch == 1 and case.mask != "full" and not case.dropout
+    require(fits, "the method is for masks of one batch row, without dropout")
+    aligned = case.seq_len % (BLOCK * dist.get_world_size()) == 0
+    require(aligned, f"the length is not a multiple of {BLOCK} for each rank")
     indices = _balancer(layout.removeprefix("torch "), case, device)._generate_indices(restore=False)
     positions = indices[0].tensor_split(dist.get_world_size())[dist.get_rank()]
     return positions.long().expand(case.batch, -1)
@@ -221,18 +215,11 @@ def _balancer(name: str, case: Case, device: torch.device) -> Any:
     return _attention._PTRRLoadBalancer(block_mask(case, device), dist.get_world_size())
 
 
-def _flex_refusal(case: Case, world_size: int) -> str | None:
-    if case.batch != 1 or case.mask == "full" or case.dropout:
-        return "the method is for masks of one batch row, without dropout"
-    return f"the length is not a multiple of {BLOCK} for each rank" if case.seq_len % (BLOCK * world_size) else None
-
-
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
 def _flex(name: str, case: Case, device: torch.device) -> Attention:
     from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
     from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 
-    _refuse_cpus(device)
     mesh = mesh_of_ranks(device.type)
     group = mesh.get_group().group_name
     takes_block_size = "BLOCK_SIZE" in inspect.signature(_create_cp_block_mask).parameters  # from 2.15 on
@@ -244,7 +231,7 @@ def _flex(name: str, case: Case, device: torch.device) -> Attention:
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = flex_cp_allgather(k, v, 2, group)
-        out: torch.Tensor = compiled(q, k, v, block_mask=blocks, enable_gqa=case.enable_gqa)
+        out: torch.Tensor = compiled(q, k, v, block_mask=blocks, enable_gqa=True)
         return out
 
     return compiled_flex(attention, device)
@@ -256,13 +243,6 @@ _STAGES = 4
 """Groups of K/V heads that are gathered one after the other, if there are as many heads."""
 Span = tuple[int, int]
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-def varlen_refusal(case: Case, world_size: int) -> str | None:
-    """Return the reason why varlen attention of a case is not measured; None if it is."""
-    if case.batch != 1 or case.dropout:
-        return "the method is for one batch row, without dropout"
-    return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
 
 
 def varlen_on_one_gpu(case: Case, device: torch.device) -> Attention:
@@ -293,6 +273,9 @@ def _gathered(case: Case, device: torch.device) -> Attention:
 
 def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:
     """Return attention of (S, H, D) queries to (T, Hkv, D) keys and values, and the range of these keys."""
+    require(case.batch == 1 and not case.dropout, "the method is for one batch row, without dropout")
+    ranks = dist.get_world_size()
+    require(case.seq_len % ranks == 0, f"the length is not a multiple of {ranks}")
     documents, window = [(0, case.seq_len)], (-1, 0)  # keys before and after a query, -1 for all
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()):

@@ -145,8 +145,7 @@ def measure_job(job: Job, methods: Sequence[Method], suite: Suite, rows: list[Ro
     first, reference = len(rows), list[float]()
     for method in methods:
         rows.append({**job.columns(), "layout": method.layout_column, "method": method.name})
-        refusal = method.refusal(job.case, suite.ranks.world_size)
-        suite.attempt(job.title, rows[-1], refusal, partial(train, job, method, suite, reference))
+        suite.attempt(job.title, rows[-1], partial(train, job, method, suite, reference))
     compare(rows[first:])
 
 
