@@ -109,11 +109,7 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that the mask allows, of one head and batch row.
-
-        Raises:
-            ValueError: the mask does not fit the length.
-        """
+        """(query, key) pairs that the mask allows, of one head and batch row; ValueError if it does not fit."""
         return self.mask_value.pairs(self.seq_len, self.seq_len)
 
     def layout(self, name: str, device: torch.device | str = "cpu") -> Layout:

@@ -24,13 +24,12 @@ from cp_dtensor import GPUS, Hardware, explain
 from cp_dtensor.attention.backends.packages import INSTALL, has_package_kernels, installed_version
 from cp_dtensor.attention.backends.select import PACKAGES
 from cp_dtensor.comm.links import link_speed
-from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.tools import info
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
 from cp_dtensor.tools.info import gpu_name
 from cp_dtensor.tools.measure import Suite
-from cp_dtensor.tools.methods import OURS, methods_by_name
+from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
 from cp_dtensor.tools.report import REFUSED, Row
@@ -185,6 +184,8 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
     gloo = dist.new_group(backend="gloo")
     mesh = init_device_mesh(device.torch_device.type, (size,), mesh_dim_names=("cp",))
 
+    obstacle = partial(obstacle_to_shared_memory, device.torch_device)
+
     def first(findings: Callable[[], Iterable[Finding]]) -> list[Finding]:
         """Make a check on rank 0."""
         return ranks.on_each(lambda: list(findings()), ranks.rank == 0) or []
@@ -198,7 +199,7 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
         "GPU memory": lambda: each(memory),
         "GPU speed": lambda: speed(ranks.together(timings)),
         "NCCL": lambda: each(lambda: exchange(mesh.get_group(), device.torch_device, hosts)),
-        "symmetric memory": lambda: [symmetric_memory(ranks.together(lambda: _obstacle(device))[0], size, hosts)],
+        "symmetric memory": lambda: symmetric_memory(ranks.together(obstacle)[0], size, hosts),
     }
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": lambda: first(versions),
@@ -336,17 +337,18 @@ def link(gpu: str | None, world_size: int, hosts: int, per_second: float) -> Fin
     return Finding("NCCL", PROBLEM, text, look)
 
 
-def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Finding:
-    """Return the finding about memory that ranks share; `obstacle` is the reason why they share none."""
-    name = "symmetric memory"
+def symmetric_memory(obstacle: str | None, world_size: int, hosts: int) -> Iterator[Finding]:
+    """Yield the finding about memory that ranks share; `obstacle` is the reason why they share none."""
     if world_size == 1:
-        return Finding(name, NOTE, "not tried: it needs two ranks")
-    if obstacle is None:
-        return Finding(name, OK, "ranks read each other's memory")
-    if hosts > 1:
-        return Finding(name, NOTE, f"not over all ranks: {obstacle}; ranks of one host may share memory")
-    remedy = "K/V travel by NCCL instead; containers need --ipc=host and all GPUs of the host: nvidia-smi topo -p2p r"
-    return Finding(name, PROBLEM if gpu_name() else NOTE, obstacle, remedy)  # other GPUs need not have NVLink
+        found = NOTE, "not tried: it needs two ranks", ""
+    elif obstacle is None:
+        found = OK, "ranks read each other's memory", ""
+    elif hosts > 1:
+        found = NOTE, f"not over all ranks: {obstacle}; ranks of one host may share memory", ""
+    else:  # GPUs that are not known need not have NVLink
+        remedy = "K/V travel by NCCL; containers need --ipc=host and all GPUs of the host: nvidia-smi topo -p2p r"
+        found = PROBLEM if gpu_name() else NOTE, obstacle, remedy
+    yield Finding("symmetric memory", *found)
 
 
 def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
@@ -354,13 +356,12 @@ def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
     began, kind, size, rows = time.monotonic(), device.torch_device.type, ranks.world_size, list[Row]()
     suite = Suite(ranks, device, repeats=1, check_up_to=_TOKENS * size, tells=False)
     ours = [each for each in methods_by_name() if each.name.startswith(OURS) and each.name != f"{OURS}auto"]
-    if ranks.together(lambda: _obstacle(device))[0] is not None:
-        ours = [each for each in ours if "symm_mem" not in each.name]
     heads = Heads(max(4, size), max(4, size) // 2, 64)
     for mask in ("causal", f"documents {_TOKENS // 2}"):
         suite.run(Case(_TOKENS * size, heads, mask, dtype=_DTYPES[kind]), ["fwdbwd"], ours, rows)
-    right = dict.fromkeys(row["method"] for row in rows if row["status"] != REFUSED)
-    for row in (row for row in rows if row["method"] in right or row["status"] != REFUSED):
+    tried = [row for row in rows if row["status"] != REFUSED]
+    right = dict.fromkeys(row["method"] for row in tried)
+    for row in tried:
         errors = {name: row.get(f"error_{name}") for name in ERRORS}
         over = [f"{name}: {error}" for name, error in errors.items() if error is None or not error <= _TOLERANCE[kind]]
         if over:
@@ -370,15 +371,8 @@ def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
             yield Finding(f"{row['method'].removeprefix(OURS)}, {row['mask']}", PROBLEM, text, remedy)
     names = ", ".join(name.removeprefix(OURS) for name in right) or "no method"
     text = f"{names}: forward and backward in {_DTYPES[kind]} agree with one device in float64"
-    wrong = any(row["status"] != REFUSED and row["method"] not in right for row in rows)
+    wrong = any(row["method"] not in right for row in tried)
     yield Finding("correctness", PROBLEM if wrong else OK, f"{text} ({time.monotonic() - began:.1f} s)")
-
-
-def _obstacle(device: Device) -> str | None:
-    """Return the reason why the ranks share no memory; a collective."""
-    world = dist.group.WORLD
-    assert world is not None
-    return p2p_obstacle(world, device.torch_device)
 
 
 def choice(mesh: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:

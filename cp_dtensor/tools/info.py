@@ -80,23 +80,23 @@ def kernels() -> Iterator[tuple[str, str]]:
 
     FlashAttention-4 and cuDNN's FlexAttention step back where their first results in a process are wrong.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu, allowed = torch.cuda.is_available(), allowed_backends()
     device, capability = ("cuda:0", torch.cuda.get_device_capability(0)) if has_gpu else ("cpu", None)
     partition = LayoutPartition(Contiguous(), 8, 8, 1, 1)
     for dtype, shapes in (("bfloat16", _SHAPES), ("float32", _SHAPES[1:2])):
         for kv_heads, dim, v_dim in shapes:
             spec = CallSpec(
                 partition, Causal(), 1, 4, kv_heads, dim, v_dim, dtype, device=device, capability=capability
-            )
+            )  # fmt: skip
             by_row = replace(spec, masking=Masking.INTERVALS)
-            served = {"causal, full": choose_backend(spec), "masks": choose_backend(by_row)}
-            served["bias, dropout"] = choose_backend(replace(spec, masking=Masking.INTERVALS_UNBROKEN))
+            specs = {
+                "causal, full": spec, "masks": by_row,
+                "bias, dropout": replace(spec, masking=Masking.INTERVALS_UNBROKEN),
+            }  # fmt: skip
             if has_gpu:  # on CPUs all are deterministic
-                allowed = allowed_backends()
-                alike = masked_by_shape(replace(by_row, deterministic=True), allowed)
-                served["deterministic"] = choose_backend(alike, allowed)
+                specs["deterministic"] = masked_by_shape(replace(by_row, deterministic=True), allowed)
             shape = str(dim) if dim == v_dim else f"{dim}/{v_dim}{', grouped' if kv_heads < 4 else ''}"
-            text = "; ".join(f"{what}: {_kernel(backend, spec)}" for what, backend in served.items())
+            text = "; ".join(f"{what}: {_kernel(choose_backend(each, allowed), spec)}" for what, each in specs.items())
             yield f"kernels, {dtype}, {shape}", text
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import context_parallel, context_parallel_attention, context_parallel_flex_attention, explain
+from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.tools.cases import BLOCK, WHOLE, Attention, Case, Method, block_mask, require
 from cp_dtensor.tools.parsing import LAYOUTS
 from cp_dtensor.tools.torch_methods import (
@@ -99,6 +100,13 @@ def _group_of_this_rank() -> dist.ProcessGroup:
 # This library
 
 
+def obstacle_to_shared_memory(device: torch.device) -> str | None:
+    """Return the reason why the ranks share no memory, None if they do; a collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    return p2p_obstacle(world, device)
+
+
 def _attention(case: Case, **options: Any) -> Attention:
     options |= {"seq_len": case.seq_len, "mask": case.mask_value, "dropout_p": case.dropout, "enable_gqa": True}
     compute: Any = context_parallel_attention  # which returns out alone
@@ -114,7 +122,8 @@ def _ours(split: str, layout: str) -> Method:
         world_size = dist.get_world_size()
         fits = inner is None or (world_size % inner == 0 and inner < world_size)
         require(fits, f"it needs several times {inner} ranks")
-        require(rotate_method != "symm_mem" or device.type != "cpu", "ranks on CPUs share no memory")
+        if rotate_method == "symm_mem" and (obstacle := obstacle_to_shared_memory(device)):
+            raise NotImplementedError(obstacle)
         mesh = mesh_of_ranks(device.type, inner)
         return {"mesh": mesh, "layout": case.layout(layout), "rotate_method": rotate_method}
 

@@ -31,40 +31,31 @@ from torch.nn.attention.varlen import varlen_attn
 from cp_dtensor import Causal, Documents, SlidingWindow
 from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, mask_mod, require
 
-TORCH_RINGS = ("allgather", "alltoall", "allgather FA4", "alltoall FA4")
-"""Rotations of torch's rings, with torch's choice of kernels and with FlashAttention-4 in the place of its flash."""
-BALANCERS = ("HeadTail", "PTRR")
-"""Load balancers of torch's FlexAttention; PTRR balances blocks by the number of keys that they see."""
-
 
 def torch_methods() -> list[Method]:
-    """Return a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's."""
+    """Return a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's.
+
+    Rings have torch's choice of kernels, or FlashAttention-4 in the place of its flash. The balancer PTRR balances
+    blocks by the number of keys that they see.
+    """
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
-    rings = [
-        Method(
-            f"torch-{name}", context=partial(_ring_settings, name),
-            shards=torch_context_parallel, by_default="FA4" not in name, contiguous=True,
-        )
-        for name in TORCH_RINGS
-    ]  # fmt: skip
-    flex = [
-        Method(
-            f"torch-flex {name}", partial(_flex, name), f"torch {name}",
-            _balanced_positions, by_default=False, contiguous=True,
-        )
-        for name in BALANCERS
-    ]  # fmt: skip
-    return [*rings, Method("llama3-varlen", _gathered, "Contiguous", by_default=False), *flex]
+    rings = {name: partial(_ring_options, name) for each in ("allgather", "alltoall") for name in (each, f"{each} FA4")}
+    own: dict[str, Any] = {"shards": torch_context_parallel, "contiguous": True}
+    methods = [
+        Method(f"torch-{name}", context=context, by_default="FA4" not in name, **own) for name, context in rings.items()
+    ]
+    methods.append(Method("llama3-varlen", _gathered, "Contiguous", by_default=False))
+    own = {"positions": _balanced_positions, "contiguous": True, "by_default": False}
+    balanced = {name: partial(_flex, name) for name in ("HeadTail", "PTRR")}
+    return methods + [Method(f"torch-flex {name}", flex, f"torch {name}", **own) for name, flex in balanced.items()]
 
 
 @lru_cache
 def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh:
     """Return the mesh of all ranks, of two axes if the size of the inner one is given."""
-    world_size = dist.get_world_size()
-    if inner_size is None:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
-    return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("ring", "ulysses"))
+    sizes = (dist.get_world_size(),) if inner_size is None else (dist.get_world_size() // inner_size, inner_size)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("ring", "ulysses")[: len(sizes)])
 
 
 # SDPA
@@ -112,12 +103,8 @@ def torch_context_parallel(case: Case, device: torch.device, buffers: list[torch
 
 
 @contextmanager
-def _ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None]:
-    """Set torch's rotation, load balance and kernels to those of one of `TORCH_RINGS`.
-
-    Raises:
-        NotImplementedError: torch does not compute the case, or cannot run FlashAttention-4 here.
-    """
+def _ring_options(ring: str, case: Case, device: torch.device) -> Iterator[None]:
+    """Set torch's rotation, load balance and kernels for a ring such as "allgather" or "alltoall FA4"."""
     require(case.is_plain, f"torch's context parallel of SDPA has no mask such as {case.mask}")
     require(not case.dropout, "torch's context parallel of SDPA has no dropout")
     pieces = 2 * dist.get_world_size()
@@ -139,25 +126,22 @@ def _ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None
 @contextmanager
 def _flash_attention_4(case: Case, device: torch.device) -> Iterator[None]:
     """Make FlashAttention-4 torch's flash, and allow nothing else."""
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-            try:
-                stack.enter_context(_with_fewer_results())
-                activate_flash_attention_impl("FA4")
-                options: Any = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
-                q, v = (torch.zeros(1, 1, 128, dim, **options) for dim in case.heads.dims)
-                out = F.scaled_dot_product_attention(q, q, v)
-                out.backward(out.detach())
-            except Exception as error:  # any: the private functions of the package change
-                raise NotImplementedError(
-                    f"torch {torch.__version__} cannot run the installed flash-attn-4 with head dims "
-                    f'{case.heads.dims} by activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
-                ) from error
-            yield
-    finally:
-        if current_flash_attention_impl() is not None:
-            restore_flash_attention_impl()
+    with ExitStack() as stack:
+        stack.callback(lambda: current_flash_attention_impl() is not None and restore_flash_attention_impl())
+        stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+        try:
+            stack.enter_context(_with_fewer_results())
+            activate_flash_attention_impl("FA4")
+            options: Any = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
+            q, v = (torch.zeros(1, 1, 128, dim, **options) for dim in case.heads.dims)
+            out = F.scaled_dot_product_attention(q, q, v)
+            out.backward(out.detach())
+        except Exception as error:  # any: the private functions of the package change
+            raise NotImplementedError(
+                f"torch {torch.__version__} cannot run the installed flash-attn-4 with head dims "
+                f'{case.heads.dims} by activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
+            ) from error
+        yield
 
 
 def _with_fewer_results() -> AbstractContextManager[Any]:
@@ -210,9 +194,10 @@ def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.
 def _balancer(name: str, case: Case, device: torch.device) -> Any:
     from torch.distributed.tensor.experimental import _attention
 
+    ranks = dist.get_world_size()
     if name == "HeadTail":
-        return _attention._HeadTailLoadBalancer(case.seq_len, dist.get_world_size(), device)
-    return _attention._PTRRLoadBalancer(block_mask(case, device), dist.get_world_size())
+        return _attention._HeadTailLoadBalancer(case.seq_len, ranks, device)
+    return _attention._PTRRLoadBalancer(block_mask(case, device), ranks)
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone

@@ -186,10 +186,8 @@ def train(job: Job, method: Method, suite: Suite, reference: list[float]) -> Row
 
 def difference(found: Sequence[float], reference: Sequence[float]) -> float:
     """Return the largest relative difference of numbers that both have; NaN if there is one."""
-    one, other = (
-        torch.tensor(each, dtype=torch.float64) for each in zip(*zip(found, reference, strict=False), strict=True)
-    )
-    return ((one - other) / other).abs().max().item()
+    pairs = torch.tensor([*zip(found, reference, strict=False)], dtype=torch.float64)
+    return (pairs[:, 0] / pairs[:, 1] - 1).abs().max().item()
 
 
 # The command

@@ -403,7 +403,7 @@ ON_CPUS = {"ideal", "ideal-installed", "ours-allgather", "ours-allgather Balance
 REASONS = {
     "ideal": "SDPA has no mask such as documents 100", "ours-auto PerDocument": "PerDocument is a layout of documents",
     "torch-allgather": "torch's context parallel of SDPA has no", "ours-hybrid-2": "it needs several times 2 ranks",
-    "ours-symm_mem": "ranks on CPUs share no memory", "torch-flex PTRR": "FlexAttention has no backward on CPUs",
+    "ours-symm_mem": "", "torch-flex PTRR": "FlexAttention has no backward on CPUs",
     "ours-allgather graph": "CUDA graphs need a GPU",
 }  # fmt: skip
 

@@ -236,10 +236,10 @@ def test_slow_links_are_a_problem() -> None:
 
 
 def test_symmetric_memory_is_expected_of_gpus_with_nvlink_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.symmetric_memory("no peer access", 2, 1).status == NOTE
+    assert [each.status for each in doctor.symmetric_memory("no peer access", 2, 1)] == [NOTE]
     monkeypatch.setattr(doctor, "gpu_name", lambda: "H200")
     statuses = [
-        doctor.symmetric_memory(obstacle, ranks, hosts).status
+        next(doctor.symmetric_memory(obstacle, ranks, hosts)).status
         for obstacle, ranks, hosts in ((None, 8, 1), ("no peer access", 8, 1), ("2 hosts", 8, 2), ("alone", 1, 1))
     ]
     assert statuses == [OK, PROBLEM, NOTE, NOTE]
