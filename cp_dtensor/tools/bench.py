@@ -1,4 +1,4 @@
-"""Command line of the benchmark: options, run and tables; `python -m cp_dtensor bench`."""
+"""Time and errors of attention, beside one GPU and torch; `python -m cp_dtensor bench`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from cp_dtensor.tools.cases import PASSES, Case, Heads, grid
+from cp_dtensor.tools.cases import PASSES, Case, Heads
+from cp_dtensor.tools.command import cases_and_methods, measure_all, measuring_parser, parsed
 from cp_dtensor.tools.measure import Suite
-from cp_dtensor.tools.methods import methods_by_name
-from cp_dtensor.tools.parsing import (
-    MASK_HELP,
-    argument,
-    command_parser,
-    mask_argument,
-    positive,
-    positive_number,
-    probability,
-    uses_gpu,
-)
-from cp_dtensor.tools.ranks import Device, Ranks
-from cp_dtensor.tools.report import ERROR, REFUSED, Row, measure_all
+from cp_dtensor.tools.methods import OURS
+from cp_dtensor.tools.parsing import argument, positive_number, probability
+from cp_dtensor.tools.report import ERROR, REFUSED, Row
 
 _DESCRIPTION = """\
 Measures context-parallel attention: the methods of this library, torch's own context parallel, and one GPU as the
@@ -34,7 +22,6 @@ ideal, on the same inputs in the same run. Prints a table for each case. Exits w
     torchrun --nproc-per-node 8 -m cp_dtensor bench --output 8xH200.csv
     torchrun --nproc-per-node 2 -m cp_dtensor bench --quick
     torchrun --nproc-per-node 2 -m cp_dtensor bench --errors
-    torchrun --nproc-per-node 8 -m cp_dtensor bench --seq-lens 32768 --methods ours-auto --trace traces
     torchrun --nproc-per-node 8 -m cp_dtensor bench --mask "documents 2048" "window 4096" \\
         --methods ideal-installed ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
 
@@ -50,15 +37,17 @@ tensors) to float64; error_ratio: the largest one, over that of `ideal`. A secon
 with others; the other methods get (B, S, H, D) memory, as in models.
 """
 _BACKENDS = ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "MATH"]
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-# A minute at most, also on a CPU. Options of the command line take precedence over these and the next.
-_QUICK: dict[str, Any] = {
-    "seq_lens": [1024, 2048], "heads": [Heads(8, 2, 64)], "repeats": 5, "row_seconds": 1.0, "check_up_to": 1024,
+# Options of the command line take precedence over all of these.
+_DEFAULTS: dict[str, Any] = {
+    "seq_lens": [2**n for n in (13, 15, 16, 17, 18)], "heads": [Heads(32, 8), Heads(32, 32), Heads(64, 8)],
+    "repeats": 20, "check_up_to": 16384,
 }  # fmt: skip
+# A minute at most, also on a CPU.
+_QUICK = {"seq_lens": [1024, 2048], "heads": [Heads(8, 2, 64)], "repeats": 5, "check_up_to": 1024}
 _LAYOUTS = [f"ours-alltoall {layout}" for layout in ("Contiguous", "Striped", "MirroredBatch")]
 _ERRORS: dict[str, Any] = {
     "mask": ["causal", "full"], "heads": [Heads(8, 8), Heads(8, 2)], "batch": 2, "passes": ["fwdbwd"],
-    "repeats": 1, "warm_ms": 0.0, "check_up_to": sys.maxsize >> 32, "seq_lens": [4096], "backend": _BACKENDS,
+    "repeats": 1, "check_up_to": sys.maxsize >> 32, "seq_lens": [4096], "backend": _BACKENDS,
     "methods": ["ideal", "ours-allgather", "ours-alltoall", "ours-symm_mem", *_LAYOUTS],
 }  # fmt: skip
 _ERRORS_ON_CPUS = {
@@ -68,60 +57,27 @@ _ERRORS_ON_CPUS = {
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line; exit with a message if an option does not fit. Also has the cases and methods."""
-    parser = _parser()
-    parsed = parser.parse_known_args(arguments)[0]
-    use_gpu = uses_gpu(parser, parsed.device)
-    if parsed.quick or not use_gpu:
-        parser.set_defaults(**_QUICK)
-    if parsed.errors is not None:
-        parser.set_defaults(**{**_ERRORS, **({} if use_gpu else _ERRORS_ON_CPUS)})
-    options = parser.parse_args(arguments)
-    options.use_gpu, options.passes = use_gpu, [name for name in PASSES if name in options.passes]
-    options.cases = grid(
-        heads=options.heads, mask=options.mask, backend=options.backend, dropout=options.dropout,
-        seq_len=options.seq_lens, batch=[options.batch], dtype=[options.dtype],
-    )  # fmt: skip
-    try:
-        options.methods = methods_by_name(options.methods, graph=options.graph, compiled=options.compile)
-        _ = [case.pairs for case in options.cases]  # refuses documents that are longer than the sequence
-    except ValueError as error:
-        parser.error(str(error))
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("bench", _DESCRIPTION)
-    what = parser.add_argument_group("cases and methods").add_argument
-    lengths, heads = [2**n for n in (13, 15, 16, 17, 18)], [Heads(32, 8), Heads(32, 32), Heads(64, 8)]
-    what("--seq-lens", type=positive, nargs="+", default=lengths, metavar="N", help="global lengths")
+    parser = measuring_parser("bench", _DESCRIPTION)
+    add = parser.add_argument
     about = "numbers, and dims if not 128: 16:16:192/128"
-    what("--heads", type=argument(Heads.parse), nargs="+", default=heads, metavar="Q:KV", help=about)
-    what("--batch", type=positive, default=1)
-    what("--dtype", choices=_DTYPES, default="bfloat16")
-    what("--mask", type=mask_argument, nargs="+", default=["causal"], metavar="MASK", help=MASK_HELP)
-    what("--dropout", type=probability, nargs="+", default=[0.0], metavar="P", help="each a table; results are random")
-    what("--passes", choices=PASSES, nargs="+", default=PASSES)
-    methods = "such as ideal ours-auto 'ours-auto Balanced' torch-allgather 'torch-flex PTRR'"
-    what("--methods", nargs="+", metavar="NAME", help=methods)
-    what("--backend", choices=("auto", *_BACKENDS), nargs="+", default=["auto"], help="allowed by sdpa_kernel")
-    what("--one-thread", action="store_true", help="run backward on the calling thread")
-    what("--graph", action="store_true", help="measure ours under CUDA graph replay too")
-    what("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
-    how = parser.add_argument_group("measurement").add_argument
-    how("--quick", action="store_true", help="a small run, the default without GPUs; other options take precedence")
+    add("--heads", type=argument(Heads.parse), nargs="+", metavar="Q:KV", help=about)
+    add("--dropout", type=probability, nargs="+", default=[0.0], metavar="P", help="each a table; results are random")
+    add("--passes", choices=PASSES, nargs="+", default=PASSES)
+    add("--backend", choices=("auto", *_BACKENDS), nargs="+", default=["auto"], help="allowed by sdpa_kernel")
+    add("--graph", action="store_true", help="measure ours under CUDA graph replay too")
+    add("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
+    add("--quick", action="store_true", help="a small run, the default without GPUs; other options take precedence")
     errors = "every backend and KV transport once; status 1 if an error is over LIMIT (1.5) times that of `ideal`"
-    how("--errors", type=positive_number, nargs="?", const=1.5, metavar="LIMIT", help=errors)
-    how("--repeats", type=positive, default=20, help="timed calls of a row")
-    how("--row-seconds", type=positive_number, default=3.0, help="rows slower than this are repeated less often")
-    how("--warm-ms", type=float, default=400, help="time of calls before a row is timed")
-    checked = "errors are computed of cases with no more work than a causal sequence of this length"
-    how("--check-up-to", type=positive, default=16384, metavar="N", help=checked)
-    how("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    how("--timeout", type=positive_number, default=180, metavar="SECONDS", help="timeout of a collective")
-    out = parser.add_argument_group("output").add_argument
-    out("--output", type=Path, metavar="FILE", help="CSV file of all rows")
-    out("--trace", type=Path, metavar="DIR", help="folder of Chrome traces, of each method that runs on all ranks")
-    return parser
+    add("--errors", type=positive_number, nargs="?", const=1.5, metavar="LIMIT", help=errors)
+    options = parsed(parser, arguments, **_DEFAULTS)
+    small = _QUICK if options.quick or not options.use_gpu else {}
+    errors_only = {} if options.errors is None else _ERRORS if options.use_gpu else _ERRORS | _ERRORS_ON_CPUS
+    options = parsed(parser, arguments, **small | errors_only)
+    options.passes = [name for name in PASSES if name in options.passes]
+    options.cases = cases_and_methods(
+        parser, options, compiled=OURS, heads=options.heads, backend=options.backend, dropout=options.dropout
+    )  # fmt: skip
+    return options
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -130,17 +86,10 @@ def main(arguments: Sequence[str]) -> None:
     if not options.use_gpu and os.environ.get("RANK", "0") == "0":
         print("small by default without GPUs: --seq-lens and --heads ask for more", file=sys.stderr)
 
-    def measure(case: Case, ranks: Ranks, device: Device, rows: list[Row]) -> None:
-        def report(row: Row) -> None:
-            if ranks.rank == 0:
-                outcome = f"{row['status']}: {row['message']}" if row["message"] else f"{row['median_ms']:.4g} ms"
-                print(f"{case.title}, {row['pass']}, {row['method']}: {outcome}", file=sys.stderr, flush=True)
+    def measure(case: Case, suite: Suite, rows: list[Row]) -> None:
+        suite.run(case, options.passes, options.methods, rows)
 
-        effort = options.repeats, options.row_seconds, options.warm_ms, options.check_up_to
-        Suite(ranks, device, *effort, options.trace, report).run(case, options.passes, options.methods, rows)
-
-    with torch.autograd.set_multithreading_enabled(not options.one_thread):
-        rows = measure_all("-m cp_dtensor bench", arguments, options, options.cases, measure)
+    rows = measure_all("-m cp_dtensor bench", arguments, options, options.cases, measure)
     sys.exit(any(row["status"] == ERROR for row in rows) or too_large(rows, options.errors))
 
 

@@ -98,11 +98,6 @@ class Case:
         return ", ".join(words + [f"dropout {self.dropout:g}"] * (self.dropout > 0))
 
     @property
-    def enable_gqa(self) -> bool:
-        """True if query heads share K/V heads."""
-        return self.heads.q != self.heads.kv
-
-    @property
     def mask_value(self) -> Mask:
         """The mask of the name."""
         return mask_by_name(self.mask, self.seq_len)
@@ -114,30 +109,21 @@ class Case:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that the mask allows, of one head and batch row.
-
-        Raises:
-            ValueError: the mask does not fit the length.
-        """
+        """(query, key) pairs that the mask allows, of one head and batch row; ValueError if it does not fit."""
         return self.mask_value.pairs(self.seq_len, self.seq_len)
 
     def layout(self, name: str, device: torch.device | str = "cpu") -> Layout:
         """Return the layout of a name, as of `layout_by_name`, or "BalancedBlocks" of the mask.
 
         Raises:
-            ValueError: the layout does not fit the mask.
+            NotImplementedError: the layout does not fit the mask.
         """
-        if name == "BalancedBlocks":
-            return BalancedBlocks(block_mask(self, torch.device(device)))
-        return layout_by_name(name, self.mask_value, self.seq_len)
-
-    def layout_refusal(self, name: str) -> str | None:
-        """Return the reason why there is no layout of a name; None if there is."""
         try:
-            _ = name == "BalancedBlocks" or self.layout(name)  # the former fits every mask
+            if name == "BalancedBlocks":
+                return BalancedBlocks(block_mask(self, torch.device(device)))
+            return layout_by_name(name, self.mask_value, self.seq_len)
         except ValueError as error:
-            return str(error)
-        return None
+            raise NotImplementedError(str(error)) from None
 
     def flops(self, pass_name: str) -> float:
         """Return the floating point operations of a pass over the whole sequence; masked pairs do not count.
@@ -242,15 +228,22 @@ def positions_by_layout(case: Case, layout: str, device: torch.device) -> torch.
     return local_positions(world, case.seq_len, case.layout(layout, device), batch_size=case.batch, device=device)
 
 
+def require(fits: bool, reason: str) -> None:
+    """Refuse a case that a method does not support."""
+    if not fits:
+        raise NotImplementedError(reason)
+
+
 @dataclass(frozen=True)
 class Method:
-    """One way of computing attention: this library's, torch's, or one GPU's."""
+    """One way of computing attention: this library's, torch's, or one GPU's.
+
+    Its functions raise NotImplementedError for cases that it does not support, which become rows that are refused.
+    """
 
     name: str
     attention: Callable[[Case, torch.device], Attention] | None = None
     """The attention of a case; None for torch's SDPA inside of `shards`."""
-    refusal: Callable[[Case, int], str | None] = lambda case, world_size: None
-    """The reason why a case on so many ranks is not measured; None if it is."""
     layout: str = "HeadTail"
     """Tokens of each rank: methods of one layout share their inputs."""
     positions: Callable[[Case, str, torch.device], torch.Tensor] = positions_by_layout

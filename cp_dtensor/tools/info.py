@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import permutations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor import GPUS, Causal, Contiguous
 from cp_dtensor.attention.backends.base import AttentionBackend
@@ -30,7 +28,6 @@ from cp_dtensor.attention.backends.select import (
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 
-ALL_GPUS = "all GPUs of this node"
 _SHAPES = ((1, 64, 64), (1, 128, 128), (4, 192, 128), (1, 192, 128), (1, 256, 256), (1, 512, 512))
 """Key heads for four query heads, head dims of q and of v. Groups change the kernel only where the dims differ."""
 _KERNELS = {
@@ -42,21 +39,18 @@ _KERNELS = {
 
 def facts() -> Iterator[tuple[str, str]]:
     """Yield name and value of each row of the table."""
-    has_gpu, peers = torch.cuda.is_available(), peer_access()
     yield from versions()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         yield "Triton runs in its", "interpreter (TRITON_INTERPRET)"
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if has_gpu else 0)]
-    found = Counter(
-        f"{each.name} ({each.total_memory / 2**30:.0f} GiB, capability {each.major}.{each.minor})" for each in gpus
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = Counter(
+        f"{each.name} ({each.total_memory / 2**30:.0f} GiB, capability {each.major}.{each.minor})"
+        for each in map(torch.cuda.get_device_properties, range(count))
     )
-    yield "devices", "; ".join(f"{n} x {name}" for name, n in found.items()) or f"CPU, {os.cpu_count()} cores"
-    groups = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
-    yield "process groups", ", ".join(name for name, is_here in groups.items() if is_here()) or "none"
-    yield "peer access", peers
-    yield "symmetric memory", "available" if peers == ALL_GPUS else "needs GPUs with peer access"
-    for dtype in (torch.bfloat16, torch.float32):
-        yield f"backends, {str(dtype).removeprefix('torch.')}", ", ".join(backends(dtype)) or "none"
+    yield "devices", "; ".join(f"{n} x {name}" for name, n in gpus.items()) or f"CPU, {os.cpu_count()} cores"
+    pairs = list(permutations(range(count), 2))
+    able = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    yield "peer access", f"{able} of {len(pairs)} pairs of GPUs" if pairs else "needs two GPUs"
     for package in PACKAGES:
         yield package.title, package.version or f"not installed: {INSTALL}"
     yield from kernels()
@@ -86,23 +80,23 @@ def kernels() -> Iterator[tuple[str, str]]:
 
     FlashAttention-4 and cuDNN's FlexAttention step back where their first results in a process are wrong.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu, allowed = torch.cuda.is_available(), allowed_backends()
     device, capability = ("cuda:0", torch.cuda.get_device_capability(0)) if has_gpu else ("cpu", None)
     partition = LayoutPartition(Contiguous(), 8, 8, 1, 1)
     for dtype, shapes in (("bfloat16", _SHAPES), ("float32", _SHAPES[1:2])):
         for kv_heads, dim, v_dim in shapes:
             spec = CallSpec(
                 partition, Causal(), 1, 4, kv_heads, dim, v_dim, dtype, device=device, capability=capability
-            )
+            )  # fmt: skip
             by_row = replace(spec, masking=Masking.INTERVALS)
-            served = {"causal, full": choose_backend(spec), "masks": choose_backend(by_row)}
-            served["bias, dropout"] = choose_backend(replace(spec, masking=Masking.INTERVALS_UNBROKEN))
+            specs = {
+                "causal, full": spec, "masks": by_row,
+                "bias, dropout": replace(spec, masking=Masking.INTERVALS_UNBROKEN),
+            }  # fmt: skip
             if has_gpu:  # on CPUs all are deterministic
-                allowed = allowed_backends()
-                alike = masked_by_shape(replace(by_row, deterministic=True), allowed)
-                served["deterministic"] = choose_backend(alike, allowed)
+                specs["deterministic"] = masked_by_shape(replace(by_row, deterministic=True), allowed)
             shape = str(dim) if dim == v_dim else f"{dim}/{v_dim}{', grouped' if kv_heads < 4 else ''}"
-            text = "; ".join(f"{what}: {_kernel(backend, spec)}" for what, backend in served.items())
+            text = "; ".join(f"{what}: {_kernel(choose_backend(each, allowed), spec)}" for what, each in specs.items())
             yield f"kernels, {dtype}, {shape}", text
 
 
@@ -115,32 +109,6 @@ def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
     other = _kernel(backend.instead, spec)
     left = (f"{'causal' if causal else 'full'} {direction}: {other}" for direction, causal in sorted(backend.left))
     return f"{name} ({', '.join(left)})"
-
-
-def backends(dtype: torch.dtype, head_dim: int = 64) -> list[str]:
-    """Return the backends of `F.scaled_dot_product_attention` that compute a causal call and its gradients."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q = torch.randn(1, 2, 128, head_dim, device=device, dtype=dtype, requires_grad=True)
-    names = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}  # those of CPUs
-    if device != "cpu":
-        names = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, **names}
-    served = []
-    for name, backend in names.items():
-        with suppress(RuntimeError), sdpa_kernel(backend), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's reasons why a backend refuses the call
-            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
-            served.append(name)
-    return served
-
-
-def peer_access() -> str:
-    """Return the pairs of GPUs of this host that read each other's memory, in words."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < 2:
-        return "needs two GPUs"
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    able = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    return ALL_GPUS if able == len(pairs) else f"{able} of {len(pairs)} pairs of GPUs"
 
 
 def gpu_name() -> str | None:

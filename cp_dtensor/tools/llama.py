@@ -11,8 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -71,7 +70,7 @@ PRESETS: Mapping[str, Size] = MappingProxyType(
 
 
 class Llama(nn.Module):
-    """The loss of next-token prediction.
+    """The loss of next-token prediction, with the same weights on every rank.
 
     Args:
         size: of the model.
@@ -80,14 +79,15 @@ class Llama(nn.Module):
         checkpointed: True to compute each layer again in backward.
     """
 
-    def __init__(self, size: Size, **options: bool) -> None:
+    def __init__(self, size: Size, **of_layers: bool) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embedding = nn.Embedding(size.vocabulary, size.dim)
-        self.layers = nn.ModuleList(Layer(size, **options) for _ in range(size.layers))
+        self.layers = nn.ModuleList(Layer(size, **of_layers) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.output = nn.Linear(size.dim, size.vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         """Return the sum of the token losses of (B, S) tokens and their labels at their global positions."""
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -97,7 +97,7 @@ class Llama(nn.Module):
             return self._loss(*next(pieces))
         return torch.stack([checkpoint(self._loss, *piece, use_reentrant=False) for piece in pieces]).sum()
 
-    def _loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.output(self.norm(x))
         return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), labels, reduction="sum")
 
@@ -116,17 +116,19 @@ class Layer(nn.Module):
         self.w1, self.w3 = (nn.Linear(size.dim, size.ffn, bias=False) for _ in range(2))
         self.w2 = nn.Linear(size.ffn, size.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.checkpointed:
-            return checkpoint(self._forward, x, positions, use_reentrant=False)
-        return self._forward(x, positions)
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the (B, S, dim) rows after this layer."""
+        # Inside of the module, which FSDP2 wraps: it gathers the weights once for both computations.
+        return (
+            checkpoint(self._rows, x, positions, use_reentrant=False) if self.checkpointed else self._rows(x, positions)
+        )
 
-    def _forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _rows(self, x: Tensor, positions: Tensor) -> Tensor:
         x = x + self._attention(self.attention_norm(x), positions)
         normed = self.ffn_norm(x)
         return x + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
 
-    def _attention(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _attention(self, x: Tensor, positions: Tensor) -> Tensor:
         q_BSHD, k_BSHD, v_BSHD = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k, v = (x.transpose(1, 2) for x in (rotated(q_BSHD, positions), rotated(k_BSHD, positions), v_BSHD))
         if self.contiguous:
@@ -140,15 +142,15 @@ class Layer(nn.Module):
 
 class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
 
 
-def rotated(x_BSHD: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotated(x_BSHD: Tensor, positions: Tensor) -> Tensor:
     """Apply RoPE at (B, S) positions, in float32 at least: halves of a head are the pairs' first and second numbers."""
     exact = x_BSHD.to(torch.promote_types(x_BSHD.dtype, torch.float32))
     first, second = exact.chunk(2, -1)
@@ -156,17 +158,3 @@ def rotated(x_BSHD: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     angles = (positions[..., None] * _ROPE_THETA ** (-pairs / first.size(-1)))[:, :, None, :]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).type_as(x_BSHD)
-
-
-@torch.no_grad()
-def initialise(model: nn.Module) -> None:
-    """Draw the weights, equal whatever the ranks that share them: normal, the norms' weights 1."""
-    generator: torch.Generator | None = None
-    for parameter in model.parameters():
-        generator = generator or torch.Generator(parameter.device).manual_seed(0)
-        whole = torch.ones(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        if whole.ndim > 1:
-            whole.normal_(std=0.02, generator=generator)
-        if isinstance(parameter, DTensor):
-            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(whole)

@@ -1,33 +1,38 @@
-"""Measurement of methods on all ranks: inputs, timings, launch cost, memory, errors, failures and traces."""
+"""Measurement of methods on all ranks: inputs, timings, launch cost, memory, errors and failures."""
 
 from __future__ import annotations
 
-import re
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from cp_dtensor import Causal
 from cp_dtensor.tools.cases import WHOLE, Attention, Case, Inputs, Method, inputs_of
 from cp_dtensor.tools.errors import ERRORS, Outcome, relative_errors
 from cp_dtensor.tools.methods import IDEAL, OURS
-from cp_dtensor.tools.ranks import Call, Device, Failed, Ranks
+from cp_dtensor.tools.ranks import REFUSAL, Call, Device, Failed, Ranks
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, times_of
 from cp_dtensor.tools.torch_methods import sdpa
 
 T = TypeVar("T")
+Drawn = tuple[torch.Tensor, Inputs]
+"""Positions of a rank's tokens, and their inputs."""
+_SECONDS = 3.0
+"""Time of all timed calls; slower calls are repeated less often."""
+_WARM_MS = 400
+"""Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
 _MOST_WARM_CALLS = 30
 _LAUNCH_CALLS = 5
 """Few enough for all their launches to fit into the device's queue; a full queue makes the host wait."""
 _FEWEST_REPEATS = 3
-_TRACED_CALLS = 3
 
 
 class Work:
@@ -60,22 +65,35 @@ class Work:
 
 @dataclass(frozen=True)
 class Suite:
-    """The runner of all cases on this rank."""
+    """The runner of all problems on this rank."""
 
     ranks: Ranks
     device: Device
     repeats: int
-    """Timed calls, if there is time for them."""
-    seconds: float
-    """Time of all timed calls; slower calls are repeated less often, but at least three times."""
-    warm_ms: float
-    """Time of calls before the timed ones: a GPU that has just begun to work is faster than one with settled clocks."""
-    check_up_to: int
+    """Timed calls, if there is time for them. One call is for its results, without calls before it."""
+    check_up_to: int = 0
     """Errors are computed of cases with no more work than a causal sequence of this length."""
-    traces: Path | None = None
-    """Folder of a Chrome trace of each rank, of methods that run on all ranks."""
-    report: Callable[[Row], None] = lambda row: None
-    """Called with each row that is tried, before its errors are known."""
+    tells: bool = True
+    """True if rank 0 prints a line for each row that was tried."""
+
+    def attempt(self, title: str, row: Row, measure: Callable[[], Row]) -> None:
+        """Complete a row: measured, refused by NotImplementedError, or ended in another error.
+
+        Raises:
+            Failed: ranks failed differently, so that no more can be measured.
+        """
+        row |= {"status": ERROR, "message": None}
+        try:
+            row |= {"status": MEASURED, **measure()}
+        except Failed as failure:
+            refusal = str(failure).removeprefix(REFUSAL)
+            row |= {"status": ERROR if refusal == str(failure) else REFUSED, "message": refusal}
+            if not failure.alike:
+                raise
+        finally:
+            if self.tells and self.ranks.rank == 0:
+                outcome = f"{row['status']}: {row['message']}" if row["message"] else f"{row['median_ms']:.4g} ms"
+                print(f"{title}, {row['pass']}, {row['method']}: {outcome}", file=sys.stderr, flush=True)
 
     def run(self, case: Case, passes: Sequence[str], methods: Sequence[Method], rows: list[Row]) -> None:
         """Add the rows of a case.
@@ -87,25 +105,11 @@ class Suite:
         checks = not case.dropout and case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
         # Rank 0 frees the whole sequence before it draws shards, and shards before those of another layout.
         layouts = sorted(dict.fromkeys(each.layout for each in methods), key=WHOLE.__ne__)
-        drawn: dict[str, tuple[torch.Tensor, Inputs] | None] = {}
+        drawn: dict[str, Drawn | None] = {}
         for method, name in product(sorted(methods, key=lambda each: layouts.index(each.layout)), passes):
-            row: Row = {**case.columns(), "layout": method.layout_column, "pass": name, "method": method.name}
-            row |= {"status": ERROR, "message": None}
-            rows.append(row)
-            if refusal := method.refusal(case, self.ranks.world_size):
-                row |= {"status": REFUSED, "message": refusal}
-                continue
-            try:
-                numbers, outcome = self._row(case, name, method, drawn, checks)
-                row |= {"status": MEASURED, **numbers}
-                if outcome is not None:
-                    outcomes[len(rows) - 1] = outcome
-            except Failed as failure:
-                row |= {"status": REFUSED if failure.is_refusal else ERROR, "message": str(failure)}
-                if not failure.alike:
-                    raise
-            finally:
-                self.report(row)
+            rows.append({**case.columns(), "layout": method.layout_column, "pass": name, "method": method.name})
+            keep = partial(outcomes.__setitem__, len(rows) - 1) if checks else None
+            self.attempt(case.title, rows[-1], partial(self._row, case, name, method, drawn, keep))
         drawn.clear()
         if checks:
             try:
@@ -118,12 +122,13 @@ class Suite:
         compare(rows[first:])
 
     def _row(
-        self, case: Case, name: str, method: Method, drawn: dict[str, tuple[torch.Tensor, Inputs] | None], checks: bool
-    ) -> tuple[Row, Outcome | None]:
-        """Return the numbers of a row, and this rank's results if asked; `drawn` has the inputs of one layout."""
+        self, case: Case, name: str, method: Method, drawn: dict[str, Drawn | None],
+        keep: Callable[[Outcome], None] | None,
+    ) -> Row:  # fmt: skip
+        """Return the numbers of a row. `drawn` has the inputs of one layout, `keep` takes the results of this rank."""
         device, takes_part = self.device.torch_device, method.layout != WHOLE or self.ranks.rank == 0
 
-        def draw() -> tuple[torch.Tensor, Inputs]:
+        def draw() -> Drawn:
             positions = method.positions(case, method.layout, device)
             return positions, inputs_of(case, positions)
 
@@ -135,10 +140,8 @@ class Suite:
                 # Torch's context refuses to work without a buffer; its length tells whether the load can be balanced.
                 stack.enter_context(method.shards(case, device, [torch.zeros(1, case.seq_len, device=device)]))
             if method.compiled:
-                # All methods and cases share the code of one closure. Without a reset they meet Dynamo's limit of
-                # recompilations. From the second length on they would have dynamic shapes, which a training step of
-                # one length does not have.
-                torch.compiler.reset()
+                # From the second length on they would have dynamic shapes, which a training step of one length does not
+                # have.
                 attention = torch.compile(attention, fullgraph=True, dynamic=False)
             return Work(attention, inputs.contiguous() if method.contiguous else inputs, name)
 
@@ -146,81 +149,64 @@ class Suite:
             drawn.clear()
             drawn[method.layout] = self.ranks.on_each(draw, takes_part)
         with ExitStack() as stack:
-            self.ranks.together(self.device.synchronize)
-            self.device.free_unused()  # on all ranks: symmetric memory is mapped by all together
-            work = self.ranks.on_each(prepare, takes_part)
-            trace = None
-            if self.traces is not None and method.layout != WHOLE:
-                file = f"{method.name}-{name}-{case.seq_len}-{case.heads}-rank{self.ranks.rank}.json.gz"
-                trace = self.traces / re.sub(r"[ :/]", "-", file)
-            numbers = self._measure(work, method.captured, trace)
+            self.begin(method)
+            work: Any = self.ranks.on_each(prepare, takes_part)
+            # Launch and wait are separate, so that all ranks learn of a failed launch before any waits for that rank.
+            for step in (lambda: work(), self.device.synchronize, lambda: work.release()):
+                self.ranks.together(step, takes_part)
+            numbers = self.measure(work, takes_part, captured=method.captured)
             of_rank = drawn[method.layout]
-            outcome = Outcome(work.results(), of_rank[0]) if checks and work and of_rank else None
+            if keep is not None and of_rank is not None:
+                keep(Outcome(work.results(), of_rank[0]))
         tflops = case.flops(name) / self.ranks.world_size / numbers["median_ms"] / 1e9
         numbers |= {"tflops": tflops, "percent_of_ideal": None, "times_others": None}  # the others: see `compare`
-        numbers["predicted_ms"] = method.predicted_ms(case, name, device)
-        return numbers, outcome
+        return {**numbers, "predicted_ms": method.predicted_ms(case, name, device)}
 
-    def _measure(self, work: Work | None, captured: bool, trace: Path | None) -> Row:
-        """Measure repeated calls, as a CUDA graph if `captured`. Afterwards `work` has the results of the last call.
+    def begin(self, method: Method) -> int:
+        """Free what former methods have left, on all ranks; return the bytes that are still allocated."""
+        gc.collect()  # modules refer to themselves
+        self.ranks.together(self.device.synchronize)
+        self.device.free_unused()  # on all ranks: symmetric memory is mapped by all together
+        if method.compiled:
+            torch.compiler.reset()  # all methods share the code of one closure, and Dynamo's limit of recompilations
+        return self.device.allocated()
 
-        `work` is None on ranks that wait for rank 0, whose time is divided by the number of ranks.
+    def measure(
+        self, call: Call, takes_part: bool = True, *, captured: bool = False, before: int | None = None
+    ) -> Row:  # fmt: skip
+        """Measure repeated calls that were made once before, as a CUDA graph if `captured`.
+
+        If only rank 0 takes part, its time is divided by the number of ranks. Memory is that above `before`, or above
+        what is allocated now.
         """
-        call: Any = work  # called on ranks that have work only
-        alone = not all(self.ranks.gather(work is not None))
+        device, alone = self.device, not all(self.ranks.gather(takes_part))
 
         def together(function: Callable[[], T]) -> list[T]:
-            return self.ranks.together(function, work is not None)
+            return self.ranks.together(function, takes_part)
 
         def timed() -> float:
-            self.device.synchronize()
+            device.synchronize()
             if not alone:
                 dist.barrier()
-            return self.device.time_ms(call)
+            return device.time_ms(call)
 
-        # Launch and wait are separate, so that all ranks learn of a failed launch before any rank waits for that rank.
-        together(call)
-        together(self.device.synchronize)
-        together(lambda: call.release())
-        if captured:
-            replay: list[Call] = []
-            # A replay allocates nothing: the graph's own pool is filled at the capture.
-            extra = together(lambda: self.device.extra_bytes(lambda: replay.append(self.device.captured(call))))
-            call = replay[0]
-        else:
-            extra = together(lambda: self.device.extra_bytes(call))
-        first_ms = max(together(timed))
-        affordable = max(int(self.seconds * 1e3 / max(first_ms, 1e-3)), _FEWEST_REPEATS)
-        repeats = min(self.repeats, affordable)
-        warm_calls = min(_MOST_WARM_CALLS, int(self.warm_ms / max(first_ms, 1e-3)))
-        together(lambda: [timed() for _ in range(warm_calls)])
-        samples = together(lambda: [timed() for _ in range(repeats)])
-        host_us = together(lambda: self.device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
-        kernels = dict.fromkeys(each for of_rank in together(lambda: self.device.kernels_of(call)) for each in of_rank)
-        if trace is not None:
-            together(lambda: self._trace(call, trace))
+        replay: list[Call] = []
+        # A replay allocates nothing: the graph's own pool is filled at the capture.
+        allocates = (lambda: replay.append(device.captured(call))) if captured else call
+        extra = together(lambda: device.extra_bytes(allocates, before))
+        call = replay[0] if replay else call
+        first_ms = max(max(together(timed)), 1e-3)
+        repeats = min(self.repeats, max(int(_SECONDS * 1e3 / first_ms), _FEWEST_REPEATS))
+        warm_calls = min(_MOST_WARM_CALLS, int(_WARM_MS / first_ms)) if device.is_gpu and repeats > 1 else 0
+        samples = [each[warm_calls:] for each in together(lambda: [timed() for _ in range(warm_calls + repeats)])]
+        host_us = together(lambda: device.launch_us(call, min(_LAUNCH_CALLS, repeats)))
+        kernels = dict.fromkeys(each for of_rank in together(lambda: device.kernels_of(call)) for each in of_rank)
         memory = [peak / 2**20 for peak in extra if peak is not None]
         return {
             **times_of(samples, self.ranks.world_size if alone else 1),
             "host_us": max((each for each in host_us if each is not None), default=None),
             "mib": max(memory, default=None), "kernels": ", ".join(kernels) or None,
         }  # fmt: skip
-
-    def _trace(self, call: Call, path: Path) -> None:
-        """Write a Chrome trace of calls from a common start of all ranks.
-
-        chrome://tracing and ui.perfetto.dev show it. The library's tiles, merges and transfers have labels that begin
-        with "cp_dtensor:".
-        """
-        on_gpu = self.device.torch_device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
-            for number in range(_TRACED_CALLS):
-                dist.barrier()
-                with record_function(f"iteration {number}"):
-                    call()
-                    self.device.synchronize()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
 
 
 def compare(rows: Sequence[Row]) -> None:

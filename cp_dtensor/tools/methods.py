@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import context_parallel, context_parallel_attention, context_parallel_flex_attention, explain
-from cp_dtensor.tools.cases import BLOCK, WHOLE, Attention, Case, Method, block_mask
+from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
+from cp_dtensor.tools.cases import BLOCK, WHOLE, Attention, Case, Method, block_mask, require
 from cp_dtensor.tools.parsing import LAYOUTS
 from cp_dtensor.tools.torch_methods import (
     allowed_backend,
     compiled_flex,
     mesh_of_ranks,
-    plain_refusal,
     sdpa,
     torch_methods,
     varlen_on_one_gpu,
-    varlen_refusal,
 )
 
 IDEAL, OURS = "ideal", "ours-"
@@ -39,37 +38,38 @@ _SPLITS: dict[str, tuple[str, str, int | None]] = {
 """Method, KV transport and number of ranks of the inner mesh axis (None for one axis) of this library's ways."""
 
 
-def methods_by_name(names: Sequence[str] | None, *, graph: bool = False, compiled: bool = False) -> list[Method]:
+def methods_by_name(
+    names: Sequence[str] | None = None, *, graph: bool = False, compiled: str | None = None
+) -> list[Method]:
     """Return the methods of names such as "ours-auto Balanced"; with None, those that are measured by default.
 
-    With `graph` and `compiled`, this library's methods are added as CUDA graphs and under torch.compile.
+    With `graph`, this library's methods are added as CUDA graphs; with `compiled`, those whose names begin so under
+    torch.compile.
 
     Raises:
         ValueError: no method has one of the names.
     """
     known = {method.name: method for method in _all_methods()}
+    by_default = [name for name, each in known.items() if each.by_default]
     if unknown := [name for name in names or () if name not in known]:
-        listed = [name for name, each in known.items() if each.by_default or not name.startswith(OURS)]
+        listed = ", ".join(name for name in known if name in by_default or not name.startswith(OURS))
         with_layout = f"ours also with a layout, such as '{OURS}auto Balanced'"
-        raise ValueError(f"unknown method {unknown[0]!r}: expected some of {', '.join(listed)}; {with_layout}")
+        raise ValueError(f"unknown method {unknown[0]!r}: expected some of {listed}; {with_layout}")
     result = []
-    for name in [name for name, each in known.items() if each.by_default] if names is None else dict.fromkeys(names):
-        method = known[name]
-        result.append(method)
-        if not name.startswith(OURS):
-            continue
-        if compiled:
-            result.append(replace(method, name=f"{name} compiled", compiled=True))
-        if graph:
-            result.append(replace(method, name=f"{name} graph", captured=True))
+    for name in by_default if names is None else dict.fromkeys(names):
+        result.append(known[name])
+        if compiled is not None and name.startswith(compiled):
+            result.append(replace(known[name], name=f"{name} compiled", compiled=True))
+        if graph and name.startswith(OURS):
+            result.append(replace(known[name], name=f"{name} graph", captured=True))
     return result
 
 
 def _all_methods() -> list[Method]:
     one_gpu = [
-        Method(IDEAL, sdpa, plain_refusal, WHOLE, context=allowed_backend),
-        Method(f"{IDEAL}-installed", _by_installed_kernels, layout=WHOLE, context=_backend),
-        Method(f"{IDEAL}-varlen", varlen_on_one_gpu, varlen_refusal, WHOLE, by_default=False),
+        Method(IDEAL, sdpa, WHOLE, context=allowed_backend),
+        Method(f"{IDEAL}-installed", _by_installed_kernels, WHOLE, context=_backend),
+        Method(f"{IDEAL}-varlen", varlen_on_one_gpu, WHOLE, by_default=False),
     ]
     ours = [_ours(split, layout) for layout in ("", *LAYOUTS) for split in _SPLITS]
     flex = [_ours_flex(layout) for layout in ("", *LAYOUTS, "BalancedBlocks")]
@@ -100,15 +100,17 @@ def _group_of_this_rank() -> dist.ProcessGroup:
 # This library
 
 
+def obstacle_to_shared_memory(device: torch.device) -> str | None:
+    """Return the reason why the ranks share no memory, None if they do; a collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    return p2p_obstacle(world, device)
+
+
 def _attention(case: Case, **options: Any) -> Attention:
-    options |= {"mask": case.mask_value, "dropout_p": case.dropout, "enable_gqa": case.enable_gqa}
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = context_parallel_attention(q, k, v, seq_len=case.seq_len, **options)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    return attention
+    options |= {"seq_len": case.seq_len, "mask": case.mask_value, "dropout_p": case.dropout, "enable_gqa": True}
+    compute: Any = context_parallel_attention  # which returns out alone
+    return lambda q, k, v: compute(q, k, v, **options)
 
 
 def _ours(split: str, layout: str) -> Method:
@@ -117,43 +119,38 @@ def _ours(split: str, layout: str) -> Method:
     given, layout = layout, layout or "HeadTail"
 
     def options(case: Case, device: torch.device) -> dict[str, Any]:
-        return {"layout": case.layout(layout), "rotate_method": rotate_method}
+        world_size = dist.get_world_size()
+        fits = inner is None or (world_size % inner == 0 and inner < world_size)
+        require(fits, f"it needs several times {inner} ranks")
+        if rotate_method == "symm_mem" and (obstacle := obstacle_to_shared_memory(device)):
+            raise NotImplementedError(obstacle)
+        mesh = mesh_of_ranks(device.type, inner)
+        return {"mesh": mesh, "layout": case.layout(layout), "rotate_method": rotate_method}
 
     def attention(case: Case, device: torch.device) -> Attention:
-        mesh = mesh_of_ranks(device.type, inner)
-        return _attention(case, mesh=mesh, method=method, **options(case, device))
+        return _attention(case, method=method, **options(case, device))
 
     def shards(case: Case, device: torch.device, buffers: list[torch.Tensor]) -> AbstractContextManager[object]:
         return context_parallel(  # `is_causal` of the calls is the mask of the case "causal"
-            mesh_of_ranks(device.type, inner), buffers=buffers, buffer_seq_dims=[1] * len(buffers),
-            no_restore_buffers=buffers, method=method, mask=None if case.is_plain else case.mask_value,
-            **options(case, device),
+            buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=buffers, method=method,
+            mask=None if case.is_plain else case.mask_value, **options(case, device),
         )  # fmt: skip
-
-    def refusal(case: Case, world_size: int) -> str | None:
-        if inner is not None and (world_size % inner or inner >= world_size):
-            return f"it needs several times {inner} ranks"
-        if rotate_method == "symm_mem" and dist.is_initialized() and dist.get_backend() == "gloo":
-            return "ranks on CPUs share no memory"
-        return case.layout_refusal(layout)
 
     def predicted_ms(case: Case, pass_name: str, device: torch.device) -> float | None:
         if device.type != "cuda" or case.dropout:
             return None
         dim, v_dim = case.heads.dims
         explanation = explain(
-            mesh_of_ranks(device.type, inner), seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv,
-            head_dim=dim, v_head_dim=v_dim, batch_size=case.batch, dtype=getattr(torch, case.dtype),
-            mask=case.mask_value, quiet=True, **options(case, device),
+            seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv, head_dim=dim, v_head_dim=v_dim,
+            batch_size=case.batch, dtype=getattr(torch, case.dtype), mask=case.mask_value, quiet=True,
+            **options(case, device),
         )  # fmt: skip
         estimate = explanation.methods[explanation.chosen if method == "auto" else method]
         return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
 
     name = f"{OURS}{split} {given}".rstrip()
-    return Method(
-        name, attention, refusal, layout, context=_backend, shards=shards, predicted_ms=predicted_ms,
-        by_default=not given,
-    )  # fmt: skip
+    own: dict[str, Any] = {"context": _backend, "shards": shards, "predicted_ms": predicted_ms}
+    return Method(name, attention, layout, by_default=not given, **own)
 
 
 def _ours_flex(layout: str) -> Method:
@@ -162,19 +159,11 @@ def _ours_flex(layout: str) -> Method:
 
     @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
     def attention(case: Case, device: torch.device) -> Attention:
+        require(case.mask != "full" and not case.dropout, "the method is for masks, without dropout")
+        require(case.seq_len % BLOCK == 0, f"the length is not a multiple of {BLOCK}")
         options: dict[str, Any] = {"mesh": mesh_of_ranks(device.type), "layout": case.layout(layout, device)}
-        options |= {"block_mask": block_mask(case, device), "enable_gqa": case.enable_gqa, "seq_len": case.seq_len}
+        options |= {"block_mask": block_mask(case, device), "enable_gqa": True, "seq_len": case.seq_len}
+        compute: Any = context_parallel_flex_attention  # which returns out alone
+        return compiled_flex(lambda q, k, v: compute(q, k, v, compiled=True, **options), device)
 
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = context_parallel_flex_attention(q, k, v, compiled=True, **options)
-            assert isinstance(out, torch.Tensor)
-            return out
-
-        return compiled_flex(attention, device)
-
-    def refusal(case: Case, world_size: int) -> str | None:
-        if case.mask == "full" or case.dropout:
-            return "the method is for masks, without dropout"
-        return f"the length is not a multiple of {BLOCK}" if case.seq_len % BLOCK else case.layout_refusal(layout)
-
-    return Method(f"{OURS}flex {given}".rstrip(), attention, refusal, layout, by_default=False)
+    return Method(f"{OURS}flex {given}".rstrip(), attention, layout, by_default=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, reduce, wraps
 from operator import and_
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,7 +37,12 @@ MASK_HELP = (
     "N - 1 keys before it), documents:0,40,64 (cumulative lengths), documents N (causal documents of lognormal "
     "lengths, median N, sigma 1), prefix:N, or several joined by &, such as 'documents:0,40,64 & causal'"
 )
-LAYOUTS = ("HeadTail", "Contiguous", "Striped", "MirroredBatch", "Balanced", "PerDocument")
+LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {
+    "HeadTail": lambda mask, seq_len: HeadTail(), "Contiguous": lambda mask, seq_len: Contiguous(),
+    "Striped": lambda mask, seq_len: Striped(1), "MirroredBatch": lambda mask, seq_len: MirroredBatch(),
+    "Balanced": Balanced, "PerDocument": lambda mask, seq_len: PerDocument(mask.cu_seqlens, seq_len=seq_len),
+}  # fmt: skip
+"""Layouts of a mask and a length, by name."""
 
 
 @lru_cache
@@ -103,20 +108,11 @@ def layout_by_name(name: str, mask: Mask, seq_len: int) -> Layout:
     """
     if found := re.fullmatch(r"Striped(?:\((\d+)\))?", name):
         return Striped(int(found[1] or 1))
-    match name:
-        case "HeadTail":
-            return HeadTail()
-        case "Contiguous":
-            return Contiguous()
-        case "MirroredBatch":
-            return MirroredBatch()
-        case "Balanced":
-            return Balanced(mask, seq_len)
-        case "PerDocument":
-            if not isinstance(mask, Documents):
-                raise ValueError("PerDocument is a layout of documents")
-            return PerDocument(mask.cu_seqlens, seq_len=seq_len)
-    raise ValueError(f"expected a layout, one of {', '.join(LAYOUTS)} or one such as Striped(4), got {name!r}")
+    if name == "PerDocument" and not isinstance(mask, Documents):
+        raise ValueError("PerDocument is a layout of documents")
+    if name not in LAYOUTS:
+        raise ValueError(f"expected a layout, one of {', '.join(LAYOUTS)} or one such as Striped(4), got {name!r}")
+    return LAYOUTS[name](mask, seq_len)
 
 
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -29,6 +29,8 @@ Call = Callable[[], object]
 _CALLS_BEFORE_CAPTURE = 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
 _LONGEST_MESSAGE = 300
+REFUSAL = "NotImplementedError: "
+"""Beginning of the message of a failure by which a method says that it does not support a case."""
 _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
@@ -38,10 +40,10 @@ _LIBRARIES = {
 """Libraries by a part of their kernels' names; the first that fits counts."""
 
 
-def start(program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device, str]:
-    """Join the ranks that torchrun started; return them, the device of this rank and the whole command line.
+def start(program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device]:
+    """Join the ranks that torchrun started; return them and the device of this rank.
 
-    `program` is a module such as "-m cp_dtensor bench".
+    `program` is a module such as "-m cp_dtensor bench", with `arguments`.
     """
     if "RANK" not in os.environ:
         count = torch.cuda.device_count() if use_gpu else 2
@@ -51,11 +53,7 @@ def start(program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds
     device, timeout = Device(use_gpu), timedelta(seconds=timeout_seconds)
     of_device = device.torch_device if use_gpu else None
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout, device_id=of_device)
-    ranks = Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    nodes = ranks.world_size // local_ranks
-    launch = f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {local_ranks}"
-    return ranks, device, f"{launch} {program} {shlex.join(arguments)}"
+    return Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT)), device
 
 
 def end(ranks: Ranks, lost: Failed | None) -> None:
@@ -80,11 +78,6 @@ class Failed(Exception):
     def __init__(self, message: str, alike: bool) -> None:
         super().__init__(message)
         self.alike = alike
-
-    @property
-    def is_refusal(self) -> bool:
-        """True for NotImplementedError, by which a method says that it does not support a case."""
-        return str(self).startswith("NotImplementedError")
 
 
 class Ranks:
@@ -153,16 +146,16 @@ class Device:
 
     def __init__(self, use_gpu: bool) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
-        self._is_gpu = use_gpu
+        self.is_gpu = use_gpu
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
-        if self._is_gpu:
+        if self.is_gpu:
             torch.cuda.synchronize(self.torch_device)
 
     def time_ms(self, call: Call) -> float:
         """Return the milliseconds from the start of a call to the end of all that it launched."""
-        if not self._is_gpu:
+        if not self.is_gpu:
             begin = time.perf_counter()
             call()
             return (time.perf_counter() - begin) * 1e3
@@ -175,7 +168,7 @@ class Device:
 
     def launch_us(self, call: Call, calls: int) -> float | None:
         """Return the host's median microseconds of a call among calls without waits; None on CPUs."""
-        if not self._is_gpu:
+        if not self.is_gpu:
             return None
         self.synchronize()
         times = [time.perf_counter()]
@@ -185,14 +178,17 @@ class Device:
         self.synchronize()
         return statistics.median(end - start for start, end in pairwise(times)) * 1e6
 
-    def extra_bytes(self, call: Call, prepare: Call = lambda: None) -> int | None:
-        """Make both calls; return the peak memory of `call` above the memory in use before both. None on CPUs.
+    def allocated(self) -> int:
+        """Return the bytes of tensors on the device; 0 on CPUs."""
+        return torch.cuda.memory_allocated(self.torch_device) if self.is_gpu else 0
+
+    def extra_bytes(self, call: Call, before: int | None = None) -> int | None:
+        """Make a call; return its peak memory above `before`, None: above the memory in use. None on CPUs.
 
         Symmetric memory that was mapped since `free_unused` counts; torch's allocator does not know it.
         """
-        before = torch.cuda.memory_allocated(self.torch_device) if self._is_gpu else 0
-        prepare()
-        if not self._is_gpu:
+        before = self.allocated() if before is None else before
+        if not self.is_gpu:
             call()
             return None
         self.synchronize()
@@ -203,7 +199,7 @@ class Device:
 
     def captured(self, call: Call) -> Call:
         """Capture `call` in a CUDA graph and return its replay."""
-        if not self._is_gpu:
+        if not self.is_gpu:
             raise NotImplementedError("CUDA graphs need a GPU")
         # First calls make plans, communicators and workspaces: before the capture, on the capturing stream.
         stream = torch.cuda.Stream()
@@ -221,7 +217,7 @@ class Device:
 
     def kernels_of(self, call: Call) -> tuple[str, ...]:
         """Return the libraries whose kernels take a tenth or more of the GPU's time of a call, the longest first."""
-        if not self._is_gpu:
+        if not self.is_gpu:
             return ()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             call()
@@ -234,7 +230,7 @@ class Device:
     def free_unused(self) -> None:
         """Free cached memory and symmetric memory; no rank may still be at work, and no CUDA graph may be kept."""
         release()
-        if self._is_gpu:
+        if self.is_gpu:
             torch.cuda.empty_cache()
 
     def mapped_bytes(self) -> int:

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from cp_dtensor.tools.info import versions
-from cp_dtensor.tools.ranks import Device, Failed, Ranks, end, start
 
 Row = dict[str, Any]
 """The values of a row by column, named as in docs/benchmarks/measured.csv. None where there is nothing to tell."""
 MEASURED, REFUSED, ERROR = "measured", "refused", "error"
 """Values of the column "status". Refused: the method does not support the case; the column "message" has the reason."""
-
-
-def place(world_size: int) -> Row:
-    """Return the machine and the versions of a measurement on so many ranks, as columns."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    device = name.removeprefix("NVIDIA ").split(" ")[0]
-    return {
-        "machine": f"{world_size}x{device}",
-        "versions": ", ".join(f"{what} {version}" for what, version in versions()),
-    }
 
 
 def times_of(by_rank: Sequence[Sequence[float]], ranks: int = 1) -> Row:
@@ -80,32 +64,3 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def measure_all(
-    program: str, arguments: Sequence[str], options: argparse.Namespace, problems: Iterable[Any],
-    measure: Callable[[Any, Ranks, Device, list[Row]], None],
-) -> list[Row]:  # fmt: skip
-    """Start the ranks and measure problems; rank 0 prints a table of each, and writes the file of the options.
-
-    A problem has a `title`, and `columns()` that all its rows have alike. If `measure` raises `Failed`, no more can be
-    measured, and the process ends.
-    """
-    ranks, device, command = start(program, arguments, options.use_gpu, options.timeout)
-    about, rows, lost = place(ranks.world_size), list[Row](), None
-    if ranks.rank == 0:
-        print(f"{about['machine']}, {about['versions']}\n\n`{command}`", flush=True)
-    for problem in problems:
-        first = len(rows)
-        try:
-            measure(problem, ranks, device, rows)
-        except Failed as failure:
-            lost = failure
-        if ranks.rank == 0:  # now, so that a run that ends early keeps its rows
-            print(f"\n## {problem.title}\n\n{table_of(rows[first:], [*problem.columns(), 'layout'])}", flush=True)
-            if options.output is not None:
-                write_csv(options.output, [{**about, **row} for row in rows])
-        if lost is not None:
-            break
-    end(ranks, lost)
-    return rows

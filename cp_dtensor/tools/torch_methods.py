@@ -29,54 +29,41 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
-from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, mask_mod
-
-TORCH_RINGS = ("allgather", "alltoall", "allgather FA4", "alltoall FA4")
-"""Rotations of torch's rings, with torch's choice of kernels and with FlashAttention-4 in the place of its flash."""
-BALANCERS = ("HeadTail", "PTRR")
-"""Load balancers of torch's FlexAttention; PTRR balances blocks by the number of keys that they see."""
+from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, mask_mod, require
 
 
 def torch_methods() -> list[Method]:
-    """Return a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's."""
+    """Return a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's.
+
+    Rings have torch's choice of kernels, or FlashAttention-4 in the place of its flash. The balancer PTRR balances
+    blocks by the number of keys that they see.
+    """
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
-    rings = [
-        Method(
-            f"torch-{name}", refusal=_ring_refusal, context=partial(_ring_settings, name),
-            shards=torch_context_parallel, by_default="FA4" not in name, contiguous=True,
-        )
-        for name in TORCH_RINGS
-    ]  # fmt: skip
-    flex = [
-        Method(
-            f"torch-flex {name}", partial(_flex, name), _flex_refusal, f"torch {name}",
-            _balanced_positions, by_default=False, contiguous=True,
-        )
-        for name in BALANCERS
-    ]  # fmt: skip
-    return [*rings, Method("llama3-varlen", _gathered, varlen_refusal, "Contiguous", by_default=False), *flex]
+    rings = {name: partial(_ring_options, name) for each in ("allgather", "alltoall") for name in (each, f"{each} FA4")}
+    own: dict[str, Any] = {"shards": torch_context_parallel, "contiguous": True}
+    methods = [
+        Method(f"torch-{name}", context=context, by_default="FA4" not in name, **own) for name, context in rings.items()
+    ]
+    methods.append(Method("llama3-varlen", _gathered, "Contiguous", by_default=False))
+    own = {"positions": _balanced_positions, "contiguous": True, "by_default": False}
+    balanced = {name: partial(_flex, name) for name in ("HeadTail", "PTRR")}
+    return methods + [Method(f"torch-flex {name}", flex, f"torch {name}", **own) for name, flex in balanced.items()]
 
 
 @lru_cache
 def mesh_of_ranks(device_type: str, inner_size: int | None = None) -> DeviceMesh:
     """Return the mesh of all ranks, of two axes if the size of the inner one is given."""
-    world_size = dist.get_world_size()
-    if inner_size is None:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("cp",))
-    return init_device_mesh(device_type, (world_size // inner_size, inner_size), mesh_dim_names=("ring", "ulysses"))
+    sizes = (dist.get_world_size(),) if inner_size is None else (dist.get_world_size() // inner_size, inner_size)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("ring", "ulysses")[: len(sizes)])
 
 
 # SDPA
 
 
-def plain_refusal(case: Case, world_size: int) -> str | None:
-    """Return the reason why SDPA without a mask tensor cannot compute a case; None if it can."""
-    return None if case.is_plain else f"SDPA has no mask such as {case.mask}"
-
-
 def sdpa(case: Case, device: torch.device) -> Attention:
     """Return torch's attention under a plain mask."""
+    require(case.is_plain, f"SDPA has no mask such as {case.mask}")
     expanded = case.heads.q // case.heads.kv if case.backend == "EFFICIENT_ATTENTION" else 1  # which has no GQA
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -116,12 +103,12 @@ def torch_context_parallel(case: Case, device: torch.device, buffers: list[torch
 
 
 @contextmanager
-def _ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None]:
-    """Set torch's rotation, load balance and kernels to those of one of `TORCH_RINGS`.
-
-    Raises:
-        NotImplementedError: torch cannot run FlashAttention-4 here.
-    """
+def _ring_options(ring: str, case: Case, device: torch.device) -> Iterator[None]:
+    """Set torch's rotation, load balance and kernels for a ring such as "allgather" or "alltoall FA4"."""
+    require(case.is_plain, f"torch's context parallel of SDPA has no mask such as {case.mask}")
+    require(not case.dropout, "torch's context parallel of SDPA has no dropout")
+    pieces = 2 * dist.get_world_size()
+    require(case.seq_len % pieces == 0, f"the length is not a multiple of {pieces}")
     from torch.distributed.tensor.experimental import _attention
 
     rotate_method, _, flash4 = ring.partition(" ")
@@ -136,35 +123,25 @@ def _ring_settings(ring: str, case: Case, device: torch.device) -> Iterator[None
             options.rotate_method, options.enable_load_balance = before
 
 
-def _ring_refusal(case: Case, world_size: int) -> str | None:
-    if not case.is_plain or case.dropout:
-        return f"torch's context parallel of SDPA has no {'dropout' if case.is_plain else f'mask such as {case.mask}'}"
-    pieces = 2 * world_size
-    return f"the length is not a multiple of {pieces}" if case.seq_len % pieces else None
-
-
 @contextmanager
 def _flash_attention_4(case: Case, device: torch.device) -> Iterator[None]:
     """Make FlashAttention-4 torch's flash, and allow nothing else."""
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-            try:
-                stack.enter_context(_with_fewer_results())
-                activate_flash_attention_impl("FA4")
-                options: Any = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
-                q, v = (torch.zeros(1, 1, 128, dim, **options) for dim in case.heads.dims)
-                out = F.scaled_dot_product_attention(q, q, v)
-                out.backward(out.detach())
-            except Exception as error:  # any: the private functions of the package change
-                raise NotImplementedError(
-                    f"torch {torch.__version__} cannot run the installed flash-attn-4 with head dims "
-                    f'{case.heads.dims} by activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
-                ) from error
-            yield
-    finally:
-        if current_flash_attention_impl() is not None:
-            restore_flash_attention_impl()
+    with ExitStack() as stack:
+        stack.callback(lambda: current_flash_attention_impl() is not None and restore_flash_attention_impl())
+        stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+        try:
+            stack.enter_context(_with_fewer_results())
+            activate_flash_attention_impl("FA4")
+            options: Any = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
+            q, v = (torch.zeros(1, 1, 128, dim, **options) for dim in case.heads.dims)
+            out = F.scaled_dot_product_attention(q, q, v)
+            out.backward(out.detach())
+        except Exception as error:  # any: the private functions of the package change
+            raise NotImplementedError(
+                f"torch {torch.__version__} cannot run the installed flash-attn-4 with head dims "
+                f'{case.heads.dims} by activate_flash_attention_impl("FA4"), {type(error).__name__}: {error}'
+            ) from error
+        yield
 
 
 def _with_fewer_results() -> AbstractContextManager[Any]:
@@ -181,6 +158,8 @@ def _with_fewer_results() -> AbstractContextManager[Any]:
 
 # FlexAttention
 
+_NO_BACKWARD = "FlexAttention has no backward on CPUs"
+
 
 def compiled_flex(attention: Attention, device: torch.device) -> Attention:
     """Return FlexAttention of which all inputs have gradients: without, forward would compile once more.
@@ -188,7 +167,7 @@ def compiled_flex(attention: Attention, device: torch.device) -> Attention:
     Raises:
         NotImplementedError: on CPUs.
     """
-    _refuse_cpus(device)
+    require(device.type != "cpu", _NO_BACKWARD)
     torch.compiler.reset()  # methods would share Dynamo's limit of compilations
 
     def wrapped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -199,14 +178,13 @@ def compiled_flex(attention: Attention, device: torch.device) -> Attention:
     return wrapped
 
 
-def _refuse_cpus(device: torch.device) -> None:
-    if device.type == "cpu":
-        raise NotImplementedError("FlexAttention has no backward on CPUs")
-
-
 def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.Tensor:
     """Return the positions of this rank's part of the sequence as one of torch's load balancers rearranges it."""
-    _refuse_cpus(device)
+    require(device.type != "cpu", _NO_BACKWARD)
+    fits = case.batch == 1 and case.mask != "full" and not case.dropout
+    require(fits, "the method is for masks of one batch row, without dropout")
+    aligned = case.seq_len % (BLOCK * dist.get_world_size()) == 0
+    require(aligned, f"the length is not a multiple of {BLOCK} for each rank")
     indices = _balancer(layout.removeprefix("torch "), case, device)._generate_indices(restore=False)
     positions = indices[0].tensor_split(dist.get_world_size())[dist.get_rank()]
     return positions.long().expand(case.batch, -1)
@@ -216,15 +194,10 @@ def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.
 def _balancer(name: str, case: Case, device: torch.device) -> Any:
     from torch.distributed.tensor.experimental import _attention
 
+    ranks = dist.get_world_size()
     if name == "HeadTail":
-        return _attention._HeadTailLoadBalancer(case.seq_len, dist.get_world_size(), device)
-    return _attention._PTRRLoadBalancer(block_mask(case, device), dist.get_world_size())
-
-
-def _flex_refusal(case: Case, world_size: int) -> str | None:
-    if case.batch != 1 or case.mask == "full" or case.dropout:
-        return "the method is for masks of one batch row, without dropout"
-    return f"the length is not a multiple of {BLOCK} for each rank" if case.seq_len % (BLOCK * world_size) else None
+        return _attention._HeadTailLoadBalancer(case.seq_len, ranks, device)
+    return _attention._PTRRLoadBalancer(block_mask(case, device), ranks)
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
@@ -232,7 +205,6 @@ def _flex(name: str, case: Case, device: torch.device) -> Attention:
     from torch.distributed.tensor.experimental._context_parallel._attention import _create_cp_block_mask
     from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
 
-    _refuse_cpus(device)
     mesh = mesh_of_ranks(device.type)
     group = mesh.get_group().group_name
     takes_block_size = "BLOCK_SIZE" in inspect.signature(_create_cp_block_mask).parameters  # from 2.15 on
@@ -244,7 +216,7 @@ def _flex(name: str, case: Case, device: torch.device) -> Attention:
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = flex_cp_allgather(k, v, 2, group)
-        out: torch.Tensor = compiled(q, k, v, block_mask=blocks, enable_gqa=case.enable_gqa)
+        out: torch.Tensor = compiled(q, k, v, block_mask=blocks, enable_gqa=True)
         return out
 
     return compiled_flex(attention, device)
@@ -256,13 +228,6 @@ _STAGES = 4
 """Groups of K/V heads that are gathered one after the other, if there are as many heads."""
 Span = tuple[int, int]
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-def varlen_refusal(case: Case, world_size: int) -> str | None:
-    """Return the reason why varlen attention of a case is not measured; None if it is."""
-    if case.batch != 1 or case.dropout:
-        return "the method is for one batch row, without dropout"
-    return f"the length is not a multiple of {world_size}" if case.seq_len % world_size else None
 
 
 def varlen_on_one_gpu(case: Case, device: torch.device) -> Attention:
@@ -293,6 +258,9 @@ def _gathered(case: Case, device: torch.device) -> Attention:
 
 def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:
     """Return attention of (S, H, D) queries to (T, Hkv, D) keys and values, and the range of these keys."""
+    require(case.batch == 1 and not case.dropout, "the method is for one batch row, without dropout")
+    ranks = dist.get_world_size()
+    require(case.seq_len % ranks == 0, f"the length is not a multiple of {ranks}")
     documents, window = [(0, case.seq_len)], (-1, 0)  # keys before and after a query, -1 for all
     match case.mask_value:
         case Documents(cu_seqlens, _, Causal()):

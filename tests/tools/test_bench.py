@@ -21,7 +21,7 @@ from support.masked_problems import shown
 from support.ranks import run_ranks
 
 from cp_dtensor.comm.transports import ROTATE_METHODS
-from cp_dtensor.tools import bench, report, torch_methods
+from cp_dtensor.tools import bench, command, torch_methods
 from cp_dtensor.tools.bench import parse_options, too_large
 from cp_dtensor.tools.cases import (
     WHOLE,
@@ -33,6 +33,7 @@ from cp_dtensor.tools.cases import (
     inputs_of,
     mask_mod,
     positions_by_layout,
+    require,
     rows_of,
 )
 from cp_dtensor.tools.errors import ERRORS, Outcome, reference_head, relative_errors
@@ -96,34 +97,11 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(case.backend, case.mask) for case in errors.cases} == expected
 
 
-def test_methods_by_name_and_their_refusals() -> None:
-    names = [
-        "ideal",
-        "ours-auto PerDocument",
-        "torch-allgather",
-        "torch-flex PTRR",
-        "ours-flex",
-        "ours-hybrid-2",
-    ]
-    methods = {each.name: each for each in methods_by_name(names)}
-    assert [*methods] == names
-    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled=True)]
+def test_methods_by_name() -> None:
+    names = ["ideal", "ours-auto PerDocument", "torch-allgather", "torch-flex PTRR", "ours-flex", "ours-hybrid-2"]
+    assert [each.name for each in methods_by_name(names)] == names
+    both = [each.name for each in methods_by_name(["ideal", "ours-auto"], graph=True, compiled="ours")]
     assert both == ["ideal", "ours-auto", "ours-auto compiled", "ours-auto graph"]
-
-    def refusals(**changes: Any) -> dict[str, str | None]:
-        return {name: each.refusal(replace(CASE, batch=1, **changes), 2) for name, each in methods.items()}
-
-    assert refusals(seq_len=8192, mask="documents 100") == {
-        **dict.fromkeys(names, None), "ideal": "SDPA has no mask such as documents 100",
-        "torch-allgather": "torch's context parallel of SDPA has no mask such as documents 100",
-        "ours-hybrid-2": "it needs several times 2 ranks",
-    }  # fmt: skip
-    found = refusals(seq_len=257, mask="window 4")
-    assert found["ours-auto PerDocument"] == "PerDocument is a layout of documents"
-    assert found["torch-flex PTRR"] == "the length is not a multiple of 128 for each rank"
-    assert found["ours-flex"] == "the length is not a multiple of 128"
-    assert refusals(dropout=0.1)["torch-allgather"] == "torch's context parallel of SDPA has no dropout"
-    assert refusals(seq_len=30)["torch-allgather"] == "the length is not a multiple of 4"
 
 
 # Inputs and errors
@@ -250,8 +228,8 @@ def test_ranks_fail_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NotImplementedError" not in printed
 
 
-def method(name: str, attention: Callable[..., torch.Tensor], **settings: Any) -> Method:
-    return Method(name, lambda case, device: attention, **settings)
+def method(name: str, attention: Callable[..., torch.Tensor], **fields: Any) -> Method:
+    return Method(name, lambda case, device: attention, **fields)
 
 
 def run_suite(
@@ -261,7 +239,7 @@ def run_suite(
 
     def body(ranks: Ranks) -> list[Row]:
         rows: list[Row] = []
-        suite = Suite(ranks, device or Device(use_gpu=False), 2, 1.0, 0.0, check_up_to)
+        suite = Suite(ranks, device or Device(use_gpu=False), 2, check_up_to)
         with suppress(Failed):  # the run has ended: rows are those that were tried
             suite.run(case, ("fwd", "fwdbwd"), methods, rows)
         return rows
@@ -285,7 +263,7 @@ def test_failures_become_rows_and_the_others_are_measured() -> None:
     methods = (
         method("unable", unable), method("local", local), method("ideal", local, layout=WHOLE),
         method("broken", broken), method("local graph", local, captured=True),
-        method("odd", local, refusal=lambda case, world_size: "no"),
+        method("odd", local, context=lambda *_: require(False, "no")),
     )  # fmt: skip
     for rows in run_suite(*methods):
         assert [row["method"] for row in rows[::2]] == ["ideal", "unable", "local", "broken", "local graph", "odd"]
@@ -297,9 +275,9 @@ def test_failures_become_rows_and_the_others_are_measured() -> None:
         assert found["local", "fwd"]["error_out"] > 0.1  # attends to its own shard only
         about = {name: (found[name, "fwd"]["status"], found[name, "fwd"]["message"]) for name in ("unable", "broken")}
         assert about == {
-            "unable": (REFUSED, "NotImplementedError: not today"), "broken": (ERROR, "ValueError: heads differ")
+            "unable": (REFUSED, "not today"), "broken": (ERROR, "ValueError: heads differ")
         }  # fmt: skip
-        assert found["local graph", "fwd"]["message"] == "NotImplementedError: CUDA graphs need a GPU"
+        assert found["local graph", "fwd"]["message"] == "CUDA graphs need a GPU"
         assert found["odd", "fwd"]["message"] == "no"
 
 
@@ -345,8 +323,10 @@ def test_peak_memory_is_that_of_the_call_above_what_was_held_before_it_was_prepa
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, held[0]))
     device = Device(use_gpu=False)
-    device._is_gpu = True
-    assert device.extra_bytes(lambda: allocate(7, -7), lambda: allocate(70, -50)) == 27  # of 70, 20 stay
+    device.is_gpu = True
+    before = device.allocated()
+    allocate(70, -50)  # prepares, and 20 stay
+    assert device.extra_bytes(lambda: allocate(7, -7), before) == 27
     assert device.extra_bytes(lambda: allocate(7, -7)) == 7
 
 
@@ -403,36 +383,39 @@ def test_a_run_with_errors_ends_with_status_1(
     status: str, arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = SimpleNamespace(rank=0, world_size=2)
-    monkeypatch.setattr(report, "start", lambda *_: (ranks, SimpleNamespace(torch_device=CPU), "torchrun ..."))
+    monkeypatch.setattr(command, "start", lambda *_: (ranks, SimpleNamespace(torch_device=CPU)))
     monkeypatch.setattr(
         Suite, "run", lambda self, case, *_: _[-1].append(row("ideal", [4.0], status=status, message="m"))
     )
-    monkeypatch.setattr(report, "end", lambda *_: None)
+    monkeypatch.setattr(command, "end", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         bench.main(["--device", "cpu", *arguments])
     assert int(ended.value.code or 0) == code
-    assert "`torchrun ...`" in capsys.readouterr().out
+    assert "`torchrun --nproc-per-node 2 -m cp_dtensor bench --device cpu" in capsys.readouterr().out
 
 
 NAMES = [
     "ideal", "ideal-installed", "ideal-varlen", "ours-allgather", "ours-allgather Balanced", "ours-ulysses Contiguous",
     "ours-auto PerDocument", "torch-allgather", "torch-allgather FA4", "torch-flex PTRR", "llama3-varlen", "ours-flex",
-    "ours-flex BalancedBlocks", "ours-symm_mem",
+    "ours-flex BalancedBlocks", "ours-symm_mem", "ours-hybrid-2",
 ]  # fmt: skip
 ON_CPUS = {"ideal", "ideal-installed", "ours-allgather", "ours-allgather Balanced", "ours-ulysses Contiguous"}
+REASONS = {
+    "ideal": "SDPA has no mask such as documents 100", "ours-auto PerDocument": "PerDocument is a layout of documents",
+    "torch-allgather": "torch's context parallel of SDPA has no", "ours-hybrid-2": "it needs several times 2 ranks",
+    "ours-symm_mem": "", "torch-flex PTRR": "FlexAttention has no backward on CPUs",
+    "ours-allgather graph": "CUDA graphs need a GPU",
+}  # fmt: skip
 
 
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--mask", "documents 100", "causal", "--dropout", "0", "0.1", "--seq-lens", "512", "--heads", "2:1:8"]
-    arguments += ["--dtype", "float32", "--repeats", "1", "--warm-ms", "0", "--device", "cpu", "--graph"]
-    arguments += ["--methods", *NAMES, "--output", "out/rows.csv", "--trace", "traces"]
+    arguments += ["--dtype", "float32", "--repeats", "1", "--device", "cpu", "--graph"]
+    arguments += ["--methods", *NAMES, "--output", "out/rows.csv"]
     printed = launch(2, "cp_dtensor", "bench", *arguments, folder=tmp_path)
     assert "-m cp_dtensor bench --mask 'documents 100' causal" in printed
     for title in ("causal, float32", "documents 100, float32, dropout 0.1"):
         assert f"\n## 512 tokens, 2:1:8 heads, {title}\n" in printed
-    traces = {path.name for path in (tmp_path / "traces").iterdir()}
-    assert {f"ours-allgather-Balanced-fwd-512-2-1-8-rank{rank}.json.gz" for rank in (0, 1)} <= traces
-    assert not any("ideal" in name for name in traces)
     with (tmp_path / "out" / "rows.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
     assert len(rows) == 2 * 2 * 2 * len(methods_by_name(NAMES, graph=True))
@@ -444,6 +427,8 @@ def test_a_run_on_two_ranks(tmp_path: Path) -> None:
         runs = name in ON_CPUS - ({"ideal"} if documents else set()) or (name == "ours-auto PerDocument" and documents)
         assert row["status"] == (MEASURED if runs else REFUSED), row
         assert bool(row["message"]) != runs
+        if not runs and name in REASONS and (name, row["dropout"], documents) != ("torch-allgather", "0.0", False):
+            assert row["message"].startswith(REASONS[name])
         if runs:
             checked = [] if row["dropout"] == "0.1" else ERRORS if row["pass"] == "fwdbwd" else ["out"]
             assert [each for each in ERRORS if row[f"error_{each}"]] == [*checked]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,18 +22,18 @@ from support.processes import Processes
 from cp_dtensor import HeadTail, context_parallel_attention
 from cp_dtensor.tools import llama, train_bench
 from cp_dtensor.tools.cases import Case, Heads, Method
-from cp_dtensor.tools.llama import PRESETS, Llama, Size, initialise
+from cp_dtensor.tools.llama import PRESETS, Llama, Size
+from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Ranks
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row
 from cp_dtensor.tools.torch_methods import mesh_of_ranks, torch_context_parallel
-from cp_dtensor.tools.train_bench import Job, Turn, main, optimizer_of, parse_options, rows_of, take_turn, tokens_of
+from cp_dtensor.tools.train_bench import Job, difference, main, optimizer_of, parse_options, tokens_of, train
 
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)
 CAUSAL = Job(SIZE, Case(24, Heads(4, 2, 4), batch=2, dtype="float64"))
 DOCUMENTS = replace(CAUSAL, case=replace(CAUSAL.case, mask="documents 5"), checkpointed=True)
-WARM, STEPS = 2, 1
 
 sdpa = F.scaled_dot_product_attention
 
@@ -54,33 +55,34 @@ def torch_shards(case: Case, device: torch.device, buffers: list[torch.Tensor]) 
         yield
 
 
-def turns_on(rank: int, job: Job, names: Sequence[str]) -> list[Turn]:
-    ranks = Ranks(dist.group.WORLD)  # type: ignore[arg-type]
+def trained_on(rank: int, job: Job, names: Sequence[str]) -> tuple[list[Row], list[float]]:
+    """Rows of methods, and the first gradient norm and losses of the first one, with which the others are compared."""
+    suite, reference = Suite(Ranks(dist.group.WORLD), Device(use_gpu=False), repeats=1), list[float]()  # type: ignore[arg-type]
     with_torch = Method("torch's shards", shards=torch_shards, contiguous=True)
     methods = [*methods_by_name(names), *([with_torch] if job.case.is_plain else [])]
-    return [take_turn(job, method, ranks, Device(use_gpu=False), warm=WARM, steps=STEPS) for method in methods]
+    return [train(job, method, suite, reference) for method in methods], reference
 
 
-def on_one_device(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], float]:
-    """Losses, and the norm of the first gradient; the logits of 7 tokens at once."""
+def on_one_device(job: Job, steps: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The norm of the first gradient, and the losses; the logits of 7 tokens at once."""
     mask = shown(job.case.mask_value, 24, 24, 1)
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, k, v, **_: sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
     )
     monkeypatch.setattr(llama, "_LOSS_TOKENS", 7)
     model = Llama(SIZE, is_causal=True).double()
-    initialise(model)
     optimizer = optimizer_of(model)
     tokens = tokens_of(job, CPU)
-    losses, norms = [], []
-    for _ in range(WARM + STEPS):
+    found: list[float] = []
+    for _ in range(steps):
         loss = model(tokens[:, :-1], tokens[:, 1:], torch.arange(24).expand(2, -1)) / 48
         loss.backward()
-        norms.append(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item())
+        if not found:
+            found.append(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms[0]
+        found.append(loss.item())
+    return found
 
 
 @pytest.mark.parametrize(
@@ -95,24 +97,23 @@ def on_one_device(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float
 def test_losses_and_gradients_are_those_of_one_device(
     job: Job, names: Sequence[str], two_processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = two_processes.run(turns_on, job, names)
-    losses, norm = on_one_device(job, monkeypatch)
-    assert losses[-1] < losses[0]
-    for turns in found:
-        assert len(turns) == len(names) + job.case.is_plain
-        for turn in turns:
-            assert turn.losses == pytest.approx(losses, rel=1e-10)
-            assert turn.gradient_norm == pytest.approx(norm, rel=1e-10)
-            assert [len(samples) for samples in turn.samples_ms] == [STEPS] * 2
+    for rows, reference in two_processes.run(trained_on, job, names):
+        expected = on_one_device(job, len(reference) - 1, monkeypatch)
+        assert reference == pytest.approx(expected, rel=1e-10)
+        assert expected[-1] < expected[1]
+        assert len(rows) == len(names) + job.case.is_plain
+        assert max(row["difference"] for row in rows) < 1e-10
+        assert all(row["first_loss"] == f"{expected[1]:.4f}" and row["message"] is None for row in rows)
 
 
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     arguments = ["--preset", "toy", "--seq-lens", "32", "--device", "cpu", "--dtype", "float32", "--checkpoint"]
-    arguments += ["--mask", "causal", "documents 8", "--steps", "1", "--warm-steps", "1", "--output", "out/rows.csv"]
+    arguments += ["--mask", "causal", "documents 8", "--repeats", "1", "--output", "out/rows.csv"]
     methods = ["torch-allgather", "torch-alltoall FA4", "ours-auto", "ours-ulysses Balanced"]
     text = launch(2, "cp_dtensor", "train-bench", *arguments, "--methods", *methods, folder=tmp_path)
     assert "-m cp_dtensor train-bench --preset toy" in text
     assert text.count("| method | median_ms |") == 2
+    assert "times_others" not in text, "nothing of torch was measured"
     with (tmp_path / "out" / "rows.csv").open(newline="") as file:
         rows = {(row["mask"], row["method"]): row for row in csv.DictReader(file)}
     assert len(rows) == 8
@@ -124,49 +125,44 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
             assert float(row["difference"]) < 1e-5
         else:
             assert row["status"] == REFUSED
-            for_cpus = "cannot run the installed flash-attn-4" if method.endswith("FA4") else "NotImplementedError"
+            for_cpus = (
+                "cannot run the installed flash-attn-4"
+                if method.endswith("FA4")
+                else "does not have a sharding strategy"
+            )
             assert (for_cpus if mask == "causal" else no_mask) in row["message"]
 
 
 # Rows
 
 
-def turns_of(*milliseconds: float, losses: Sequence[float] = (4.0, 2.0), norm: float = 1.0) -> list[Turn]:
-    """Return turns of two ranks, of which the second takes twice the time."""
-    return [Turn([[each], [2 * each]], [*losses], norm, 3 << 20) for each in milliseconds]
-
-
-def found(**changes: Any) -> list[Row]:
-    turns = {"ours-auto": turns_of(2.0), "ours-ulysses": [*turns_of(3.0), *turns_of(3.0, **changes)]}
-    return rows_of(CAUSAL, turns, 2)
-
-
 def test_numbers_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = {"torch-allgather": turns_of(3.0, 4.0, 8.0), "torch-alltoall": turns_of(6.0)}
-    turns |= {"ours-auto": turns_of(2.0), "ours-auto compiled": turns_of(1.0)}
+    """On two ranks, of which one has a loss of 6 where the other has 4."""
     monkeypatch.setattr(train_bench, "gpu_name", lambda: "H200")
+    monkeypatch.setattr(train_bench, "Trainer", lambda *_: SimpleNamespace(step=lambda: None, results=[]))
     half = replace(CAUSAL, case=replace(CAUSAL.case, dtype="bfloat16"))
-    torchs, _, ours, compiled = rows_of(half, turns, 2)
-    assert torchs["median_ms"] == 8.0
-    assert torchs["tokens_per_second"] == pytest.approx(48 / 8e-3)
-    assert (ours["times_torch"], compiled["times_torch"], ours["mib"]) == (2.0, None, 3.0)
-    assert (ours["first_loss"], ours["last_loss"]) == ("4.0000", "2.0000")
+    method, suite = Method("ours-auto"), SimpleNamespace(device=SimpleNamespace(torch_device=CPU), begin=lambda _: 0)
+    suite.measure = lambda *_, **__: {"median_ms": 8.0, "mib": 3.0}
+    by_rank = [[1.0, 4.0, 2.0], [1.0, 6.0, 2.0]]
+    suite.ranks = SimpleNamespace(world_size=2, on_each=lambda call: call(), together=lambda _: by_rank)
+    row = train(half, method, suite, [])  # type: ignore[arg-type]
+    assert row["tokens_per_second"] == pytest.approx(48 / 8e-3)
+    assert (row["first_loss"], row["last_loss"], row["mib"]) == ("5.0000", "2.0000", 3.0)
     matrices = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24) + 16 * 40
     flops = 6 * 48 * matrices + 12 * 2 * 16 * (2 * 24 * 25 // 2)
-    assert torchs["tflops"] == pytest.approx(flops / 8e-3 / 2 / 1e12)
-    assert torchs["mfu_percent"] == pytest.approx(100 * flops / 8e-3 / 2 / 989e12, rel=1e-3)
+    assert row["tflops"] == pytest.approx(flops / 8e-3 / 2 / 1e12)
+    assert row["mfu_percent"] == pytest.approx(100 * flops / 8e-3 / 2 / 989e12, rel=1e-3)
+    assert (row["difference"], row["message"]) == (0.0, None)
+    other = train(half, method, suite, [1.0, 5.0, 2.1])  # type: ignore[arg-type]
+    assert (other["difference"], other["message"]) == (pytest.approx(0.1 / 2.1), train_bench._DIFFERS)
     assert PRESETS["8b-layers"].matmul_parameters == 8 * 218_103_808 + 4096 * 128_256
 
 
-@pytest.mark.parametrize(
-    "changed", [{"losses": (4.0, 2.01)}, {"norm": 1.01}, {"losses": (4.0, float("nan"))}, {"norm": float("nan")}]
-)
-def test_turns_that_disagree_with_the_first_differ(changed: dict[str, Any]) -> None:
-    assert [(row["difference"], row["message"]) for row in found()] == [(0.0, None)] * 2
-    first, other = found(**changed)
-    assert (first["difference"], first["message"]) == (0.0, None)
-    assert not other["difference"] < 4e-3
-    assert other["message"] == train_bench._DIFFERS
+@pytest.mark.parametrize("changed", [[1.0, 4.0, 2.01], [1.01, 4.0, 2.0], [1.0, 4.0, float("nan")], [float("nan"), 4.0]])
+def test_methods_that_disagree_with_the_first_differ(changed: list[float]) -> None:
+    """Methods may have made different numbers of steps."""
+    assert difference([1.0, 4.0], [1.0, 4.0, 2.0]) == 0.0
+    assert not difference(changed, [1.0, 4.0, 2.0, 1.5]) < 4e-3
 
 
 @pytest.mark.parametrize(
@@ -192,5 +188,5 @@ def test_options_change_a_preset_and_methods_are_measured_compiled_too() -> None
     options = parse_options(["--preset", "8b-layers", "--layers", "4", "--seq-lens", "64", "128", "64", "--compile"])
     assert [job.size for job in options.jobs] == [replace(PRESETS["8b-layers"], layers=4)] * 2
     names = [method.name for method in options.methods]
-    assert names[len(names) // 2 :] == [f"{name} compiled" for name in names[: len(names) // 2]]
+    assert names[1::2] == [f"{name} compiled" for name in names[::2]]
     assert [method.compiled for method in options.methods] == [name.endswith(" compiled") for name in names]
