@@ -31,7 +31,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -356,26 +356,16 @@ def _forms(name: str, function: Function, leading_dims: str = "batch, sequence")
     return forms
 
 
-_DENSE = {kind: _forms(f"{kind}_flash_attn", attention_of(layout)) for kind, layout in LAYOUTS.items()}
-_VARLEN = {kind: _forms(f"{kind}_flash_attn_varlen", _varlen_of(kind), "tokens") for kind in _PER_DOCUMENT}
-_VARLEN["llama3"] = _forms("llama3_flash_attn_varlen", _llama3, "tokens")
+_FORMS = [
+    *[_forms(f"{kind}_flash_attn", attention_of(layout)) for kind, layout in LAYOUTS.items()],
+    *[_forms(f"{kind}_flash_attn_varlen", _varlen_of(kind), "tokens") for kind in _PER_DOCUMENT],
+    _forms("llama3_flash_attn_varlen", _llama3, "tokens"),
+]
+_FUNCTIONS = {form.__name__: form for forms in _FORMS for form in forms}
+globals().update(_FUNCTIONS)
+if TYPE_CHECKING:  # the functions, which type checkers do not find in `globals()`
 
-# fmt: off
-ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _DENSE["ring"]
-zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = (
-    _DENSE["zigzag_ring"])
-stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _DENSE["stripe"]
-step_flash_attn_func, step_flash_attn_kvpacked_func, step_flash_attn_qkvpacked_func = _DENSE["step"]
-ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = (
-    _VARLEN["ring"])
-(zigzag_ring_flash_attn_varlen_func, zigzag_ring_flash_attn_varlen_kvpacked_func,
- zigzag_ring_flash_attn_varlen_qkvpacked_func) = _VARLEN["zigzag_ring"]
-llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = (
-    _VARLEN["llama3"])
-# fmt: on
+    def __getattr__(name: str) -> Function: ...
 
 
-__all__ = [
-    "LAYOUTS", "ContiguousPerDocument", "llama3_flash_attn_prepare_cu_seqlens",
-    *[each.__name__ for forms in (*_DENSE.values(), *_VARLEN.values()) for each in forms],
-]  # fmt: skip
+__all__ = ["LAYOUTS", "ContiguousPerDocument", "llama3_flash_attn_prepare_cu_seqlens", *_FUNCTIONS]
