@@ -209,8 +209,8 @@ SOURCES = {
         "models/common/attention/cp_attention.py": "class CPAttention", API: "",
     },
     "the SDPA of DTensors from torch": {API: "def apply_cp_to_forward("},
-    "has no place for another inner attention": {API: "def cp_shard("},
-    "load balancers and SDPA from torch": {"distributed/context_parallel.py": "plan = _ContextParallel("},
+    "has no place for another inner one": {API: "def cp_shard("},
+    "the load balancers and SDPA from torch": {"distributed/context_parallel.py": "plan = _ContextParallel("},
     "takes the context manager": {},
     "": None,
 }  # fmt: skip
