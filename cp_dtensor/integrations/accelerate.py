@@ -67,12 +67,11 @@ class Enabled(ExitStack):
         _in_force.append(self)
         self.callback(_in_force.remove, self)
 
-    def disable(self) -> None:
-        """Give accelerate its own functions back, if no other switch is in force; further calls do nothing.
+    disable = ExitStack.close
+    """Gives accelerate its own functions back, if no other switch is in force; further calls do nothing.
 
-        Accelerators that were prepared before keep this library.
-        """
-        self.close()
+    Accelerators that were prepared before keep this library.
+    """
 
 
 _in_force: list[Enabled] = []
@@ -84,13 +83,10 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
     yield wrapped(Accelerator, "_prepare_cp", _prepare_cp)
     yield wrapped(Accelerator, "maybe_context_parallel", _maybe_context_parallel)
 
-    def of_shards(steps: _Steps, _: Any, *args: Any, **kwargs: Any) -> Any:  # TRL's own computes whole sequences
-        return _trainer_prediction(steps, _loss_of_shards, *args, **kwargs)
-
     for module, owner, name, ours in (
         ("transformers.trainer", "Trainer", "_prepare_context_parallel_inputs", _trainer_inputs),
         ("transformers.trainer", "Trainer", "prediction_step", _trainer_prediction),
-        ("trl.trainer.sft_trainer", "SFTTrainer", "prediction_step", of_shards),
+        ("trl.trainer.sft_trainer", "SFTTrainer", "prediction_step", _sft_prediction),
     ):
         yield when_loaded(module, partial(_trainer_patched, owner, name, ours))
 
@@ -184,16 +180,15 @@ def _with_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Add the position ids that a call lacks, in a step."""
-    return (
-        (args, {**kwargs, "position_ids": missing_positions[model]()}) if lacks_positions(model, args, kwargs) else None
-    )
+    if not lacks_positions(model, args, kwargs):
+        return None
+    return args, {**kwargs, "position_ids": missing_positions[model]()}
 
 
 def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> tuple[Any, ...]:
     """`Accelerator._prepare_cp` of this library."""
     if not _in_force:  # a reference that other code has kept
-        result: tuple[Any, ...] = original(accelerator, *args)
-        return result
+        return original(accelerator, *args)
     options = dict(_in_force[-1].options)
     handler = accelerator.parallelism_config.cp_handler
     if options.get("rotate_method") is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
@@ -216,8 +211,7 @@ def _maybe_context_parallel(
             f"this accelerator was prepared before enable(), so it takes no {', '.join(options)}: call enable() "
             "before Accelerator.prepare"
         )
-    result: AbstractContextManager[None] = original(self, **given)
-    return result
+    return original(self, **given)
 
 
 # Trainer
@@ -340,6 +334,11 @@ def _trainer_prediction(
     if loss is not None:
         loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
     return loss, logits, labels
+
+
+def _sft_prediction(steps: _Steps, _: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """`SFTTrainer.prediction_step` of shards, in which TRL's own would compute whole sequences."""
+    return _trainer_prediction(steps, _loss_of_shards, *args, **kwargs)
 
 
 def _loss_of_shards(self: Any, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:

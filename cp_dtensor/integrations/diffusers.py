@@ -35,7 +35,7 @@ NAME = "cp_dtensor"
 
 
 def register() -> None:
-    """Adds the attention backend "cp_dtensor" to diffusers, for `set_attention_backend` and `attention_backend`.
+    """Add the attention backend "cp_dtensor" to diffusers, for `set_attention_backend` and `attention_backend`.
 
     Models use it only where they are set to. Further calls do nothing.
 
@@ -60,7 +60,7 @@ def attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     return_lse: bool = False, _parallel_config: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The backend's function, with the arguments of diffusers' backends.
+    """Compute attention of this rank's shards, with the arguments of diffusers' backends.
 
     Args:
         query, key, value: (B, S, H, D), this rank's shards; whole without `_parallel_config`.
@@ -92,8 +92,9 @@ def attention(
             raise NotImplementedError("return_lse is supported with context parallelism only")
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
     mesh, method = _axes(config)
-    layout, lengths = _order(mesh, q, k, is_uneven=config.ring_anything or config.ulysses_anything)
-    if attn_mask is not None and attn_mask.size(-1) not in (1, lengths[1]):
+    width = 1 if attn_mask is None else attn_mask.size(-1)
+    layout, lengths, widths = _order(mesh, q, k, width, config.ring_anything or config.ulysses_anything)
+    if attn_mask is not None and widths not in ({1}, {lengths[1]}):
         if attn_mask.size(-1) != k.size(2) or attn_mask.size(-2) != 1:
             raise ValueError(
                 f"expected attn_mask with the {lengths[1]} keys of all ranks, or with this rank's {k.size(2)} keys and "
@@ -109,7 +110,7 @@ def attention(
 
 
 def _axes(config: Any) -> tuple[Mesh, str]:
-    """The axes of a `ContextParallelConfig`, and the method over them."""
+    """Return the axes of a `ContextParallelConfig`, and the method over them."""
     if config.ulysses_degree == 1:
         return config._ring_mesh, "ring"
     if config.ring_degree == 1:
@@ -119,18 +120,23 @@ def _axes(config: Any) -> tuple[Mesh, str]:
     return (mesh if tuple(mesh.mesh_dim_names) == axes else mesh[axes]), "hybrid"
 
 
-def _order(mesh: Mesh, q: torch.Tensor, k: torch.Tensor, *, is_uneven: bool) -> tuple[Layout, tuple[int, int]]:
-    """The layout of q and k: (B, H, S, D), and their global lengths; uneven ones are exchanged."""
+def _order(
+    mesh: Mesh, q: torch.Tensor, k: torch.Tensor, width: int, is_uneven: bool
+) -> tuple[Layout, tuple[int, int], set[int]]:
+    """Return the layout of q and k (B, H, S, D), their global lengths and the widths of masks on the ranks.
+
+    Uneven ones are exchanged.
+    """
     ranks = sequence_ranks(mesh)
     if not is_uneven:  # diffusers has divided them evenly
-        return Contiguous(), (q.size(2) * ranks.size, k.size(2) * ranks.size)
-    by_rank = ranks.gather_integers([q.size(2), k.size(2)], q.device)
-    queries, keys = (tuple(lengths[index] for lengths in by_rank) for index in (0, 1))
+        return Contiguous(), (q.size(2) * ranks.size, k.size(2) * ranks.size), {width}
+    queries, keys, widths = zip(*ranks.gather_integers([q.size(2), k.size(2), width], q.device), strict=True)
     if sum(queries) == sum(keys) and queries != keys:
         raise ValueError(
             f"expected queries and keys of {sum(keys)} tokens to be divided alike, got {queries} and {keys}"
         )
-    return AdjacentParts((queries,) if queries == keys else (queries, keys)), (sum(queries), sum(keys))
+    parts = (queries,) if queries == keys else (queries, keys)
+    return AdjacentParts(parts), (sum(queries), sum(keys)), {*widths}
 
 
 @dataclass(frozen=True)

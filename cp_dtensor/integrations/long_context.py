@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.api.extension import Mesh, Segment, take_shard
 from cp_dtensor.integrations.ring_flash_attn import attention_of, group_or_default, unpacked
+from cp_dtensor.spec.layouts import chunk
 
 __all__ = [
     "AttnType", "LongContextAttention", "LongContextAttentionQKVPacked", "UlyssesAttention", "UlyssesCut",
@@ -54,11 +55,11 @@ class AttnType(Enum):
 
 
 class _Attention(nn.Module):
-    """Attention over the ranks of a mesh.
+    """Attention over the ranks of a mesh; arguments of the layers are those of yunchang.
 
-    Raises:
-        ValueError: `dims`, the pair (scatter_idx, gather_idx), is not (2, 1).
-        NotImplementedError: quantized and sparse kernels.
+    `use_pack_qkv` and `use_sync` have no effect: q, k and v always travel together, and events order CUDA streams.
+    `torch.nn.attention.sdpa_kernel` chooses the backend; `attn_type` is any exact kernel, as yunchang's enum,
+    `AttnType` or a name. Other kernels are refused, and other dims of heads and of the sequence than the defaults.
     """
 
     def __init__(
@@ -80,13 +81,9 @@ class _Attention(nn.Module):
         softmax_scale: float | None = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
         *args: Any, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Return this rank's rows (B, S, H, Dv) of softmax(softmax_scale q k^T + mask) v over the whole sequence.
+        """Return the output of `ring_flash_attn_func` with these arguments, never the log-sum-exp, as yunchang does.
 
-        Args:
-            query, key, value: (B, S, H, D), (B, T, Hkv, D), (B, T, Hkv, Dv): this rank's shards. H may be a multiple of
-                Hkv (GQA, MQA); neither has to be a multiple of the Ulysses degree.
-            dropout_p, softmax_scale, causal, window_size, args, options: those of `ring_flash_attn_func`, and raises as
-                it does. `return_attn_probs` has no effect: yunchang's layer returns the output alone too.
+        Neither number of heads has to be a multiple of the Ulysses degree.
         """
         result = attention_of(self.layout, self.method)(
             query, key, value, dropout_p, softmax_scale, causal, window_size, *args, group=self.mesh, softcap=softcap,
@@ -102,14 +99,7 @@ class _Attention(nn.Module):
 class LongContextAttention(_Attention):
     """Attention by Ulysses over one axis and a ring over the other.
 
-    Args:
-        scatter_idx, gather_idx: 2 and 1, the dims of heads and of the sequence.
-        ring_impl_type: layout of the ring, "basic", "zigzag" or "strip".
-        use_pack_qkv, use_sync: no effect: q, k and v always travel together, and events order CUDA streams.
-        attn_type: an exact kernel, as yunchang's enum, `AttnType` or a name; `torch.nn.attention.sdpa_kernel` chooses
-            the backend. Quantized and sparse kernels are refused.
-        attn_processor: None; other values are refused.
-        mesh: the result of `set_seq_parallel_pg`, or another mesh with the axes "ring" and "ulysses".
+    `mesh` is the result of `set_seq_parallel_pg`, or another mesh with the axes "ring" and "ulysses".
     """
 
     def __init__(
@@ -131,8 +121,7 @@ class LongContextAttentionQKVPacked(_Attention):
         self, scatter_idx: int = 3, gather_idx: int = 1, ring_impl_type: str = "basic", use_sync: bool = False,
         attn_type: Enum | str = AttnType.FA, *, mesh: DeviceMesh,
     ) -> None:  # fmt: skip
-        layout = layout_of(ring_impl_type, mesh)
-        super().__init__(mesh, "hybrid", layout, attn_type, (scatter_idx, gather_idx), heads_dim=3)
+        super().__init__(mesh, "hybrid", layout_of(ring_impl_type, mesh), attn_type, (scatter_idx, gather_idx), 3)
 
     def forward(self, qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
         """Compute the layer's attention of q, k and v from qkv, this rank's shard."""
@@ -140,14 +129,7 @@ class LongContextAttentionQKVPacked(_Attention):
 
 
 class UlyssesAttention(_Attention):
-    """Attention by Ulysses over one process group, whose ranks have adjacent parts of the sequence.
-
-    Args:
-        sequence_process_group: the ranks that share the sequence; None is the default group.
-        scatter_idx, gather_idx, use_sync, attn_type: as for `LongContextAttention`.
-
-    Source: DeepSpeed-Ulysses (arXiv 2309.14509).
-    """
+    """Attention by Ulysses over one process group, whose ranks have adjacent parts of the sequence."""
 
     def __init__(
         self, sequence_process_group: Mesh | None = None, scatter_idx: int = 2, gather_idx: int = 1,
@@ -184,9 +166,7 @@ class UlyssesCut(Layout):
     def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> tuple[Segment, ...]:
         ring_rank, part = divmod(rank, self.ulysses_degree)
         whole = self.ring_layout.segments(seq_len, ring_rank, world_size // self.ulysses_degree, group)
-        rows = sum(segment.length for segment in whole)
-        (chunk,) = Contiguous().segments(rows, part, self.ulysses_degree)
-        start, stop = chunk.start, chunk.start + chunk.length
+        start, stop = chunk((0, sum(segment.length for segment in whole)), self.ulysses_degree, part)
         cut = []
         for segment in whole:
             first, last = (min(max(index, 0), segment.length) for index in (start, stop))
@@ -217,21 +197,11 @@ def set_seq_parallel_pg(
     sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True, *,
     device_type: str | None = None,
 ) -> DeviceMesh:  # fmt: skip
-    """Make the mesh of the ranks that share a sequence. A collective over all ranks.
+    """Return this rank's mesh with the axes "ring" and "ulysses". A collective over all ranks.
 
-    Args:
-        sp_ulysses_degree: number of ranks of the Ulysses axis.
-        sp_ring_degree: number of ranks of the ring. Each ulysses * ring consecutive ranks share a sequence; with a
-            larger world there are several such groups (data parallelism).
-        rank, world_size: those of the default process group.
-        use_ulysses_low: True if adjacent ranks, which are often on one node, are adjacent on the Ulysses axis.
-        device_type: "cuda" or "cpu"; if None, "cuda" if there is a GPU.
-
-    Returns:
-        this rank's mesh with the axes "ring" and "ulysses".
-
-    Raises:
-        ValueError: degrees whose product does not divide the world size; another rank or world size than the group's.
+    Each ulysses * ring consecutive ranks share a sequence; with a larger world there are several such groups (data
+    parallelism). With `use_ulysses_low`, adjacent ranks, often of one node, are adjacent on the Ulysses axis.
+    `device_type` is "cuda" if None and there is a GPU.
     """
     actual = (dist.get_rank(), dist.get_world_size())
     if (rank, world_size) != actual:
@@ -252,12 +222,10 @@ def _extract_local(
     ring_impl_type: str, value: torch.Tensor, rank: int, world_size: int, rd: int | None = None, ud: int | None = None,
     dim: int = 1,
 ) -> torch.Tensor:  # fmt: skip
-    """Return a rank's shard of a whole tensor (B, S, ...), for layers of a `ring_impl_type`.
+    """Return a rank's shard of a whole tensor, whose sequence dim is `dim`, for layers of a `ring_impl_type`.
 
-    Args:
-        rank: ring rank * ud + Ulysses rank: the global rank with `use_ulysses_low` only.
-        rd, ud: the ring and Ulysses degrees; their product is `world_size`, else ValueError. "basic" needs none.
-        dim: of the sequence.
+    `rank` is ring rank * ud + Ulysses rank: the global rank with `use_ulysses_low` only. rd and ud are the ring and
+    Ulysses degrees, which "basic" does not need.
     """
     if (rd, ud, ring_impl_type) == (None, None, "basic"):
         rd, ud = world_size, 1

@@ -31,7 +31,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,19 +73,12 @@ def flash_options(
     window_size: Sequence[int] = (-1, -1), alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, group: Mesh | None = None, **options: Any,
 ) -> tuple[bool, dict[str, Any]]:  # fmt: skip
-    """Return return_attn_probs and the options of `varlen_attention`.
+    """Return return_attn_probs and the options of `varlen_attention`; the names are those of flash-attn.
 
-    Args:
-        causal: True for a causal mask by global position, aligned bottom-right: the last query sees all keys, the one
-            before all but the last, and so on. Of documents: within each document.
-        window_size: (left, right), numbers of keys to the left and right of its own position that a query sees, -1 for
-            no limit; the last query is aligned with the last key. With `causal`, right is 0.
-        alibi_slopes: None; other values are refused.
-        return_attn_probs: True to return (out, lse, None); lse is (batch, heads, tokens) or (heads, tokens), natural
-            log of the softmax denominator in float32 (float64 for float64 inputs); not differentiable.
-        group: the context-parallel axis: a process group, a DeviceMesh of one dim, or one of two dims for a nested
-            ring; the default group if None.
-        dropout_p, softmax_scale, deterministic, options: as for `context_parallel_attention`, by keyword.
+    Masks are aligned bottom-right: the last query sees the last key; of documents, within each document. With
+    `return_attn_probs` a function returns (out, lse, None); lse, (batch, heads, tokens) or (heads, tokens), is not
+    differentiable. `group` is a process group or a DeviceMesh, of two dims for a nested ring. `options` are keyword
+    arguments of `context_parallel_attention`. ALiBi is refused.
     """
     if alibi_slopes is not None:
         raise NotImplementedError(
@@ -112,10 +105,10 @@ def attention_of(layout: Layout, method: str = "ring") -> Function:
     """Return the function of q, k and v (B, S, H, D) for shards in a layout."""
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's rows (B, S, H, Dv) of softmax(softmax_scale q k^T + mask) v over the whole sequence.
+        """Return this rank's rows (B, S, H, Dv) of attention over the whole sequence; arguments as in flash-attn.
 
-        q is (B, S, H, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv); H may be a multiple of Hkv (GQA, MQA). Other arguments
-        are in flash-attn's order; see `flash_options`. Differentiable. Raises as `context_parallel_attention`.
+        q is (B, S, H, D), k (B, T, Hkv, D), v (B, T, Hkv, Dv); H may be a multiple of Hkv. Raises as
+        `context_parallel_attention`.
         """
         shapes = "q, k and v of four dims (batch, sequence, heads, head_dim)"
         q, k, v = heads_before_rows(q, k, v, 1, shapes)
@@ -161,18 +154,11 @@ def _varlen_of(kind: str) -> Function:
     def function(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Any, max_seqlen: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return this rank's rows (T, H, Dv) of softmax(softmax_scale q k^T + mask) v within each document.
+        """Return this rank's rows (T, H, Dv) of attention within each document; arguments as in flash-attn.
 
-        Args:
-            q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv): this rank's chunks of the first document, of the second, ...
-            cu_seqlens: (documents + 1,), first and last position of documents on this rank, equal on every rank;
-                integers or a tensor (reading one on a GPU waits for the GPU). Tokens after the last document are
-                padding: their output and gradients are zero.
-            max_seqlen: the length of the longest document on this rank, or more.
-            args, kwargs: in flash-attn's order; see `flash_options`.
-
-        Arguments that do not fit are refused before any collective; with `debug`, documents that differ between ranks
-        on every rank alike.
+        q is (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv): this rank's chunks of the first document, of the second, ...
+        `cu_seqlens` are integers or a tensor, equal on every rank; tokens after the last document are padding, whose
+        output and gradients are zero. What does not fit is refused before any collective.
         """
         heads_first_of_packed(q, k, v)
         needs_lse, options = flash_options(*args, **kwargs)
@@ -231,20 +217,12 @@ def llama3_flash_attn_prepare_cu_seqlens(
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
     """Return the document arguments of `llama3_flash_attn_varlen_func` for one rank.
 
-    Args:
-        cu_seqlens: (documents + 1,), positions where documents begin and end in the whole packed sequence, from 0 to
-            its length. (ring-flash-attention requires a multiple of `world_size`; here parts may differ by one token.)
-        causal: True if attention will be causal: keys after this rank's part are left out then.
-        rank, world_size: this rank, and the number of ranks that share the sequence.
+    `cu_seqlens` (documents + 1,) are positions in the whole packed sequence, from 0 to its length, which need not be a
+    multiple of `world_size`. With `causal`, keys after this rank's part are left out.
 
     Returns:
-        cu_seqlens_q: edges of documents in this rank's part, in the dtype and on the device of `cu_seqlens`.
-        cu_seqlens_k: edges of documents in the keys that this rank's queries see, which begin with its first document.
-        max_seqlen_q, max_seqlen_k: the longest document in each.
-        local_k_slice: the positions of these keys in the whole sequence.
-
-    Raises:
-        TypeError, ValueError: positions that do not ascend from 0; a rank outside of `world_size`.
+        (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice): edges of documents in this rank's part,
+        and in the keys that its queries see; the longest document in each; the positions of these keys.
 
     >>> cu_seqlens_q, cu_seqlens_k, *rest = llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 1, 2)
     >>> cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), rest
@@ -278,17 +256,11 @@ def _llama3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int, max_seqlen_k: int, heads_k_stride: int, local_k_slice: slice, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Return this rank's rows (T, H, Dv) of softmax(softmax_scale q k^T + mask) v within each document.
+    """Return this rank's rows (T, H, Dv) of attention within each document.
 
-    Args:
-        q, k, v: (T, H, D), (T, Hkv, D), (T, Hkv, Dv), this rank's adjacent part of the packed sequence.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice: the results of
-            `llama3_flash_attn_prepare_cu_seqlens`, the very tensors. The maxima may be larger.
-        heads_k_stride: a divisor of Hkv, in ring-flash-attention the key heads to gather at a time. Not used here,
-            since the planner chooses the stages.
-        args, kwargs: in flash-attn's order; see `flash_options`.
-
-    Documents prepared for causal attention in a call that is not are refused on every rank alike.
+    q is (T, H, D), k (T, Hkv, D), v (T, Hkv, Dv), this rank's adjacent part of the packed sequence. The arguments of
+    documents are the very results of `llama3_flash_attn_prepare_cu_seqlens`; the maxima may be larger. The planner
+    chooses the stages, so `heads_k_stride` is only checked to divide Hkv.
     """
     heads_first_of_packed(q, k, v)
     needs_lse, options = flash_options(*args, **kwargs)
@@ -356,26 +328,16 @@ def _forms(name: str, function: Function, leading_dims: str = "batch, sequence")
     return forms
 
 
-_DENSE = {kind: _forms(f"{kind}_flash_attn", attention_of(layout)) for kind, layout in LAYOUTS.items()}
-_VARLEN = {kind: _forms(f"{kind}_flash_attn_varlen", _varlen_of(kind), "tokens") for kind in _PER_DOCUMENT}
-_VARLEN["llama3"] = _forms("llama3_flash_attn_varlen", _llama3, "tokens")
+_FORMS = [
+    *[_forms(f"{kind}_flash_attn", attention_of(layout)) for kind, layout in LAYOUTS.items()],
+    *[_forms(f"{kind}_flash_attn_varlen", _varlen_of(kind), "tokens") for kind in _PER_DOCUMENT],
+    _forms("llama3_flash_attn_varlen", _llama3, "tokens"),
+]
+_FUNCTIONS = {form.__name__: form for forms in _FORMS for form in forms}
+globals().update(_FUNCTIONS)
+if TYPE_CHECKING:  # the functions, which type checkers do not find in `globals()`
 
-# fmt: off
-ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _DENSE["ring"]
-zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = (
-    _DENSE["zigzag_ring"])
-stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _DENSE["stripe"]
-step_flash_attn_func, step_flash_attn_kvpacked_func, step_flash_attn_qkvpacked_func = _DENSE["step"]
-ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = (
-    _VARLEN["ring"])
-(zigzag_ring_flash_attn_varlen_func, zigzag_ring_flash_attn_varlen_kvpacked_func,
- zigzag_ring_flash_attn_varlen_qkvpacked_func) = _VARLEN["zigzag_ring"]
-llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = (
-    _VARLEN["llama3"])
-# fmt: on
+    def __getattr__(name: str) -> Function: ...
 
 
-__all__ = [
-    "LAYOUTS", "ContiguousPerDocument", "llama3_flash_attn_prepare_cu_seqlens",
-    *[each.__name__ for forms in (*_DENSE.values(), *_VARLEN.values()) for each in forms],
-]  # fmt: skip
+__all__ = ["LAYOUTS", "ContiguousPerDocument", "llama3_flash_attn_prepare_cu_seqlens", *_FUNCTIONS]

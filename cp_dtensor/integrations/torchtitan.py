@@ -26,14 +26,16 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dtensor import (
+    Causal,
     Contiguous,
+    Documents,
     HeadTail,
     Layout,
+    Mask,
     context_parallel_attention,
     context_parallel_flex_attention,
-    varlen_attention,
 )
-from cp_dtensor.api.extension import Mesh, bottom_right_mask, never_compiled, sequence_ranks
+from cp_dtensor.api.extension import Mesh, bottom_right_mask, heads_first_of_packed, never_compiled, sequence_ranks
 from cp_dtensor.spec.balanced_layouts import OneLength
 from cp_dtensor.spec.layouts import Span, joined_spans
 
@@ -55,11 +57,11 @@ class Metadata:
     block_mask: BlockMask | None = None
 
     def annotate_spmd_types(self) -> None:
-        """Does nothing: there are no tensors of this rank alone."""
+        """Do nothing: there are no tensors of this rank alone."""
 
 
 def prepare_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None, world_size: int) -> Metadata:
-    """The metadata of a batch for all layers, from TorchTitan's of the whole sequence.
+    """Return the metadata of a batch for all layers, from TorchTitan's of the whole sequence.
 
     Args:
         attention_metadata: a `BlockMask`, or a named tuple with `cu_seq_q`, `cu_seq_k`: (documents + 1,) of packed
@@ -90,19 +92,12 @@ def prepare_metadata(attention_metadata: Any, *, permutation: torch.Tensor | Non
 
 @never_compiled
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mesh: Mesh,
-    metadata: Metadata,
-    window_size: tuple[int, int] = (-1, 0),
-    scale: float | None = None,
-    score_mod: Callable[..., torch.Tensor] | None = None,
-    kernel_options: dict[str, Any] | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mesh: Mesh, metadata: Metadata,
+    window_size: tuple[int, int] = (-1, 0), scale: float | None = None,
+    score_mod: Callable[..., torch.Tensor] | None = None, kernel_options: dict[str, Any] | None = None,
     out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Attention of packed tokens that are sharded over the ranks of `mesh`.
+) -> torch.Tensor:  # fmt: skip
+    """Compute attention of packed tokens that are sharded over the ranks of `mesh`.
 
     Args:
         q, k, v: (T, H, K), (T, Hkv, K) and (T, Hkv, V), this rank's tokens; equally many on every rank.
@@ -120,39 +115,39 @@ def attention(
     Raises:
         NotImplementedError: out_transform with documents and gradients, which would lack the part by the log-sum-exp.
     """
-    needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    if out_transform is not None and metadata.block_mask is None and needs_gradients:
+    is_flex, needs_lse = metadata.block_mask is not None, out_transform is not None
+    if needs_lse and not is_flex and torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
         raise NotImplementedError(
             "the log-sum-exp of attention of documents has no gradient, so out_transform would give wrong gradients of "
             "q and k: use a FlexAttention layer, or varlen_attention(sinks=...) for sinks; without gradients it works"
         )
+    if not is_flex and (score_mod or kernel_options):
+        raise ValueError("expected score_mod and kernel_options with a BlockMask only, got them with documents")
     options: dict[str, Any] = {
         "mesh": mesh, "layout": metadata.layout, "scale": scale, "seq_len": q.size(0) * sequence_ranks(mesh).size,
-        "return_lse": out_transform is not None,
+        "return_lse": needs_lse, "enable_gqa": True,
     }  # fmt: skip
-    if metadata.block_mask is None and (score_mod or kernel_options):
-        raise ValueError("expected score_mod and kernel_options with a BlockMask only, got them with documents")
-    if metadata.documents not in (None, (0, options["seq_len"])):
-        result = varlen_attention(q, k, v, cu_seqlens=metadata.documents, window_size=window_size, **options)
-        out, lse = result if isinstance(result, tuple) else (result, None)
-        return out if out_transform is None or lse is None else out_transform(out, lse.t())
-    heads_first = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
-    if metadata.block_mask is not None:
+    views = heads_first_of_packed(q, k, v)
+    result: Any
+    if is_flex:
         result = context_parallel_flex_attention(
-            *heads_first, block_mask=metadata.block_mask, score_mod=score_mod, kernel_options=kernel_options,
-            compiled=q.is_cuda, enable_gqa=True, **options,
+            *views, block_mask=metadata.block_mask, score_mod=score_mod, kernel_options=kernel_options,
+            compiled=q.is_cuda, **options,
         )  # fmt: skip
-    else:  # one document, for which there are fused kernels
+    else:
+        # The last query is at the last key: of one document it is the causal mask, for which there are fused kernels.
         is_causal = tuple(window_size) == (-1, 0)
-        mask = None if is_causal else bottom_right_mask(False, window_size)
-        result = context_parallel_attention(*heads_first, is_causal=is_causal, mask=mask, enable_gqa=True, **options)
-    out, lse = result if isinstance(result, tuple) else (result, None)
-    out = out[0].transpose(0, 1)
+        mask: Mask = Causal() if is_causal else bottom_right_mask(False, window_size)
+        if metadata.documents not in (None, (0, options["seq_len"])):
+            mask = Documents(metadata.documents, within=mask)
+        result = context_parallel_attention(*views, mask=mask, **options)
+    out, lse = result if needs_lse else (result, None)
+    out = out[0].transpose(0, 1).contiguous()
     return out if out_transform is None or lse is None else out_transform(out, lse[0].t())
 
 
 def inner_attention_map() -> dict[type, type]:
-    """TorchTitan's inner attention classes, each with its class of this library.
+    """Return TorchTitan's inner attention classes, each with its class of this library.
 
     Raises:
         ImportError: TorchTitan is not installed, or is a version without `CPAttention` (0.3 and before).
@@ -168,7 +163,7 @@ def inner_attention_map() -> dict[type, type]:
 
 
 def _context_parallel_class(inner: type, base: type) -> type:
-    """`inner` with its forward and metadata by this library."""
+    """Return `inner` with its forward and metadata by this library."""
     spmd = import_module("spmd_types")
 
     def cp_group() -> Any:
@@ -192,18 +187,10 @@ def _context_parallel_class(inner: type, base: type) -> type:
             return prepare_metadata(attention_metadata, permutation=permutation, world_size=cp_group().size())
 
         def forward(
-            self,
-            q_THK: torch.Tensor,
-            k_THK: torch.Tensor,
-            v_THV: torch.Tensor,
-            *,
-            attention_metadata: Metadata,
-            scale: float | None = None,
-            score_mod: Any = None,
-            enable_gqa: bool = False,
-            out_transform: Any = None,
+            self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THV: torch.Tensor, *, attention_metadata: Metadata,
+            scale: float | None = None, score_mod: Any = None, enable_gqa: bool = False, out_transform: Any = None,
             **kwargs: Any,
-        ) -> torch.Tensor:
+        ) -> torch.Tensor:  # fmt: skip
             unknown = [name for name, value in kwargs.items() if value is not None]
             if unknown:
                 raise NotImplementedError(f"context-parallel inner attention has no {', '.join(unknown)}")
@@ -228,7 +215,7 @@ def _context_parallel_class(inner: type, base: type) -> type:
 
 
 def _layout_of(permutation: torch.Tensor | None, world_size: int) -> Layout:
-    """The layout of tokens that were permuted and then divided into adjacent parts."""
+    """Return the layout of tokens that were permuted and then divided into adjacent parts."""
     if permutation is None:
         return Contiguous()
     if permutation.dim() != 2 or permutation.size(0) != 1 or permutation.size(1) % world_size:
@@ -237,11 +224,13 @@ def _layout_of(permutation: torch.Tensor | None, world_size: int) -> Layout:
             f"{tuple(permutation.shape)}"
         )
     positions = permutation[0].tolist()
-    head_tail = [HeadTail().segments(len(positions), rank, world_size) for rank in range(world_size)]
-    if positions == [position for segment in chain(*head_tail) for position in segment.positions()]:
-        return HeadTail()
     share = len(positions) // world_size
     parts = [positions[rank * share : (rank + 1) * share] for rank in range(world_size)]
+    if parts == [
+        [*chain(*(each.positions() for each in HeadTail().segments(len(positions), rank, world_size)))]
+        for rank in range(world_size)
+    ]:
+        return HeadTail()
     if any(sorted(part) != part for part in parts):
         raise ValueError("expected a permutation in which the positions of each rank's tokens ascend; got another")
     runs = [joined_spans([(position, position + 1) for position in part]) for part in parts]
@@ -270,35 +259,35 @@ class PermutedParts(OneLength):
         return [list(part) for part in self.runs]
 
 
+_SHARDING = "the sharding of tensors, the load balancers"
+_GATHERS = "from torch; it gathers K/V of FlexAttention by torch's own operator"
+_TAKES = (
+    (
+        "models/common/attention/cp_attention.py", "",
+        f"(main) takes {_SHARDING} from torch, not attention: use "
+        "cp_dtensor.integrations.torchtitan.inner_attention_map() in its ContextParallelTransform",
+    ),
+    (
+        "distributed/context_parallel/api.py", "apply_cp_to_forward",
+        f"(0.3) takes {_SHARDING} and the SDPA of DTensors {_GATHERS}, and refuses varlen attention",
+    ),
+    (
+        "distributed/context_parallel/api.py", "",
+        f"(between 0.3 and main) takes {_SHARDING} from torch, not attention, and has no place for another inner one",
+    ),
+    ("distributed/context_parallel.py", "_ContextParallel", f"(0.2.2) takes {_SHARDING} and SDPA {_GATHERS}"),
+)  # fmt: skip
+"""A file of a version of TorchTitan, a text in it, and what that version takes from torch; the first one counts."""
+
+
 def describe_installed() -> str:
-    """A sentence on what the installed TorchTitan takes from torch's context parallel; "" if there is none."""
+    """Return a sentence on what the installed TorchTitan takes from torch's context parallel; "" if there is none."""
     found = find_spec("torchtitan")
     if found is None or not found.submodule_search_locations:
         return ""
     package = Path(next(iter(found.submodule_search_locations)))
-    text = {path: path.read_text() if path.exists() else "" for path in (
-        package / "models/common/attention/cp_attention.py", package / "distributed/context_parallel/api.py",
-        package / "distributed/context_parallel.py",
-    )}  # fmt: skip
-    transform, later, first = text.values()
-    if transform:
-        return (
-            "this TorchTitan takes the sharding of tensors and the load balancers from torch, not attention: use "
-            "cp_dtensor.integrations.torchtitan.inner_attention_map() in its ContextParallelTransform"
-        )
-    if "apply_cp_to_forward" in later:
-        return (
-            "this TorchTitan (0.3) takes the sharding, the load balancers and the SDPA of DTensors from torch; it "
-            "gathers K/V of FlexAttention by torch's own operator, and refuses varlen attention"
-        )
-    if later:
-        return (
-            "this TorchTitan (between 0.3 and main) takes the sharding and the load balancers from torch, not "
-            "attention, and has no place for another inner attention"
-        )
-    if "_ContextParallel" in first:
-        return (
-            "this TorchTitan (0.2.2) takes the sharding, the load balancers and SDPA from torch; it gathers K/V of "
-            "FlexAttention by torch's own operator"
-        )
-    return "this TorchTitan (0.2.1 or before) takes the context manager context_parallel from torch, all of it"
+    takes = "(0.2.1 or before) takes the context manager context_parallel from torch, all of it"
+    for name, text, of_version in reversed(_TAKES):
+        if (package / name).exists() and text in (package / name).read_text():
+            takes = of_version
+    return f"this TorchTitan {takes}"

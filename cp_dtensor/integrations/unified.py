@@ -122,13 +122,8 @@ def _function(attention: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:  # fmt: skip
         """Compute `ring_attention` or `ulysses_attention` of arguments of `F.scaled_dot_product_attention`.
 
-        Args:
-            query, key, value: (B, H, S, D), this rank's shards.
-            attn_mask: this rank's query rows in `layout` order, key columns of the whole sequence by position.
-            mesh: the context-parallel axis, the default group if None.
-            attn_func: None; others are refused.
-            layout: the tokens of each rank, `Contiguous()` if None.
-            dropout_p, is_causal, scale, options, returns, raises: as for `context_parallel_attention`.
+        Tensors are this rank's shards; `attn_mask` has this rank's query rows in `layout` order, and the key columns of
+        the whole sequence by position. `layout` is `Contiguous()` if None, `mesh` the default group.
         """
         _refuse_of_theirs(False, attn_func)
         out: torch.Tensor = attention(
@@ -150,17 +145,9 @@ def init_context_parallel_mesh(
 ) -> DeviceMesh:  # fmt: skip
     """Make a mesh of all ranks with the axes "batch", "ring" and "ulysses". A collective over all ranks.
 
-    The size of a limited axis is the greatest common divisor of its limit and of the remaining ranks. Without limits
-    all ranks form the Ulysses axis.
-
-    Args:
-        device_type: "cuda" or "cpu".
-        mesh: an existing mesh, which is returned unchanged.
-        max_batch_dim_size: limit of the batch axis, 1 if None.
-        max_ring_dim_size, max_ulysses_dim_size: limit of one of the two axes; the other axis has the remaining ranks.
-
-    Raises:
-        ValueError: neither a device type nor a mesh; limits of both axes; a limit below 1.
+    The size of a limited axis is the greatest common divisor of its limit, 1 for the batch if None, and of the
+    remaining ranks. One of the two other axes may be limited; the other has the remaining ranks, the Ulysses axis
+    without limits. An existing `mesh` is returned unchanged.
     """
     if mesh is not None:
         return mesh

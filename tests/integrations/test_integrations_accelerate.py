@@ -133,20 +133,6 @@ def test_loss_and_gradients_are_those_of_one_process(inputs: Any, use_cache: boo
     compare(adapted, one_process(model, inputs))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "cp_dtensor"])
-@pytest.mark.parametrize("kind", [batch, packed, padded])
-def test_models_make_their_own_masks(kind: Any, implementation: str) -> None:
-    """A window, and packed documents or padding, without a mask of the step."""
-    inputs, model = kind(), llama("Mistral", sliding_window=13)
-    model.config.use_cache = False
-    whole = one_process(model, inputs)
-    register()
-    model.set_attn_implementation(implementation)
-    names = [*ALL, *({"position_ids", "attention_mask"} & inputs.keys())]
-    with cp_accelerate.enable():
-        compare(run_ranks(RANKS, lambda rank: in_steps(rank, deepcopy(model), inputs, names, {})), whole)
-
-
 def test_missing_positions_are_refused_outside_of_steps() -> None:
     """A step adds them; a plain context around a prepared model does not."""
     model, inputs = llama(), batch()

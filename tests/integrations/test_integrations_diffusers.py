@@ -24,8 +24,7 @@ from cp_dtensor.integrations import diffusers as cp_diffusers
 
 RANKS = 4
 HEADS, KV_HEADS, DIM = 4, 2, 8
-DEGREES = [(4, 1), (1, 4), (2, 2)]
-UNEVEN = ((5, 3, 0, 6), (2, 1, 1, 3))
+LENGTHS = ((5, 3, 0, 6), (2, 1, 1, 3))
 """Lengths of the ranks' queries and keys that no layout of the package has."""
 
 
@@ -55,83 +54,32 @@ def config_of(degrees: tuple[int, int], is_uneven: bool = False) -> Any:
     return SimpleNamespace(context_parallel_config=config)
 
 
-def parts(tensor: torch.Tensor, lengths: tuple[int, ...], dim: int = 1) -> tuple[torch.Tensor, ...]:
-    return tensor.split(list(lengths), dim)
-
-
-def check(
-    degrees: tuple[int, int],
-    lengths: tuple[tuple[int, ...], tuple[int, ...]],
-    local_options: Any = None,
-    **options: Any,
-) -> None:
-    """Compares out and gradients on every rank; `local_options(rank)` are the options of a rank's call."""
-    tensors = problem(*map(sum, lengths))
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("form", ["causal", "no mask", "whole keys", "own keys", "own keys of each head"])
+def test_parts_of_any_lengths_and_masks_of_keys(degrees: tuple[int, int], form: str) -> None:
+    """Such as joined text and image, each divided by itself; even lengths are in tests/matrix."""
+    lengths = LENGTHS if form != "causal" else (LENGTHS[0], LENGTHS[0])
+    tensors, lengths_of = problem(*map(sum, lengths)), (lengths[0], lengths[1], lengths[1], lengths[0])
+    mask = torch.rand(2, HEADS if "head" in form else 1, 1, sum(lengths[1])) < 0.7
+    mask[..., 0] = True
+    options: dict[str, Any] = {"attn_mask": mask} if "keys" in form else {"is_causal": form == "causal"}
     expected = one_device(tensors, **options)
-    lengths_of = (lengths[0], lengths[1], lengths[1], lengths[0])
 
     def body(rank: int) -> None:
-        q, k, v, grad_out = (parts(tensor, lengths)[rank] for tensor, lengths in zip(tensors, lengths_of, strict=True))
+        q, k, v, grad_out = (x.split([*parts], 1)[rank] for x, parts in zip(tensors, lengths_of, strict=True))
         leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
+        local = dict(options)
+        if "keys" in form:
+            own = mask if form == "whole keys" else mask.split([*lengths[1]], 3)[rank]
+            local["attn_mask"] = own if "head" in form else own[:, 0, 0]
         out = dispatch_attention_fn(
-            *leaves, **(options if local_options is None else local_options(rank)), enable_gqa=True,
-            backend="cp_dtensor", parallel_config=config_of(degrees, len({*lengths[0]}) > 1),
-        )  # fmt: skip
+            *leaves, **local, enable_gqa=True, backend="cp_dtensor", parallel_config=config_of(degrees, True)
+        )
         grads = torch.autograd.grad(out, leaves, grad_out)
-        for got, wanted, each in zip((out, *grads), expected, (lengths[0], *lengths_of[:3]), strict=True):
-            torch.testing.assert_close(got, parts(wanted, each)[rank], rtol=1e-10, atol=1e-10)
+        for got, wanted, parts in zip((out, *grads), expected, (lengths[0], *lengths_of[:3]), strict=True):
+            torch.testing.assert_close(got, wanted.split([*parts], 1)[rank], rtol=1e-10, atol=1e-10)
 
     cp_diffusers.register()
-    run_ranks(RANKS, body)
-
-
-@pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize(
-    ("lengths", "options"),
-    [
-        *[(((6,) * 4, (6,) * 4), {"is_causal": is_causal}) for is_causal in (False, True)],
-        # Such as joined text and image, each divided by itself.
-        *[((UNEVEN[0], UNEVEN[0]), {"is_causal": is_causal}) for is_causal in (False, True)],
-        *[(lengths, {"scale": 0.3}) for lengths in (UNEVEN, ((6,) * 4, (2,) * 4))],  # cross-attention
-    ],
-)
-def test_lengths(degrees: tuple[int, int], lengths: Any, options: dict[str, Any]) -> None:
-    check(degrees, lengths, **options)
-
-
-@pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize("lengths", [(UNEVEN[0], UNEVEN[0]), ((6,) * 4, (2,) * 4)])
-@pytest.mark.parametrize("form", ["whole keys", "own keys", "own keys of each head", "biases", "rows"])
-def test_masks(degrees: tuple[int, int], lengths: Any, form: str) -> None:
-    q_len, kv_len = map(sum, lengths)
-    mask = torch.rand(2, 1, 1, kv_len) < 0.7
-    mask[..., 0] = True
-    if form == "own keys of each head":
-        mask = mask.expand(2, HEADS, 1, kv_len)
-    if form == "biases":
-        mask = torch.randn(2, 1, 1, kv_len, dtype=torch.float64)
-    if form == "rows":
-        mask = torch.randn(2, HEADS, q_len, kv_len, dtype=torch.float64)
-
-    def local(rank: int) -> dict[str, Any]:
-        if form == "rows":
-            return {"attn_mask": parts(mask, lengths[0], 2)[rank]}
-        own = mask if form == "whole keys" else parts(mask, lengths[1], 3)[rank]
-        return {"attn_mask": own if form == "own keys of each head" else own[:, 0, 0]}
-
-    check(degrees, lengths, local, attn_mask=mask)
-
-
-def test_log_sum_exp() -> None:
-    q, k, v, _ = problem(8, 8)
-    logits = q.transpose(1, 2) @ k.transpose(1, 2).repeat_interleave(2, 1).transpose(2, 3) / DIM**0.5
-    expected = logits.logsumexp(3).transpose(1, 2)
-
-    def body(rank: int) -> None:
-        own = [parts(tensor, (2,) * 4)[rank] for tensor in (q, k, v)]
-        _, lse = cp_diffusers.attention(*own, enable_gqa=True, return_lse=True, _parallel_config=config_of((2, 2)))
-        torch.testing.assert_close(lse, parts(expected, (2,) * 4)[rank])
-
     run_ranks(RANKS, body)
 
 
@@ -161,16 +109,13 @@ def test_registration_adds_one_name() -> None:
 def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     q, k, v, _ = problem(8, 8)
 
-    def masked(rank: int) -> None:
-        own = [parts(tensor, (2,) * 4)[rank] for tensor in (q, k, v)]
-        mask = torch.ones(2, 1, 2, 2, dtype=torch.bool)
-        cp_diffusers.attention(*own, attn_mask=mask, enable_gqa=True, _parallel_config=config_of((4, 1)))
+    def call(rank: int, q_parts: list[int], parts: list[int], **options: Any) -> None:
+        own = [q.split(q_parts, 1)[rank], *(each.split(parts, 1)[rank] for each in (k, v))]
+        config = config_of((4, 1), is_uneven=q_parts != parts)
+        cp_diffusers.attention(*own, enable_gqa=True, _parallel_config=config, **options)
 
-    def divided(rank: int) -> None:
-        own = [parts(q, (2,) * 4)[rank], *(parts(tensor, (1, 3, 2, 2))[rank] for tensor in (k, v))]
-        cp_diffusers.attention(*own, enable_gqa=True, _parallel_config=config_of((4, 1), is_uneven=True))
-
+    even, mask = [2] * 4, torch.ones(2, 1, 2, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"with the 8 keys of all ranks, or with this rank's 2 keys and one row"):
-        run_ranks(RANKS, masked)
+        run_ranks(RANKS, lambda rank: call(rank, even, even, attn_mask=mask))
     with pytest.raises(ValueError, match=r"to be divided alike, got \(2, 2, 2, 2\) and \(1, 3, 2, 2\)"):
-        run_ranks(RANKS, divided)
+        run_ranks(RANKS, lambda rank: call(rank, even, [1, 3, 2, 2]))

@@ -155,15 +155,11 @@ def test_redirected_imports_and_back() -> None:
             assert {each: module[each] for each in changed} == {each: ours.OURS[each] for each in names}
     assert contents() == before
     assert sys.modules == modules
-
-
-def test_what_others_replace_meanwhile_stays_theirs() -> None:
-    module = importlib.import_module(f"{TORCHS}._attention")
-    original = module.set_rotate_method
+    module: Any = sys.modules[f"{TORCHS}._attention"]
     with redirect_imports():
         module.set_rotate_method = theirs = lambda name: None
-    assert module.set_rotate_method is theirs
-    module.set_rotate_method = original
+    assert module.set_rotate_method is theirs, "what others replace meanwhile stays theirs"
+    module.set_rotate_method = before[module.__name__]["set_rotate_method"]
 
 
 def test_names_are_torchs() -> None:

@@ -148,24 +148,6 @@ def test_shard_refuses_what_does_not_fit() -> None:
     run_ranks(2, body)
 
 
-@each_layout
-def test_contexts_have_the_order_of_the_latest_shards(layout: Layout) -> None:
-    def body(rank: int) -> None:
-        mesh, rope = cp_mesh(), torch.arange(16)
-        _context_parallel_shard(mesh, [Q], [2])  # an earlier order is replaced
-        dist.barrier()
-        local = [x.requires_grad_() for x in _context_parallel_shard(mesh, [Q, K, V], [2] * 3, balancer_of(layout))]
-        dist.barrier()
-        with context_parallel(mesh, buffers=[rope], buffer_seq_dims=[0]):
-            assert torch.equal(rope, shard(torch.arange(16), layout, rank, 2, 0))
-            out = F.scaled_dot_product_attention(*local, is_causal=True)
-        grads = torch.autograd.grad(out, local, shard(GRAD_OUT, layout, rank, 2))
-        for actual, expected in zip((out, *grads), EXPECTED, strict=True):
-            assert_close(actual, shard(expected, layout, rank, 2))
-
-    run_ranks(2, body)
-
-
 class Inner(nn.Module):
     """Attention whose inputs are (B, S, H, D), as newer clients have it."""
 

@@ -102,9 +102,14 @@ def local(tensor: torch.Tensor, rank: int, order: list[int] | None) -> torch.Ten
     return tensor[positions.chunk(RANKS)[rank]]
 
 
-@pytest.mark.parametrize("order", [None, HEAD_TAIL, OTHER], ids=["adjacent", "head-tail", "other"])
-@pytest.mark.parametrize("edges", [(0, TOKENS), (0, 5, 19, TOKENS), (0, 9, TOKENS, TOKENS, TOKENS)], ids=str)
-@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (4, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("order", "edges", "window"),
+    [
+        (None, (0, TOKENS), (-1, 0)), (HEAD_TAIL, (0, TOKENS), (-1, 0)), (OTHER, (0, 5, 19, TOKENS), (4, 0)),
+        (HEAD_TAIL, (0, 9, TOKENS, TOKENS, TOKENS), (-1, -1)),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...], window: tuple[int, int]) -> None:
     inner = titan["torchtitan.models.common.attention"].VarlenInnerAttention
     left, right = (None if end == -1 else end for end in window)
@@ -209,8 +214,8 @@ SOURCES = {
         "models/common/attention/cp_attention.py": "class CPAttention", API: "",
     },
     "the SDPA of DTensors from torch": {API: "def apply_cp_to_forward("},
-    "has no place for another inner attention": {API: "def cp_shard("},
-    "load balancers and SDPA from torch": {"distributed/context_parallel.py": "plan = _ContextParallel("},
+    "has no place for another inner one": {API: "def cp_shard("},
+    "the load balancers and SDPA from torch": {"distributed/context_parallel.py": "plan = _ContextParallel("},
     "takes the context manager": {},
     "": None,
 }  # fmt: skip

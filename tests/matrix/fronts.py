@@ -44,8 +44,8 @@ from cp_dtensor import (
     ulysses_attention,
     varlen_attention,
 )
-from cp_dtensor.integrations import torch_experimental, unified
-from cp_dtensor.integrations.ring_flash_attn import zigzag_ring_flash_attn_func
+from matrix import drop_ins
+from matrix.drop_ins import context_options
 from matrix.features import FEATURES, Case, Tensors, with_features
 
 Result = Any
@@ -74,6 +74,8 @@ class Front:
     """True if compiled code serves every mask without a compilation."""
     is_sized: bool = False
     """True if compiled code is for one length only."""
+    is_whole_graph: bool = True
+    """False if compiled code runs it between graphs."""
     slack: float = 1.5
     """In bfloat16: the largest error as a multiple of that of torch's attention on one device."""
     sums_shares: bool = True
@@ -120,22 +122,15 @@ def _sdpa(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
     )  # fmt: skip
 
 
-def _context_options(case: Case) -> dict[str, Any]:
-    return {
-        "method": case.method, "rotate_method": case.transport, "layout": case.layout, "mask": case.mask,
-        "seq_len": case.context_lengths, "deterministic": case.deterministic,
-    }  # fmt: skip
-
-
 def _context(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
-    return context_parallel(mesh, sinks=x.get("sinks"), **_context_options(case))
+    return context_parallel(mesh, sinks=x.get("sinks"), **context_options(case))
 
 
 def _context_of_buffers(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
     """Shards whole q, k and v in place; the leaves of the case get the gradients."""
     whole = {f"whole {name}": tensor for name, tensor in case.draw().items() if name in "qkv"}
     x.update(whole)
-    options = {**_context_options(case), "seq_len": None}
+    options = {**context_options(case), "seq_len": None}
     return context_parallel(
         mesh, buffers=[*whole.values()], buffer_seq_dims=[2] * 3, sinks=x.get("sinks"), **options
     )  # fmt: skip
@@ -153,7 +148,7 @@ class _Attention(nn.Module):
 
 
 def _with_module(case: Case, mesh: DeviceMesh, x: Tensors) -> AbstractContextManager[Any]:
-    style = ContextParallel(sinks=x.get("sinks"), **_context_options(case))
+    style = ContextParallel(sinks=x.get("sinks"), **context_options(case))
     x["module"] = parallelize_module(_Attention(), mesh, style)
     return nullcontext()
 
@@ -242,7 +237,7 @@ def _varlen(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
 
 
 def _context_without_mask(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
-    return context_parallel(mesh, sinks=x.get("sinks"), **{**_context_options(case), "mask": None})
+    return context_parallel(mesh, sinks=x.get("sinks"), **{**context_options(case), "mask": None})
 
 
 def _varlen_edges(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
@@ -315,53 +310,6 @@ def _stand_in(compiles: bool) -> AbstractContextManager[Any]:
     return mock.patch.object(_torch, "original_flex_attention", traceable if compiles else dense_flex_attention)
 
 
-def _provider(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
-    out, _ = x["provider"](
-        x["q"], x["k"], x["v"], x.get("bias"), scaling=case.scale, dropout=case.dropout_p,
-        is_causal=case.is_causal, softcap=case.softcap or None, s_aux=x.get("sinks"),
-    )  # fmt: skip
-    return out.transpose(1, 2)
-
-
-def _context_of_provider(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
-    """A context, and the function that models of transformers call."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from cp_dtensor.integrations.transformers import register
-
-    x["provider"] = partial(ALL_ATTENTION_FUNCTIONS[register()], nn.Module())
-    # The function takes no `is_causal` beside a mask, as in transformers.
-    mask = case.whole_mask if case.bias else case.mask
-    return context_parallel(mesh, **{**_context_options(case), "mask": mask})
-
-
-def _unified_mode(case: Case, mesh: DeviceMesh, _x: Tensors) -> AbstractContextManager[Any]:
-    of = mesh if mesh.ndim == 2 else mesh.get_group()
-    return unified.UnifiedAttnMode(of, layout=case.layout, rotate_method=case.transport, seq_len=case.context_lengths)
-
-
-def _zigzag(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
-    window: Any = (case.mask.left, case.mask.right) if isinstance(case.mask, SlidingWindow) else (-1, -1)
-    result: Any = zigzag_ring_flash_attn_func(
-        x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2),
-        dropout_p=case.dropout_p, softmax_scale=case.scale, causal=case.is_causal, window_size=window,
-        deterministic=case.deterministic, return_attn_probs=case.needs_lse, group=mesh, softcap=case.softcap,
-        seq_len=case.seq_len,
-    )  # fmt: skip
-    out, lse = result[:2] if case.needs_lse else (result, None)
-    return out.transpose(1, 2) if lse is None else (out.transpose(1, 2), lse)
-
-
-def _torchs_context(case: Case, mesh: DeviceMesh, _x: Tensors) -> AbstractContextManager[Any]:
-    """Buffers give the lengths, as of position ids."""
-    buffers = [torch.arange(length) for length in dict.fromkeys(case.lengths)] if case.declared else []
-    return torch_experimental.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0] * len(buffers))
-
-
-def _torchs_layout(case: Case, ranks: int) -> Case:
-    return replace(case, layout=Contiguous() if case.lengths[0] % (2 * ranks) else HeadTail())
-
-
 def _as_dtensors(case: Case, _ranks: int) -> Case:
     return replace(case, layout=Contiguous(), placed=True)
 
@@ -370,6 +318,9 @@ MASKS = frozenset({"window", "documents", "padding", "batched", "union"})
 BIASES = frozenset({"bool_bias", "float_bias"})
 SDPA_LACKS = frozenset({"softcap", "lse"})
 TWICE = {"second_derivative": "differentiate twice"}
+FLASH_LACKS = BIASES | {"documents", "padding", "batched", "union", "sinks"}
+PACKED_LACKS = BIASES | {"batched", "union", "sinks", "cross", "undeclared"}
+DIVIDED_LACKS = PACKED_LACKS | {"uneven", "short"}
 COMPILED_SINKS = {"sinks": "in compiled code does not take the sinks of its context"}
 
 FRONTS: dict[str, Front] = {
@@ -434,19 +385,45 @@ FRONTS: dict[str, Front] = {
         refuses={**TWICE, "sinks": "FlexAttention does not take the sinks of its context"}, slack=4.0,
     ),
     "provider": Front(
-        _provider, _context_of_provider, lacks=frozenset({"lse"}), refuses=TWICE, is_live=True,
+        drop_ins.provider, drop_ins.context_of_provider, lacks=frozenset({"lse"}), refuses=TWICE, is_live=True,
     ),
     "unified": Front(
-        _sdpa, _unified_mode, lambda case, _: replace(case, layout=Contiguous()), refuses=TWICE, is_live=True,
+        _sdpa, drop_ins.unified_mode, lambda case, _: replace(case, layout=Contiguous()), refuses=TWICE, is_live=True,
+        lacks=SDPA_LACKS | MASKS | {"sinks", "deterministic"},
+    ),
+    "torch_experimental": Front(
+        _sdpa, drop_ins.torchs_context, drop_ins.torchs_layout,
+        refuses={**TWICE, "2 axes": "expected a mesh of one dim"}, is_live=True,
         lacks=SDPA_LACKS | MASKS | {"sinks", "deterministic"},
     ),
     "zigzag": Front(
-        _zigzag, settle=lambda case, _: replace(case, alignment="bottom_right", layout=HeadTail()), refuses=TWICE,
-        lacks=BIASES | {"documents", "padding", "batched", "union", "sinks"},
+        drop_ins.zigzag, settle=lambda case, _: replace(case, alignment="bottom_right", layout=HeadTail()),
+        refuses=TWICE, lacks=FLASH_LACKS,
     ),
-    "torch_experimental": Front(
-        _sdpa, _torchs_context, _torchs_layout, refuses={**TWICE, "2 axes": "expected a mesh of one dim"}, is_live=True,
-        lacks=SDPA_LACKS | MASKS | {"sinks", "deterministic"},
+    "usp": Front(
+        drop_ins.usp, drop_ins.with_usp_layer, drop_ins.usp_layout, refuses=TWICE, lacks=FLASH_LACKS | {"lse"}
+    ),
+    "diffusers": Front(
+        drop_ins.backend_of_diffusers, drop_ins.with_config_of_diffusers,
+        lambda case, _: replace(case, layout=Contiguous()), refuses=TWICE,
+        lacks=MASKS | {"softcap", "sinks", "deterministic", "undeclared"},
+    ),
+    "ring_documents": Front(
+        partial(drop_ins.documents_of_ring, "ring"), settle=drop_ins.ring_documents, refuses=TWICE,
+        lacks=DIVIDED_LACKS,
+    ),
+    "zigzag_documents": Front(
+        partial(drop_ins.documents_of_ring, "zigzag_ring"), settle=drop_ins.zigzag_documents, refuses=TWICE,
+        lacks=DIVIDED_LACKS,
+    ),
+    "llama3": Front(
+        drop_ins.documents_of_llama3, drop_ins.with_llama3, drop_ins.cut, refuses=TWICE,
+        lacks=PACKED_LACKS | {"padding"}, is_whole_graph=False,
+    ),
+    "torchtitan": Front(
+        drop_ins.documents_of_titan, drop_ins.with_titan, drop_ins.cut, refuses=TWICE,
+        lacks=PACKED_LACKS | {"padding", "uneven", "short", "softcap", "dropout", "deterministic", "lse"},
+        is_whole_graph=False,
     ),
 }  # fmt: skip
 

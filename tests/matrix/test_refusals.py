@@ -101,6 +101,7 @@ MASK = r"expected mask to be a Mask such as .* got str|expects within to be one 
 METHOD = "unknown method: got 'rings', expected one of 'auto', 'ring', 'ulysses', 'hybrid'"
 NO_BIAS = "|attn_mask is not supported by this operator|not differentiable with respect to argument 'attn_mask'"
 ROWS = r"expected attn_mask to have this rank's query rows .*; got \(2, 4, 12, 23\)" + NO_BIAS
+ROWS += "|expected attn_mask with the 24 keys of all ranks"
 SINKS = (
     r"expected sinks, one for each of this rank's query heads, \(4,\); got torch.float32 \(3,\)|does not take the sinks"
 )

@@ -139,10 +139,13 @@ def check_compiled(_rank: int, name: str, case: Case, world: World) -> None:
     """
     fresh()
     mesh, front = mesh_of(world), FRONTS[name]
-    function = torch.compile(front.call, fullgraph=True, dynamic=world.dynamic, backend="aot_eager")
+    function = torch.compile(front.call, fullgraph=front.is_whole_graph, dynamic=world.dynamic, backend="aot_eager")
     for step in range(1 + front.is_live):
         lengths = (32, 32) if step and world.dynamic and not front.is_sized else case.lengths
-        cases = [other_mask(replace(case, lengths=lengths), 2 * step + number) for number in range(2)]
+        cases = [
+            front.settle(other_mask(replace(case, lengths=lengths), 2 * step + number), mesh.size())
+            for number in range(2)
+        ]
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             check_in_turns(front, cases, mesh, function)
 

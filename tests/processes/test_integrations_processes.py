@@ -1,9 +1,8 @@
-"""Integrations on real processes over gloo, and on GPUs, where autograd has its own threads."""
+"""Attention modes on real processes over gloo, and on GPUs, where autograd has its own threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from support.processes import Processes
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Contiguous, Layout, context_parallel_shard
-from cp_dtensor.integrations import long_context, ring_flash_attn
 from cp_dtensor.integrations.unified import RingAttnMode, UlyssesAttnMode
 
 WORLD_SIZE = 2
-KINDS = ("ring", "zigzag_ring", "stripe", "step")
 PROBLEM = Problem(48, 48, batch=2, q_heads=4, kv_heads=2, head_dim=64, is_causal=True)
 
 
@@ -59,43 +56,6 @@ def draw(device: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torc
     return list(map(heads_last, tensors)), list(map(heads_last, truth))
 
 
-def check(
-    attend: Callable[..., torch.Tensor],
-    shard: Callable[[torch.Tensor], torch.Tensor],
-    device: str,
-    dtype: torch.dtype,
-    what: object,
-) -> None:
-    (*qkv, grad_out), truth = draw(device, dtype)
-    q, k, v = (shard(tensor).requires_grad_() for tensor in qkv)
-    out = attend(q, k, v)
-    out.backward(shard(grad_out))
-    for got, wanted in zip((out, q.grad, k.grad, v.grad), truth, strict=True):
-        assert_close(got, shard(wanted), dtype, what)
-
-
-def _functions(rank: int, device: str, dtype: torch.dtype) -> None:
-    for kind in KINDS:
-        function = getattr(ring_flash_attn, f"{kind}_flash_attn_func")
-        packed = getattr(ring_flash_attn, f"{kind}_flash_attn_kvpacked_func")
-        for name, attend in {
-            "func": lambda q, k, v, function=function: function(q, k, v, causal=True),
-            "kvpacked": lambda q, k, v, packed=packed: packed(q, torch.stack([k, v], 2), causal=True),
-        }.items():
-            check(attend, partial(sharded, layout=ring_flash_attn.LAYOUTS[kind]), device, dtype, (kind, name))
-
-
-def _layers(rank: int, device: str, dtype: torch.dtype) -> None:
-    for ulysses, ring in ((2, 1), (1, 2)):
-        mesh = long_context.set_seq_parallel_pg(ulysses, ring, rank, WORLD_SIZE, device_type=device)
-        for kind in ("basic", "zigzag", "strip"):
-            layer = long_context.LongContextAttention(ring_impl_type=kind, mesh=mesh)
-            check(
-                lambda q, k, v, layer=layer: layer(q, k, v, causal=True),
-                partial(sharded, layout=layer.layout), device, dtype, (kind, ulysses, ring),
-            )  # fmt: skip
-
-
 def _recomputed_modes(rank: int, device: str, dtype: torch.dtype) -> None:
     """Recomputation after a mode, of sharded attention and of attention to keys that every rank has whole."""
     (*qkv, grad_out), truth = draw(device, dtype)
@@ -129,12 +89,10 @@ def _recomputed_modes(rank: int, device: str, dtype: torch.dtype) -> None:
                 assert_close(heads_last(got), local, dtype, (make.__name__, use_reentrant))
 
 
-@pytest.mark.parametrize("body", [_functions, _layers, _recomputed_modes])
-def test_out_and_gradients_are_those_of_one_device(ranks: Processes, body: Callable[..., None]) -> None:
-    ranks.run(body, device_of(ranks), torch.float64)
+def test_out_and_gradients_are_those_of_one_device(ranks: Processes) -> None:
+    ranks.run(_recomputed_modes, device_of(ranks), torch.float64)
 
 
-@pytest.mark.parametrize("body", [_functions, _layers, _recomputed_modes])
 @pytest.mark.gpu(WORLD_SIZE)
-def test_with_fused_kernels(ranks: Processes, body: Callable[..., None]) -> None:
-    ranks.run(body, device_of(ranks), torch.bfloat16)
+def test_with_fused_kernels(ranks: Processes) -> None:
+    ranks.run(_recomputed_modes, device_of(ranks), torch.bfloat16)

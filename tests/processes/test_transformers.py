@@ -338,7 +338,7 @@ def refusals() -> None:
         "LlamaForQuestionAnswering got start_positions": (answers, {"start_positions": torch.ones(ROWS)}),
         "takes the result of a whole row from the tokens of this rank's shard": (classes, {}),
         "T5GemmaForConditionalGeneration got labels without decoder_input_ids": (encoder_decoder, {"labels": labels}),
-        "does not support head_scales": (tiny_model("Llama", "cp_dtensor"), {"head_scales": torch.ones(2)}),
+        "expects head_scales to be None": (tiny_model("Llama", "cp_dtensor"), {"head_scales": torch.ones(2)}),
         "ModernBert.* got no position_ids": (tiny_model("ModernBERT", "sdpa"), {"position_ids": None}),
         r"a model that pads or joins it \(DeepSeek-V4\) cannot be used": (
             transformers.DeepseekV4ForCausalLM(v4), {"use_cache": False},

@@ -28,28 +28,22 @@ from cp_dtensor.integrations.torch_experimental.private import torchs_own
 from cp_dtensor.integrations.torch_experimental.sharding import _context_parallel_shard, context_parallel_unshard
 from cp_dtensor.integrations.torchtitan import describe_installed
 
-__all__ = [
-    "OURS", "_context_parallel_shard", "_disable_context_parallel_dispatcher", "_enable_context_parallel_dispatcher",
-    "context_parallel", "context_parallel_unshard", "redirect_imports", "set_rotate_method",
-]  # fmt: skip
-
 
 def __getattr__(name: str) -> Any:
     return torchs_own(name)
 
 
 OURS: dict[str, Any] = {
-    each.__name__: each
-    for each in (
-        _context_parallel_shard,
-        _disable_context_parallel_dispatcher,
-        _enable_context_parallel_dispatcher,
-        context_parallel,
-        context_parallel_unshard,
-        set_rotate_method,
+    each.__name__: each for each in (
+        _context_parallel_shard, _disable_context_parallel_dispatcher, _enable_context_parallel_dispatcher,
+        context_parallel, context_parallel_unshard, set_rotate_method,
     )
-}
+}  # fmt: skip
 """The names that `redirect_imports` puts in place of torch's."""
+__all__ = [
+    "OURS", "_context_parallel_shard", "_disable_context_parallel_dispatcher", "_enable_context_parallel_dispatcher",
+    "context_parallel", "context_parallel_unshard", "redirect_imports", "set_rotate_method",
+]  # fmt: skip
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 _REDIRECTED = {

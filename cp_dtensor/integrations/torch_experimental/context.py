@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,14 +28,10 @@ from cp_dtensor.integrations.torch_experimental.sharding import axis_group, defa
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Set the default KV transport of this process.
-
-    Args:
-        rotate_method: "allgather" or "alltoall", as in torch; also "symm_mem" or "auto", the initial default (see
-            `cp_dtensor.set_rotate_method`).
+    """Set the default KV transport of this process; any name of `cp_dtensor.set_rotate_method`.
 
     Raises:
-        NotImplementedError: anything else, as in torch.
+        NotImplementedError: another name, as in torch.
     """
     try:
         set_process_default(rotate_method)
@@ -56,16 +52,7 @@ def context_parallel(
     """`cp_dtensor.context_parallel` with torch's arguments; as in torch, nothing happens before entry.
 
     `_cp_options` is read on entry: shards are in head-tail order if load balance is enabled and twice the number of
-    ranks divides the length of the first buffer, otherwise contiguous.
-
-    Args:
-        mesh: the context-parallel axis.
-        buffers: tensors that every rank has whole, sharded in place inside of the block.
-        buffer_seq_dims: the sequence dim of each.
-        no_restore_buffers: those of `buffers` (the same objects) that stay sharded after exit.
-
-    Raises:
-        TypeError, ValueError: on entry, arguments that do not fit.
+    ranks divides the length of the first buffer, otherwise contiguous. Arguments that do not fit are refused then.
     """
     given = () if buffers is None else buffers
     dims = checked_buffers(given, () if buffer_seq_dims is None else buffer_seq_dims, Contiguous())
@@ -147,8 +134,7 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
         if isinstance(tensor, DTensor)
         for axis, placement in enumerate(tensor.placements)
         if placement == Shard(2) and tensor.device_mesh.size(axis) > 1
-        and (noted := _noted(tensor, axis))
-        and noted != (Contiguous(),)
+        and (noted := _noted(tensor, axis)) != (Contiguous(),)
     ]  # fmt: skip
     if not reordered:
         return None
@@ -166,27 +152,19 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
             "causal attention in this load balancer's order is not supported yet: shard with a _HeadTailLoadBalancer "
             "or with none"
         )
-    q, k, v = (tensor if isinstance(tensor, DTensor) else None for tensor in tensors)
-    if not (
-        q is not None
-        and k is not None
-        and v is not None
-        and (q.device_mesh, q.placements) == (k.device_mesh, k.placements) == (v.device_mesh, v.placements)
-        and q.size(2) == k.size(2)
-        and all(
-            isinstance(placement, (Replicate, Shard)) and (place == axis or placement != Shard(2))
-            for place, placement in enumerate(q.placements)
-        )
-    ):
+    placed = [(x.device_mesh, x.placements, x.size(2)) if isinstance(x, DTensor) else None for x in tensors]
+    mesh, placements, length = next(filter(None, placed))
+    others = [placement for place, placement in enumerate(placements) if place != axis]
+    if len({*placed}) > 1 or not all(isinstance(each, (Replicate, Shard)) and each != Shard(2) for each in others):
         got = [f"{tuple(x.shape)} {x.placements if isinstance(x, DTensor) else 'torch.Tensor'}" for x in tensors]
         raise NotImplementedError(
             f"causal attention of shards in {layout} order expects q, k and v of one length, placed alike on one mesh, "
             f"sharded over the sequence on one axis; got q {got[0]}, k {got[1]}, v {got[2]}"
         )
     refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
-    out = ring_attention(
-        q.to_local(), k.to_local(), v.to_local(), mesh=q.device_mesh.get_group(axis), is_causal=True, scale=call.scale,
-        enable_gqa=call.enable_gqa, layout=layout, seq_len=q.size(2),
+    local: Any = [cast(DTensor, tensor).to_local() for tensor in tensors]
+    out: Any = ring_attention(
+        *local, mesh=mesh.get_group(axis), is_causal=True, scale=call.scale, enable_gqa=call.enable_gqa, layout=layout,
+        seq_len=length,
     )  # fmt: skip
-    assert isinstance(out, torch.Tensor)
-    return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
+    return DTensor.from_local(out, mesh, placements, run_check=False)

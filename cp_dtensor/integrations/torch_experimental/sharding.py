@@ -100,20 +100,10 @@ def _context_parallel_shard(
     mesh: DeviceMesh, buffers: Any, seq_dims: Any, load_balancer: Any = None,
     batch_and_seq: tuple[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Return this rank's shards, in the structure of `buffers`; note the order of the tokens.
+    """Return this rank's shards of tensors and `BlockMask`s, in the structure of `buffers`, as torch's function.
 
-    Causal attention of DTensors, such as those of modules with `_ContextParallel`, and `context_parallel_unshard` look
-    it up. As in torch, `_cp_options.enable_load_balance` is set: True if there is a load balancer.
-
-    Args:
-        mesh: the context-parallel axis.
-        buffers: tensors that every rank has whole, and `BlockMask`s, in lists, tuples and dicts.
-        seq_dims: the sequence dim of each, in a structure with as many leaves; those of masks are ignored.
-        load_balancer: the order of the tokens; contiguous if None.
-        batch_and_seq: of torch 2.14 and newer.
-
-    Returns:
-        new tensors, differentiable where a layout has the order, and masks of this rank's queries and all keys.
+    Tensors are differentiable where a layout has the order of the load balancer. Causal attention of DTensors, such as
+    those of modules with `_ContextParallel`, and `context_parallel_unshard` look up that order, which is noted here.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
@@ -174,18 +164,10 @@ def _layout_of(balancer: Any, length: int, world_size: int) -> Layout | None:
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], load_balancer: Any = None
 ) -> list[torch.Tensor]:
-    """Return whole tensors on every rank from the ranks' shards.
+    """Return whole tensors on every rank from the ranks' shards, without gradients, as torch's function.
 
-    Args:
-        mesh: the context-parallel axis.
-        buffers: this rank's shards.
-        seq_dims: the sequence dim of each.
-        load_balancer: the order of the tokens. If None, the order in which `context_parallel` or
-            `_context_parallel_shard` sharded sequences of this length; if neither did, as
-            `_cp_options.enable_load_balance` says.
-
-    Returns:
-        new tensors in the order of the sequence, without gradients.
+    Without a load balancer, the order is that in which `context_parallel` or `_context_parallel_shard` sharded
+    sequences of this length; if neither did, as `_cp_options.enable_load_balance` says.
 
     Raises:
         TypeError, ValueError: arguments that do not fit; sequences of this length were sharded in several orders.

@@ -63,7 +63,7 @@ def _convolution(
     _: Function, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str | None = None, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
-    _refuse_arguments("a convolution", others)
+    refuse_arguments("a convolution in context_parallel", others)
     out = causal_conv1d(x.transpose(1, 2).to(weight.dtype), weight, bias, activation=activation, mesh=_CONTEXT)
     return out.transpose(1, 2).to(x.dtype)
 
@@ -73,7 +73,7 @@ def _delta(
     beta: torch.Tensor, chunk_size: int = 64, use_qk_l2norm_in_kernel: bool = False, scale: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    _refuse_arguments("a linear-attention layer", others)
+    refuse_arguments("a linear-attention layer in context_parallel", others)
     options = {"scale": scale, "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel)}
     return rule(query, key, value, g, beta, mesh=_CONTEXT, **options), None
 
@@ -84,12 +84,12 @@ def _scan(
 ) -> Any:  # fmt: skip
     known = {"D", "dt_bias", "dt_softplus", "dt_limit", "return_final_states"} & options.keys()
     ours = {name: options.pop(name) for name in known}
-    _refuse_arguments("a state-space layer", options)
+    refuse_arguments("a state-space layer in context_parallel", options)
     return mamba2(x, dt, A, B, C, mesh=_CONTEXT, **ours)
 
 
 def _one_token(*_: Any, **__: Any) -> None:
-    _refuse_arguments("a layer that continues a sequence", {"cache": True})
+    refuse_arguments("a layer that continues a sequence, in context_parallel,", {"cache": True})
 
 
 _WAYS_OUT = {
@@ -98,19 +98,13 @@ _WAYS_OUT = {
 }
 
 
-def _refuse_arguments(layer: str, others: dict[str, Any]) -> None:
-    """Refuse keyword arguments, unless they ask for nothing."""
+def refuse_arguments(what: str, others: dict[str, Any]) -> None:
+    """Refuse keyword arguments of a layer or of attention, unless they ask for nothing."""
     for name, value in others.items():
         if value is not None and value is not False and name not in PASSED_ON:
+            received = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             way_out = f": {_WAYS_OUT[name]}" if name in _WAYS_OUT else ""
-            raise NotImplementedError(
-                f"{layer} in context_parallel expects {name} to be None, got {shown(value)}{way_out}"
-            )
-
-
-def shown(argument: Any) -> str:
-    """Return an argument as text of an error."""
-    return f"a tensor {tuple(argument.shape)}" if isinstance(argument, torch.Tensor) else repr(argument)
+            raise NotImplementedError(f"{what} expects {name} to be None, got {received}{way_out}")
 
 
 KERNELS: MappingProxyType[str, Function] = MappingProxyType({
@@ -157,9 +151,9 @@ def _with_whole_positions(
     forward: Function, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     if counts_positions(module):
-        cache = "cache" if "cache" in kwargs else "past_key_values"  # layers pass it by the name of their version
-        before = _positions_before(hidden_states.size(1), hidden_states.device)
-        kwargs[cache] = _CountedFrom(kwargs.get(cache), before)
+        # The layer adds the length of its cache, an argument that was past_key_values before transformers 5.24.
+        name = "cache" if "cache" in kwargs else "past_key_values"
+        kwargs[name] = _CountedFrom(kwargs.get(name), _positions_before(hidden_states.size(1), hidden_states.device))
     return forward(module, hidden_states, *args, **kwargs)
 
 
@@ -174,9 +168,8 @@ def _positions_before(length: int, device: torch.device) -> torch.Tensor:
             f"attn_temperature_tuning takes positions that are the same in all batch rows, got {call.layout}: use "
             "another layout"
         )
-    whole = length_of(call, length)
-    positions = positions_of(call.layout.segments(whole, ranks.rank, ranks.size, 0), device)
-    return positions - torch.arange(length, device=device)
+    segments = call.layout.segments(length_of(call, length), ranks.rank, ranks.size, 0)
+    return positions_of(segments, device) - torch.arange(length, device=device)
 
 
 def _with_whole_counts(
@@ -237,8 +230,7 @@ def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:
 @by_class
 def facts_of(kind: Any) -> ClassFacts:
     """Return what the code of a class tells."""
-    kernels, calls_attention = list[tuple[Any, str, str]](), False
-    forwards = list[tuple[Any, str, Function | None]]()  # the first one is the class's own
+    kernels, forwards, calls_attention = list[tuple[Any, str, str]](), list[tuple[Any, set[str]]](), False
     for base in kind.__mro__:
         for attribute, method in vars(base).items() if base.__module__ != MODELING_UTILS else ():
             function = inspect.unwrap(method) if callable(method) and base is not nn.Module else None
@@ -246,15 +238,14 @@ def facts_of(kind: Any) -> ClassFacts:
                 continue
             names, known = {*_names_in(function.__code__)}, function.__globals__
             calls_attention |= not _ATTENTION.isdisjoint(names)
-            called = {name: kernel_name(known.get(name)) for name in names}
             owner = sys.modules.get(known.get("__name__", ""))
-            kernels += [(owner, name, kernel) for name, kernel in called.items() if owner and kernel]
+            kernels += [(owner, name, kernel) for name in names if owner and (kernel := kernel_name(known.get(name)))]
             if attribute == "forward":
-                forwards.append((base, attribute, next((ours for own, ours in FORWARDS if own <= names), None)))
+                forwards.append((base, names))
     is_caught = bool(kernels) and all(kernel in KERNELS for *_, kernel in kernels)
     replaced = [(owner, name, KERNELS[kernel]) for owner, name, kernel in kernels if is_caught]
-    replaced += [(base, name, ours) for base, name, ours in forwards[:1] if ours is not None]
-    return ClassFacts(is_caught, calls_attention, any(ours for *_, ours in forwards[:1]), tuple(replaced))
+    counting = [(base, "forward", ours) for base, names in forwards[:1] for own, ours in FORWARDS if own <= names]
+    return ClassFacts(is_caught, calls_attention, bool(counting), (*replaced, *counting))
 
 
 def is_caught(module: nn.Module) -> bool:

@@ -19,8 +19,8 @@ from cp_dtensor.api.extension import (
     sequence_ranks,
     value_of,
 )
-from cp_dtensor.integrations.transformers.layers import shown
-from cp_dtensor.integrations.transformers.private import PASSED_ON, PROVIDER, table_of
+from cp_dtensor.integrations.transformers.layers import refuse_arguments
+from cp_dtensor.integrations.transformers.private import PROVIDER, table_of
 
 
 def register() -> str:
@@ -57,11 +57,7 @@ def _attention(
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention as a function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
-    for name, argument in kwargs.items():
-        if name not in PASSED_ON and argument is not None and argument is not False:
-            raise NotImplementedError(
-                f'attn_implementation="{PROVIDER}" does not support {name}: got {shown(argument)}, expected None'
-            )
+    refuse_arguments(f'attn_implementation="{PROVIDER}"', kwargs)
     if attention_mask is None and kwargs.get("sliding_window") is not None:
         raise NotImplementedError(
             f"{type(module).__name__} got sliding_window={kwargs['sliding_window']} and no mask: this model does not "
@@ -85,8 +81,7 @@ def _attention(
     )  # fmt: skip
     if out is None:
         refused = {"softcap": softcap, "s_aux": s_aux, "cu_seq_lens_q": cu_seq_lens_q}
-        names = [name for name, argument in refused.items() if argument is not None]
-        if names:
+        if names := [name for name, argument in refused.items() if argument is not None]:
             raise NotImplementedError(
                 f'outside of context_parallel, attn_implementation="{PROVIDER}" is "sdpa", which does not support '
                 f"{', '.join(names)}: set another attn_implementation there"
@@ -145,18 +140,17 @@ class ModelBatch:
     shift_labels: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
-        if (self.input_ids is None) == (self.inputs_embeds is None):
+        given = {"input_ids": self.input_ids, "inputs_embeds": self.inputs_embeds}
+        self.inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
+        if len(self.inputs) != 1:
             raise ValueError("ModelBatch expects either input_ids or inputs_embeds")
-        name, tokens = (
-            ("input_ids", self.input_ids) if self.input_ids is not None else ("inputs_embeds", self.inputs_embeds)
-        )
-        assert tokens is not None
+        (tokens,) = self.inputs.values()
         rows, length = tokens.shape[:2]
         positions = self.position_ids
         if positions is None:
             positions = torch.arange(length, device=tokens.device).expand(rows, -1)
         # Tensors of their own: a context shards tensor objects, and an expanded one has no memory for its rows.
-        self.inputs = {name: tokens, "position_ids": positions.expand(rows, -1).clone(), **self.others}
+        self.inputs |= {"position_ids": positions.expand(rows, -1).clone(), **self.others}
         if self.attention_mask is not None and not bool(self.attention_mask.all()):
             self.inputs["attention_mask"] = self.attention_mask
         self.shift_labels = None
