@@ -30,7 +30,7 @@ from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.functional import takes_options
 from cp_dtensor.api.hints import add_hint
-from cp_dtensor.api.hooks import context_hooks
+from cp_dtensor.api.hooks import hooks_held, loaded_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
 from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence
@@ -248,13 +248,13 @@ def _patches() -> Iterator[AbstractContextManager[object]]:
     yield _torch.torchs_modules_checked(_refuse_torchs_modules)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.hooks_detached(is_shard_now)
-    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, context_hooks.check_compiled)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, _check_compiled)
     yield _torch.lower_right_bias_redirected(lower_right_sdpa)
     yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
     yield _torch.multihead_attention_ends_in_sdpa(check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
-    yield context_hooks.acquire()
+    yield hooks_held()
 
 
 _installation = SharedInstallation(_patches)
@@ -286,6 +286,12 @@ def _variant_of_compiled_code() -> str:
     context.store_keys()
     is_alone = queries_alone(context) is not None
     return f"cp_dtensor: {', '.join([context.key, *context.beside])}{', each rank alone' * is_alone}"
+
+
+def _check_compiled(arguments: dict[str, Any]) -> None:
+    """Let hooks of other programs refuse the arguments of a function before it is compiled."""
+    for hook in loaded_hooks():
+        hook.check_compiled(arguments)
 
 
 def _refuse_torchs_modules() -> None:

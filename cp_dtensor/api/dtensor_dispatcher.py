@@ -7,7 +7,7 @@ serve code that calls the fused ops by name, or that runs below autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -170,8 +170,8 @@ def _variant_of_compiled_code() -> str:
 dispatcher_installation = SharedInstallation(_parts)
 
 
-_enabled_by_user: list[None] = []
-"""An entry for each call of `enable` without its `disable`; its changes are atomic."""
+_enabled_by_user: list[ExitStack] = []
+"""A lease for each call of `enable` without its `disable`."""
 
 
 def enable_context_parallel_dispatcher() -> ExitStack:
@@ -199,8 +199,7 @@ def enable_context_parallel_dispatcher() -> ExitStack:
     """
     _torch.refuse_in_compiled_function("enable_context_parallel_dispatcher")
     refuse_torchs_context_parallel()
-    dispatcher_installation.acquire()
-    _enabled_by_user.append(None)
+    _enabled_by_user.append(dispatcher_installation.held())
     lease = ExitStack()
     lease.callback(disable_context_parallel_dispatcher)
     return lease
@@ -211,8 +210,5 @@ def disable_context_parallel_dispatcher() -> None:
 
     After the last one, DTensor's tables and torch's dispatcher are as before.
     """
-    try:
-        _enabled_by_user.pop()
-    except IndexError:
-        return
-    dispatcher_installation.release()
+    with suppress(IndexError):
+        _enabled_by_user.pop().close()

@@ -35,7 +35,7 @@ from cp_dtensor.api.explain import (
     shortened,
 )
 from cp_dtensor.api.functional import cast_by_autocast, takes_options
-from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
+from cp_dtensor.api.hooks import ContextHook, hooks_held, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.sdpa import attention_of_shards
 from cp_dtensor.api.sharding import (
@@ -94,7 +94,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # registries
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
-    "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
+    "ContextHook", "hooks_held", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "NamedMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare
