@@ -261,20 +261,18 @@ _installation = SharedInstallation(_patches)
 
 
 def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a checkpointed function that runs in the present context, also when it is recomputed after exit."""
+    """Return a function under `torch.utils.checkpoint` that enters the present context around each of its calls.
+
+    Backward calls it again to recompute activations, maybe after the context has been left, or in another thread. Where
+    no context is open, that is the function itself.
+    """
     context = current()
     if context is None:
         return function
     queries_are_shards = queries_alone(context)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(entered(context))
-            if queries_are_shards is not None:
-                stack.enter_context(local_sdpa(queries_are_shards=queries_are_shards))
-            return function(*args, **kwargs)
-
-    return run
+    if queries_are_shards is not None:
+        function = local_sdpa(queries_are_shards=queries_are_shards)(function)
+    return entered(context)(function)
 
 
 def _variant_of_compiled_code() -> str:

@@ -153,7 +153,10 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
 
 
 def _bound_to_dispatcher(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a checkpointed function that runs under the dispatcher, also when it is recomputed later."""
+    """Return a function under `torch.utils.checkpoint` that enables the dispatcher around each of its calls.
+
+    Backward calls it again to recompute activations, maybe after the dispatcher was disabled.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with dispatcher_installation.held():
