@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.buffers import (
-    Buffer,
-    InPlaceShard,
-    check_in_place,
-    facts_of_buffers,
-    identities,
-    is_shard_now,
-)
+from cp_dtensor.api.buffers import InPlaceShard, buffers_of, is_shard_now, refuse_shards
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.functional import takes_options
@@ -89,10 +82,10 @@ class context_parallel(ContextDecorator):
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
-            configurations and buffers that differ between ranks, on every rank alike.
-        RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
-            `torch.compile`d function, or while torch's own context parallelism is open; on exit, out of order, or a
-            `PeerError`: ranks have made different calls.
+            buffers that are shards over these ranks by now, and for configurations and buffers that differ between
+            ranks, on every rank alike.
+        RuntimeError: on entry, if it is already entered, or inside of a `torch.compile`d function, or while torch's own
+            context parallelism is open; on exit, out of order, or a `PeerError`: ranks have made different calls.
 
     Attention runs over the lengths of the buffers and of `seq_len`, and over any other of which all ranks have equally
     many tokens. Two lengths of which some rank has equally many tokens are refused: pad one. In the first call of each
@@ -120,20 +113,12 @@ class context_parallel(ContextDecorator):
     ) -> None:  # fmt: skip
         refuse_unknown("context_parallel", options, OF_CONTEXTS)
         self._beside = {} if sinks is None else {"sinks": checked_of_heads("sinks", sinks)}
-        call = Call.of(mesh, **options)
-        self._call, layout = replace(call, in_context=True), call.layout
+        self._call = call = replace(Call.of(mesh, **options), in_context=True)
         tensors = checked_sequence("buffers", () if buffers is None else buffers)
-        dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
-        stay_sharded = identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
-        ranks = call.ranks
-        check_in_place(tensors, dims, ranks)
-        self._buffers = [
-            Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
-            for tensor, dim in zip(tensors, dims, strict=True)
-        ]
-        self._seq_len = checked_lengths(layout, seq_len)
+        dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, call.layout, whole=True)
+        self._buffers = buffers_of(tensors, dims, () if no_restore_buffers is None else no_restore_buffers, call)
+        self._seq_len = checked_lengths(call.layout, seq_len)
         self._open: tuple[AbstractContextManager[None], OpenContext] | None = None
-        self._entered_before = False
 
     def __call__(self, func: F) -> F:
         """Return `func`, with this context entered at every call.
@@ -153,10 +138,7 @@ class context_parallel(ContextDecorator):
         _torch.refuse_in_compiled_function("context_parallel")
         if self._open is not None:
             raise RuntimeError("this context_parallel is already entered; make another one to nest")
-        if self._entered_before and any(not buffer.restore for buffer in self._buffers):
-            raise RuntimeError(
-                "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
-            )
+        refuse_shards(self._buffers)
         refuse_torchs_context_parallel()
         if not self._buffers:
             _warn_of_other_layout(self._call, self._seq_len)
@@ -169,7 +151,6 @@ class context_parallel(ContextDecorator):
         manager = entered(context)
         manager.__enter__()
         self._open = manager, context
-        self._entered_before = True
 
     def _compare_ranks(self) -> None:
         """Refuse options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
@@ -190,7 +171,11 @@ class context_parallel(ContextDecorator):
                 f"{call.mask}, buffers {shapes or 'none'}",
             )  # fmt: skip
             beside = {name: described(tensor, values=True) for name, tensor in self._beside.items()}
-            return {"seq_len": self._seq_len, **beside, **facts_of_buffers(self._buffers)}
+            found = {"seq_len": self._seq_len, **beside, "the number of buffers": len(self._buffers)}
+            for index, each in enumerate(self._buffers):
+                kind = f"{described(each.tensor)}, sequence dim {each.dim}"
+                found[f"buffer {index}"] = f"{kind}, contents {_torch.content_hash(each.tensor) % (1 << 48):012x}"
+            return found
 
         compare_contexts(self._call, tuple(kinds), on_gpu, facts)
 

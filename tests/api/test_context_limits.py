@@ -165,9 +165,21 @@ def test_a_context_that_left_buffers_sharded_cannot_be_entered_again() -> None:
         context = context_parallel(group(), buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers=[tokens])
         with context:
             assert tokens.numel() == 8
-        with pytest.raises(RuntimeError, match="was entered before"), context:
+        with pytest.raises(ValueError, match=r"it was left sharded .* or this one before"), context:
             pytest.fail("entered")
         assert tokens.numel() == 8
+
+    run_ranks(2, body)
+
+
+def test_a_buffer_that_became_a_shard_since_creation_is_refused_on_entry() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(16)
+        outer, inner = (context_parallel(group(), buffers=[tokens], buffer_seq_dims=[0]) for _ in range(2))
+        with outer:
+            with pytest.raises(ValueError, match=r"got a shard of shape \(8,\): it is a buffer of"), inner:
+                pytest.fail("entered")
+            assert tokens.numel() == 8
 
     run_ranks(2, body)
 
