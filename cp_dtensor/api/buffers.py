@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -234,8 +234,12 @@ def positions_by_group(
     return by_group
 
 
-def rows_of_batch(by_group: list[torch.Tensor], groups: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return positions by group as (local tokens,) if there is one group, else as (batch, local tokens)."""
+def positions_of_batch(
+    layout: Layout, seq_len: int, rank: int, world_size: int, batch_size: int, device: torch.device | str | None
+) -> torch.Tensor:
+    """Return a rank's global positions: (local tokens,) int64, or (batch, local tokens) where batch rows differ."""
+    groups = layout.batch_groups(batch_size)
+    by_group = positions_by_group(layout, seq_len, rank, world_size, batch_size, device)
     if len(groups) == 1:
         return by_group[0]
     return torch.cat([each.expand(stop - start, -1) for each, (start, stop) in zip(by_group, groups, strict=True)])

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
-from cp_dtensor.api.buffers import positions_by_group, put_shard, rows_of_batch, take_shard
+from cp_dtensor.api.buffers import positions_of_batch, put_shard, take_shard
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.engine.agreement import global_length, hash_of, length_of, warn_once
 from cp_dtensor.engine.arguments import check_devices
@@ -142,8 +142,7 @@ def local_positions(
         raise ValueError("expected batch_size to be at least 1, got 0")
     if batch_size is None and len(layout.batch_groups(2)) > 1:
         raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
-    by_group = positions_by_group(layout, seq_len, ranks.rank, ranks.size, batch_size or 1, device)
-    positions = rows_of_batch(by_group, layout.batch_groups(batch_size or 1))
+    positions = positions_of_batch(layout, seq_len, ranks.rank, ranks.size, batch_size or 1, device)
     return positions if batch_size is None else positions.expand(batch_size, -1).contiguous()
 
 
