@@ -23,11 +23,8 @@ LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Str
 
 def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, unaligned: bool = False) -> BlockMask:
     """The block mask of local rows."""
-    positions, unaligned = (
-        rows.positions(torch.device("cpu")),
-        unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0]),
-    )
-    local = local_block_mask(mask, lengths[1], positions, unaligned)
+    unaligned = unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0])
+    local = local_block_mask(mask, lengths[1], rows.positions(torch.device("cpu")), unaligned)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_indices"):
         table = getattr(local, name)
         assert table is None or (table.dtype == torch.int32 and table.is_contiguous()), f"as kernels take {name}"
