@@ -110,13 +110,13 @@ def _warn_of_late_gradient(shard: torch.Tensor) -> None:
 
 
 def buffers_of(
-    tensors: list[torch.Tensor], dims: list[int], no_restore: Collection[torch.Tensor], call: Call
+    tensors: list[torch.Tensor], dims: list[int], no_restore: Collection[torch.Tensor] | None, call: Call
 ) -> list[Buffer]:
     """Return the buffers of a context, which has this call; refuse tensors that cannot be sharded in place."""
     if isinstance(no_restore, torch.Tensor):
         raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
-    listed, stay_sharded = [*map(id, tensors)], {*map(id, no_restore)}
-    for tensor in no_restore:
+    listed, stay_sharded = [*map(id, tensors)], {*map(id, no_restore or ())}
+    for tensor in no_restore or ():
         if id(tensor) not in listed:
             raise ValueError(
                 "expected no_restore_buffers to be among buffers (the same objects); got one of shape "

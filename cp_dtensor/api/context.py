@@ -26,7 +26,7 @@ from cp_dtensor.api.hints import add_hint
 from cp_dtensor.api.hooks import hooks_held, loaded_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
 from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
-from cp_dtensor.api.sharding import checked_buffers, checked_sequence
+from cp_dtensor.api.sharding import checked_buffers
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
@@ -114,9 +114,8 @@ class context_parallel(ContextDecorator):
         refuse_unknown("context_parallel", options, OF_CONTEXTS)
         self._beside = {} if sinks is None else {"sinks": checked_of_heads("sinks", sinks)}
         self._call = call = replace(Call.of(mesh, **options), in_context=True)
-        tensors = checked_sequence("buffers", () if buffers is None else buffers)
-        dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, call.layout, whole=True)
-        self._buffers = buffers_of(tensors, dims, () if no_restore_buffers is None else no_restore_buffers, call)
+        tensors, dims = checked_buffers(buffers, buffer_seq_dims, call.layout, whole=True)
+        self._buffers = buffers_of(tensors, dims, no_restore_buffers, call)
         self._seq_len = checked_lengths(call.layout, seq_len)
         self._open: tuple[AbstractContextManager[None], OpenContext] | None = None
 
@@ -195,9 +194,10 @@ class context_parallel(ContextDecorator):
         if error is not None:
             add_hint(error, context)
         manager.__exit__(kind, error, trace)
-        if error is None:
-            end_context(context.call)
-        if error is None and "model" in context.seen and "attention" not in context.seen:
+        if error is not None:
+            return
+        end_context(context.call)
+        if "model" in context.seen and "attention" not in context.seen:
             warnings.warn(
                 "a model of transformers ran inside of context_parallel, and no attention call was seen there: each "
                 "rank has attended to its own shard only, if to anything. docs/limits.md lists what a context sees",

@@ -139,16 +139,12 @@ class _ContextForward:
         return _run_in_context(self._context_of_call(), False, forward, *args, **kwargs)
 
     def _context_of_call(self) -> OpenContext:
-        context = self._context
         call = inherited("ContextParallel", self.call, **self.inherits)
-        if call != self.call:  # compiled code inside asks for what is inherited
-            context = OpenContext(replace(call, in_context=True))
+        # Compiled code inside asks for what is inherited.
+        context = self._context if call == self.call else OpenContext(replace(call, in_context=True))
         beside = {} if self.beside else _inherited_beside(call.ranks)
         for name, given in self.beside.items():
-            if isinstance(given, str):
-                beside[name] = checked_of_heads(name, getattr(self.module, given))
-            else:
-                beside[name] = given
+            beside[name] = checked_of_heads(name, getattr(self.module, given)) if isinstance(given, str) else given
         return replace(context, beside=beside) if beside else context
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,9 +67,8 @@ def context_parallel(
     Raises:
         TypeError, ValueError: on entry, arguments that do not fit.
     """
-    given = () if buffers is None else buffers
-    dims = checked_buffers(given, () if buffer_seq_dims is None else buffer_seq_dims, Contiguous())
-    group, tensors = axis_group(mesh), list(given)
+    tensors, dims = checked_buffers(buffers, buffer_seq_dims, Contiguous())
+    group = axis_group(mesh)
     lengths = [tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=True)]
     layout = default_layout(lengths[0] if lengths else 0, group.size())
     context = context_of_buffers(
