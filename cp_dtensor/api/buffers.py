@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -54,20 +54,24 @@ class InPlaceShard:
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self.whole_shape = buffer.tensor.shape
-        self._sharded_for_good = False
-        self._swapped_out: list[torch.Tensor | None] = []  # per entry, the object that has the contents from before
+        self._stays = False
+        # Of each time that this was entered, the object that has the contents from before; None if this was in place.
+        self._before: list[torch.Tensor | None] = []
         with torch.no_grad():
             self._shard = take_shard(buffer.tensor, buffer.dim, buffer.layout, buffer.ranks.rank, buffer.ranks.size)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Make the buffer this shard while open (for good, if it is not to be restored). May be entered repeatedly."""
-        tensor, key = self.buffer.tensor, id(self.buffer.tensor)
+        tensor, key, before = self.buffer.tensor, id(self.buffer.tensor), None
         with _lock:
-            shards = _open_shards.get(key, [])
-            already_in = (shards and shards[-1] is self) or self._sharded_for_good
-            self._swapped_out.append(None if already_in else self._swap_in())
+            if not self._stays and self not in _open_shards.get(key, [])[-1:]:
+                # A new object each time: autograd may have saved the last one, whose identity must not change.
+                before = self._shard.detach()
+                _torch.swap_identities(tensor, before)
             _open_shards.setdefault(key, []).append(self)
+            self._before.append(before)
+            del before  # or `release_whole` would not free it
         try:
             yield
         finally:
@@ -81,7 +85,7 @@ class InPlaceShard:
                 shards.pop()
                 if not shards:
                     del _open_shards[key]
-                local = self._swapped_out.pop()
+                local = self._before.pop()
                 if local is not None:
                     _torch.swap_identities(tensor, local)
                     if local.requires_grad and local.is_leaf:
@@ -90,16 +94,10 @@ class InPlaceShard:
     def release_whole(self) -> None:
         """Free the whole contents of a buffer that is not to be restored."""
         buffer = self.buffer
-        if not buffer.restore and not self._sharded_for_good:
-            self._sharded_for_good = True
-            self._swapped_out[-1] = None
+        if not buffer.restore and not self._stays:
+            self._stays = True
+            self._before[-1] = None
             setattr(buffer.tensor, _SHARD, (set(buffer.ranks.global_ranks()), self._shard.size(buffer.dim)))
-
-    def _swap_in(self) -> torch.Tensor:
-        # A new object each time: autograd may have saved the last one, whose identity must not change.
-        local = self._shard.detach()
-        _torch.swap_identities(self.buffer.tensor, local)
-        return local
 
 
 def _warn_of_late_gradient(shard: torch.Tensor) -> None:
@@ -111,26 +109,22 @@ def _warn_of_late_gradient(shard: torch.Tensor) -> None:
     )
 
 
-def identities(buffers: list[torch.Tensor], no_restore: Collection[torch.Tensor]) -> set[int]:
-    """Return the ids of the buffers to leave sharded; refuse a buffer listed twice, and one that is no buffer."""
+def buffers_of(
+    tensors: list[torch.Tensor], dims: list[int], no_restore: Collection[torch.Tensor] | None, call: Call
+) -> list[Buffer]:
+    """Return the buffers of a context, which has this call; refuse tensors that cannot be sharded in place."""
     if isinstance(no_restore, torch.Tensor):
         raise TypeError("expected no_restore_buffers to be a collection of tensors, got one tensor")
-    listed = [*map(id, buffers)]
-    for index, identity in enumerate(listed):
-        if identity in listed[:index]:
-            raise ValueError(f"buffer {index} is the same tensor as buffer {listed.index(identity)}: list it once")
-    for tensor in no_restore:
+    listed, stay_sharded = [*map(id, tensors)], {*map(id, no_restore or ())}
+    for tensor in no_restore or ():
         if id(tensor) not in listed:
             raise ValueError(
                 "expected no_restore_buffers to be among buffers (the same objects); got one of shape "
                 f"{tuple(tensor.shape)} that is not"
             )
-    return {*map(id, no_restore)}
-
-
-def check_in_place(tensors: list[torch.Tensor], dims: list[int], of: SequenceRanks) -> None:
-    """Refuse tensors that cannot be sharded in place, and buffers that contexts over these ranks have sharded."""
     for index, tensor in enumerate(tensors):
+        if listed.index(id(tensor)) < index:
+            raise ValueError(f"buffer {index} is the same tensor as buffer {listed.index(id(tensor))}: list it once")
         if tensor.requires_grad:
             raise ValueError(
                 f"buffer {index}: got a tensor that requires grad, of shape {tuple(tensor.shape)}, expected one that "
@@ -141,28 +135,29 @@ def check_in_place(tensors: list[torch.Tensor], dims: list[int], of: SequenceRan
                 f"buffer {index}: got a {type(tensor).__name__}, which keeps its data in other tensors, expected a "
                 "plain torch.Tensor. Use context_parallel_shard, which makes a new one"
             )
-    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
-        if not (hasattr(tensor, _SHARD) or id(tensor) in _open_shards):
+    buffers = [
+        Buffer(tensor, dim, call.layout, call.ranks, restore=id(tensor) not in stay_sharded)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+    refuse_shards(buffers)
+    return buffers
+
+
+def refuse_shards(buffers: list[Buffer]) -> None:
+    """Refuse buffers that contexts over the same ranks have sharded."""
+    for index, buffer in enumerate(buffers):
+        tensor, found = buffer.tensor, getattr(buffer.tensor, _SHARD, None)
+        if found is None and id(tensor) not in _open_shards:
             continue
-        ranks = set(of.global_ranks())
-        left_sharded = getattr(tensor, _SHARD, None) == (ranks, tensor.size(dim))
+        ranks = set(buffer.ranks.global_ranks())
+        left_sharded = found == (ranks, tensor.size(buffer.dim))
         is_open = any(set(shard.buffer.ranks.global_ranks()) == ranks for shard in _open_shards.get(id(tensor), []))
         if len(ranks) > 1 and (left_sharded or is_open):
             why = "was left sharded (no_restore_buffers) by" if left_sharded else "is a buffer of"
             raise ValueError(
                 f"buffer {index}: expected a tensor that every rank has whole, got a shard of shape "
-                f"{tuple(tensor.shape)}: it {why} another context over the same ranks"
+                f"{tuple(tensor.shape)}: it {why} another context over the same ranks, or this one before"
             )
-
-
-def facts_of_buffers(buffers: list[Buffer]) -> dict[str, object]:
-    """Read the buffers of a context and return facts of them, which must be equal on all ranks."""
-    facts: dict[str, object] = {"the number of buffers": len(buffers)}
-    for index, buffer in enumerate(buffers):
-        tensor = buffer.tensor
-        kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, sequence dim {buffer.dim}"
-        facts[f"buffer {index}"] = f"{kind}, contents {_torch.content_hash(tensor) % (1 << 48):012x}"
-    return facts
 
 
 def refuse_shards_of_other_dims(shards: tuple[InPlaceShard, ...], call: Call, q: torch.Tensor, k: torch.Tensor) -> None:
@@ -209,11 +204,9 @@ def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_
     """Return a rank's part of a whole tensor, in local order; new and contiguous."""
     source, groups = indexable(tensor), layout.batch_groups(tensor.size(0))
     positions = positions_by_group(layout, tensor.size(dim), rank, world_size, tensor.size(0), tensor.device)
-    if len(groups) == 1:
-        shard = source.index_select(dim, positions[0])
-    else:
-        rows = [source[start:stop] for start, stop in groups]
-        shard = torch.cat([part.index_select(dim, each) for part, each in zip(rows, positions, strict=True)])
+    rows = [source] if len(groups) == 1 else [source[start:stop] for start, stop in groups]
+    parts = [part.index_select(dim, each) for part, each in zip(rows, positions, strict=True)]
+    shard = parts[0] if len(parts) == 1 else torch.cat(parts)
     return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
 
 
@@ -241,8 +234,12 @@ def positions_by_group(
     return by_group
 
 
-def rows_of_batch(by_group: list[torch.Tensor], groups: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return positions by group as (local tokens,) if there is one group, else as (batch, local tokens)."""
+def positions_of_batch(
+    layout: Layout, seq_len: int, rank: int, world_size: int, batch_size: int, device: torch.device | str | None
+) -> torch.Tensor:
+    """Return a rank's global positions: (local tokens,) int64, or (batch, local tokens) where batch rows differ."""
+    groups = layout.batch_groups(batch_size)
+    by_group = positions_by_group(layout, seq_len, rank, world_size, batch_size, device)
     if len(groups) == 1:
         return by_group[0]
     return torch.cat([each.expand(stop - start, -1) for each, (start, stop) in zip(by_group, groups, strict=True)])

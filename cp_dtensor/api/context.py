@@ -18,22 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from cp_dtensor import _torch
-from cp_dtensor.api.buffers import (
-    Buffer,
-    InPlaceShard,
-    check_in_place,
-    facts_of_buffers,
-    identities,
-    is_shard_now,
-)
+from cp_dtensor.api.buffers import InPlaceShard, buffers_of, is_shard_now, refuse_shards
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.functional import takes_options
 from cp_dtensor.api.hints import add_hint
-from cp_dtensor.api.hooks import context_hooks
+from cp_dtensor.api.hooks import hooks_held, loaded_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
 from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
-from cp_dtensor.api.sharding import checked_buffers, checked_sequence
+from cp_dtensor.api.sharding import checked_buffers
 from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
@@ -89,10 +82,10 @@ class context_parallel(ContextDecorator):
 
     Raises:
         TypeError, ValueError: on creation, for arguments that do not fit, before any collective; on entry, for
-            configurations and buffers that differ between ranks, on every rank alike.
-        RuntimeError: on entry, if it is already entered, or was and has `no_restore_buffers`, or inside of a
-            `torch.compile`d function, or while torch's own context parallelism is open; on exit, out of order, or a
-            `PeerError`: ranks have made different calls.
+            buffers that are shards over these ranks by now, and for configurations and buffers that differ between
+            ranks, on every rank alike.
+        RuntimeError: on entry, if it is already entered, or inside of a `torch.compile`d function, or while torch's own
+            context parallelism is open; on exit, out of order, or a `PeerError`: ranks have made different calls.
 
     Attention runs over the lengths of the buffers and of `seq_len`, and over any other of which all ranks have equally
     many tokens. Two lengths of which some rank has equally many tokens are refused: pad one. In the first call of each
@@ -120,20 +113,11 @@ class context_parallel(ContextDecorator):
     ) -> None:  # fmt: skip
         refuse_unknown("context_parallel", options, OF_CONTEXTS)
         self._beside = {} if sinks is None else {"sinks": checked_of_heads("sinks", sinks)}
-        call = Call.of(mesh, **options)
-        self._call, layout = replace(call, in_context=True), call.layout
-        tensors = checked_sequence("buffers", () if buffers is None else buffers)
-        dims = checked_buffers(tensors, () if buffer_seq_dims is None else buffer_seq_dims, layout, whole=True)
-        stay_sharded = identities(tensors, () if no_restore_buffers is None else no_restore_buffers)
-        ranks = call.ranks
-        check_in_place(tensors, dims, ranks)
-        self._buffers = [
-            Buffer(tensor, dim, layout, ranks, restore=id(tensor) not in stay_sharded)
-            for tensor, dim in zip(tensors, dims, strict=True)
-        ]
-        self._seq_len = checked_lengths(layout, seq_len)
+        self._call = call = replace(Call.of(mesh, **options), in_context=True)
+        tensors, dims = checked_buffers(buffers, buffer_seq_dims, call.layout, whole=True)
+        self._buffers = buffers_of(tensors, dims, no_restore_buffers, call)
+        self._seq_len = checked_lengths(call.layout, seq_len)
         self._open: tuple[AbstractContextManager[None], OpenContext] | None = None
-        self._entered_before = False
 
     def __call__(self, func: F) -> F:
         """Return `func`, with this context entered at every call.
@@ -153,10 +137,7 @@ class context_parallel(ContextDecorator):
         _torch.refuse_in_compiled_function("context_parallel")
         if self._open is not None:
             raise RuntimeError("this context_parallel is already entered; make another one to nest")
-        if self._entered_before and any(not buffer.restore for buffer in self._buffers):
-            raise RuntimeError(
-                "this context_parallel was entered before and has left its no_restore_buffers sharded; make another one"
-            )
+        refuse_shards(self._buffers)
         refuse_torchs_context_parallel()
         if not self._buffers:
             _warn_of_other_layout(self._call, self._seq_len)
@@ -169,7 +150,6 @@ class context_parallel(ContextDecorator):
         manager = entered(context)
         manager.__enter__()
         self._open = manager, context
-        self._entered_before = True
 
     def _compare_ranks(self) -> None:
         """Refuse options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
@@ -190,7 +170,11 @@ class context_parallel(ContextDecorator):
                 f"{call.mask}, buffers {shapes or 'none'}",
             )  # fmt: skip
             beside = {name: described(tensor, values=True) for name, tensor in self._beside.items()}
-            return {"seq_len": self._seq_len, **beside, **facts_of_buffers(self._buffers)}
+            found = {"seq_len": self._seq_len, **beside, "the number of buffers": len(self._buffers)}
+            for index, each in enumerate(self._buffers):
+                kind = f"{described(each.tensor)}, sequence dim {each.dim}"
+                found[f"buffer {index}"] = f"{kind}, contents {_torch.content_hash(each.tensor) % (1 << 48):012x}"
+            return found
 
         compare_contexts(self._call, tuple(kinds), on_gpu, facts)
 
@@ -210,9 +194,10 @@ class context_parallel(ContextDecorator):
         if error is not None:
             add_hint(error, context)
         manager.__exit__(kind, error, trace)
-        if error is None:
-            end_context(context.call)
-        if error is None and "model" in context.seen and "attention" not in context.seen:
+        if error is not None:
+            return
+        end_context(context.call)
+        if "model" in context.seen and "attention" not in context.seen:
             warnings.warn(
                 "a model of transformers ran inside of context_parallel, and no attention call was seen there: each "
                 "rank has attended to its own shard only, if to anything. docs/limits.md lists what a context sees",
@@ -248,33 +233,31 @@ def _patches() -> Iterator[AbstractContextManager[object]]:
     yield _torch.torchs_modules_checked(_refuse_torchs_modules)
     yield _torch.checkpointed_functions_bound(_bound_to_context)
     yield _torch.hooks_detached(is_shard_now)
-    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, context_hooks.check_compiled)
+    yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, _check_compiled)
     yield _torch.lower_right_bias_redirected(lower_right_sdpa)
     yield flex_redirection.held()
     yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
     yield _torch.multihead_attention_ends_in_sdpa(check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
-    yield context_hooks.acquire()
+    yield hooks_held()
 
 
 _installation = SharedInstallation(_patches)
 
 
 def _bound_to_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a checkpointed function that runs in the present context, also when it is recomputed after exit."""
+    """Return a function under `torch.utils.checkpoint` that enters the present context around each of its calls.
+
+    Backward calls it again to recompute activations, maybe after the context has been left, or in another thread. Where
+    no context is open, that is the function itself.
+    """
     context = current()
     if context is None:
         return function
     queries_are_shards = queries_alone(context)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(entered(context))
-            if queries_are_shards is not None:
-                stack.enter_context(local_sdpa(queries_are_shards=queries_are_shards))
-            return function(*args, **kwargs)
-
-    return run
+    if queries_are_shards is not None:
+        function = local_sdpa(queries_are_shards=queries_are_shards)(function)
+    return entered(context)(function)
 
 
 def _variant_of_compiled_code() -> str:
@@ -286,6 +269,12 @@ def _variant_of_compiled_code() -> str:
     context.store_keys()
     is_alone = queries_alone(context) is not None
     return f"cp_dtensor: {', '.join([context.key, *context.beside])}{', each rank alone' * is_alone}"
+
+
+def _check_compiled(arguments: dict[str, Any]) -> None:
+    """Let hooks of other programs refuse the arguments of a function before it is compiled."""
+    for hook in loaded_hooks():
+        hook.check_compiled(arguments)
 
 
 def _refuse_torchs_modules() -> None:

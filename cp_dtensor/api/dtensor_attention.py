@@ -89,19 +89,16 @@ def dtensor_attention(
     for name, tensor in (beside or {}).items():
         whole: Any = checked_of_heads(name, _on_mesh_of(q, name, tensor), q)
         of_heads[name] = local_beside(whole, local.placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
-    seed = _seed_of_all(local.q, q.device_mesh) if local.call.dropout_p else None
-    t = Tensors(local.q, local.k, local.v, bias, seed=seed, **of_heads)
-    out, lse = attend(local.call, t, needs_lse=needs_lse)
+    seed = _seed_of_all(local.t.q, q.device_mesh) if local.call.dropout_p else None
+    out, lse = attend(local.call, local.t._replace(bias=bias, seed=seed, **of_heads), needs_lse=needs_lse)
     return local.wrapped(out, q), local.wrapped(lse, q) if needs_lse else lse
 
 
 class PlacedCall(NamedTuple):
-    """A rank's part of attention of DTensors."""
+    """A rank's part of attention of DTensors: its call, its q, k and v, and how they are placed."""
 
     call: Call
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    t: Tensors
     placed: AttentionPlacements
 
     def wrapped(self, local: torch.Tensor, q: DTensor) -> DTensor:
@@ -142,7 +139,7 @@ def placed_call(
         first=_first_of(q, placed) if values["dropout_p"] else (0, 0), **values,
         placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
     )  # fmt: skip
-    return PlacedCall(call, local_q, local_k, local_v, placed)
+    return PlacedCall(call, Tensors(local_q, local_k, local_v), placed)
 
 
 def _of_local_rows(mask: Mask, q: DTensor, rows: int, placed: AttentionPlacements) -> Mask:
@@ -175,17 +172,13 @@ class PlacedPartition(CachedHash, SequencePartition):
     coordinate: tuple[int, ...]
 
     def find_groups(self) -> tuple[GroupSegments, ...]:
-        places = list(product(*(range(self.mesh_shape[axis]) for axis in self.placed.axes)))
-        q_by_rank, kv_by_rank = (
-            tuple(self._rows(length, placements, place) for place in places)
-            for length, placements in ((self.q_len, self.placed.q), (self.kv_len, self.placed.kv))
-        )
-        return (GroupSegments((0, self.batch_size), q_by_rank, kv_by_rank),)
-
-    def _rows(self, length: int, placements: tuple[Placement, ...], place: tuple[int, ...]) -> tuple[Segment, ...]:
-        at = dict(zip(self.placed.axes, place, strict=True))
-        coordinate = [at.get(axis, index) for axis, index in enumerate(self.coordinate)]
-        return (local_segment(length, placements, self.mesh_shape, coordinate),)
+        q_by_rank, kv_by_rank = [], []
+        for place in product(*(range(self.mesh_shape[axis]) for axis in self.placed.axes)):
+            at = dict(zip(self.placed.axes, place, strict=True))
+            coordinate = [at.get(axis, index) for axis, index in enumerate(self.coordinate)]
+            q_by_rank.append((local_segment(self.q_len, self.placed.q, self.mesh_shape, coordinate),))
+            kv_by_rank.append((local_segment(self.kv_len, self.placed.kv, self.mesh_shape, coordinate),))
+        return (GroupSegments((0, self.batch_size), tuple(q_by_rank), tuple(kv_by_rank)),)
 
 
 def from_local(

@@ -7,7 +7,7 @@ serve code that calls the fused ops by name, or that runs below autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,8 +33,7 @@ from cp_dtensor.api.interception import (
 )
 from cp_dtensor.attention.backends.select import only_backend
 from cp_dtensor.comm.transports import transport_by_name
-from cp_dtensor.engine.arguments import check_qkv, refuse_unsupported_sdpa
-from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.arguments import check_qkv, refuse_beside, refuse_unsupported_sdpa
 from cp_dtensor.engine.call import checked_mask, softmax_scale
 from cp_dtensor.engine.contexts import innermost
 from cp_dtensor.engine.planner import planned
@@ -65,54 +64,40 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         raise NotImplementedError(f"{op}: attn_mask is not supported on DTensors; use F.scaled_dot_product_attention")
     q, k, v = on_one_mesh(*inputs)
     check_qkv(q, k, v, enable_gqa=True)
-    scale, is_causal, lengths = (
-        softmax_scale(q.size(3), arguments["scale"]),
-        arguments["is_causal"],
-        (q.size(2), k.size(2)),
-    )
+    scale, is_causal = softmax_scale(q.size(3), arguments["scale"]), arguments["is_causal"]
     if on_seq:
         refuse_unsupported_sdpa(attn_mask, arguments["dropout_p"])
         if arguments.get("return_debug_mask"):
             raise NotImplementedError(f"{op}: return_debug_mask is not supported on sequence-sharded inputs")
         if scale <= 0:
             raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
-        if callable(outputs):
-            _refuse_context_options(op)
+        context = innermost() if callable(outputs) else None
+        if context is not None:
+            changed = [
+                name for name, value in context.call.of_dtensors.items() if value is not None and value is not False
+            ]
+            refuse_beside((*changed, *context.beside), f"{op} on DTensors")
     with torch.no_grad(), no_autocast(q):
         local = placed_call(q, k, v, checked_mask(None, is_causal), scale=scale)
         call = replace(local.call, backends=only_backend(backend))
-        qkv = local.q, local.k, local.v
+        qkv = local.t[:3]
         if callable(outputs):
             if on_seq:
-                out, lse, _, _ = run(call, Tensors(*qkv), True)
+                out, lse, _, _ = run(call, local.t, True)
             else:  # on a CPU, where torch has no rule for the op
                 out, lse = op(*qkv, arguments["dropout_p"], is_causal, scale=scale)
-            return outputs(local.wrapped(out, q), local.wrapped(lse, q), *lengths)
+            return outputs(local.wrapped(out, q), local.wrapped(lse, q), q.size(2), k.size(2))
         of_queries = (next(iter(arguments.values())), arguments["out"], arguments["logsumexp"])
         grad_out, out, lse = (to_local(x, local.placed.q) for x in of_queries)
         if on_seq:
-            lse = lse.reshape(lse.shape[:3])[:, :, : local.q.size(2)].contiguous()
-            t = Tensors(*qkv)
-            grads = run_backward(planned(call, t), t, (), grad_out, (out, lse))[:3]
+            lse = lse.reshape(lse.shape[:3])[:, :, : local.t.q.size(2)].contiguous()
+            grads = run_backward(planned(call, local.t), local.t, (), grad_out, (out, lse))[:3]
         else:
             grads = op(grad_out, *qkv, out, lse, arguments["dropout_p"], is_causal, scale=scale)
     placements = (local.placed.q, local.placed.grad_kv, local.placed.grad_kv)
     shapes = (tuple(x.shape) for x in (q, k, v))
     wrapped = (from_local(*each) for each in zip(grads, [q.device_mesh] * 3, placements, shapes, strict=True))
     return (*wrapped, *outputs)
-
-
-def _refuse_context_options(op: Any) -> None:
-    """Refuse options of the open context that a fused op would leave out."""
-    context = innermost()
-    if context is None:
-        return
-    for name, value in {**context.call.of_dtensors, **context.beside}.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(
-                f"{op} on DTensors does not take the {name} of its context: use F.scaled_dot_product_attention, or "
-                "context_parallel_attention with DTensors"
-            )
 
 
 def _outputs(name: str, out: DTensor, lse: DTensor, q_len: int, kv_len: int) -> tuple[Any, ...]:
@@ -153,7 +138,10 @@ def _parts() -> Iterator[AbstractContextManager[None]]:
 
 
 def _bound_to_dispatcher(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a checkpointed function that runs under the dispatcher, also when it is recomputed later."""
+    """Return a function under `torch.utils.checkpoint` that enables the dispatcher around each of its calls.
+
+    Backward calls it again to recompute activations, maybe after the dispatcher was disabled.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with dispatcher_installation.held():
@@ -170,8 +158,8 @@ def _variant_of_compiled_code() -> str:
 dispatcher_installation = SharedInstallation(_parts)
 
 
-_enabled_by_user: list[None] = []
-"""An entry for each call of `enable` without its `disable`; its changes are atomic."""
+_enabled_by_user: list[ExitStack] = []
+"""A lease for each call of `enable` without its `disable`."""
 
 
 def enable_context_parallel_dispatcher() -> ExitStack:
@@ -199,8 +187,7 @@ def enable_context_parallel_dispatcher() -> ExitStack:
     """
     _torch.refuse_in_compiled_function("enable_context_parallel_dispatcher")
     refuse_torchs_context_parallel()
-    dispatcher_installation.acquire()
-    _enabled_by_user.append(None)
+    _enabled_by_user.append(dispatcher_installation.held())
     lease = ExitStack()
     lease.callback(disable_context_parallel_dispatcher)
     return lease
@@ -211,8 +198,5 @@ def disable_context_parallel_dispatcher() -> None:
 
     After the last one, DTensor's tables and torch's dispatcher are as before.
     """
-    try:
-        _enabled_by_user.pop()
-    except IndexError:
-        return
-    dispatcher_installation.release()
+    with suppress(IndexError):
+        _enabled_by_user.pop().close()

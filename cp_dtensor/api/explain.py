@@ -11,6 +11,7 @@ import torch.distributed as dist
 from cp_dtensor import _torch
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ranks
 from cp_dtensor.comm.links import cluster_of
+from cp_dtensor.engine.arguments import expect
 from cp_dtensor.engine.call import Call, checked_mask
 from cp_dtensor.engine.choose import Estimate, estimates, fastest
 from cp_dtensor.engine.contexts import inherited
@@ -46,30 +47,18 @@ class Explanation:
 
     def __str__(self) -> str:
         over_axes = [f"over {name}" for name in self.axes]
-        header = ("method", "K/V by", "forward", "with backward", *over_axes, "memory")
-        rows = [
-            (
-                name + " *" * (name == self.chosen),
-                each.transport,
-                f"{1e3 * each.forward:.3g} ms",
-                f"{1e3 * each.seconds:.3g} ms",
-                *self._received(each),
-                f"{each.memory / 2**20:.0f} MiB",
-            )
-            for name, each in self.methods.items()
-        ]
+        rows = [("method", "K/V by", "forward", "with backward", *over_axes, "memory")]
+        for name, each in self.methods.items():
+            received = each.outer_bytes, each.inner_bytes
+            of_axes = received if len(self.axes) == 2 else (sum(received),)
+            times = f"{1e3 * each.forward:.3g} ms", f"{1e3 * each.seconds:.3g} ms"
+            memory = [f"{count / 2**20:.0f} MiB" for count in (*of_axes, each.memory)]
+            rows.append((name + " *" * (name == self.chosen), each.transport, *times, *memory))
         if all(each.transport == "-" for each in self.methods.values()):  # no rings
-            header, *rows = ((row[0], *row[2:]) for row in (header, *rows))
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
-        ]
-        return "\n".join((self.call, self.assumption, *(line.rstrip() for line in lines), self.rule))
-
-    def _received(self, estimate: Estimate) -> list[str]:
-        """Return table cells: MiB that a rank receives over each axis."""
-        received = (estimate.outer_bytes, estimate.inner_bytes)
-        return [f"{count / 2**20:.0f} MiB" for count in (received if len(self.axes) == 2 else (sum(received),))]
+            rows = [(row[0], *row[2:]) for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join((self.call, self.assumption, *lines, self.rule))
 
 
 def explain(
@@ -153,11 +142,7 @@ def explain(
 
 
 def check_numbers(dtype: torch.dtype, **numbers: int) -> None:
-    """Refuse numbers below 1, and dtypes that are not floating.
-
-    Raises:
-        TypeError, ValueError: such arguments.
-    """
+    """Refuse numbers below 1, and dtypes that are not floating."""
     for name, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"expected {name} to be an integer >= 1, got {value!r}")
@@ -217,18 +202,11 @@ def _assumed(hardware: Assumed, across: int) -> tuple[Hardware, str]:
 
 
 def _check_latents(latent_dims: tuple[int, int], q_heads: int, kv_heads: int, head_dim: int) -> None:
-    """Refuse dims that no call of `context_parallel_mla` has.
-
-    Raises:
-        ValueError: such dims.
-    """
+    """Refuse dims that no call of `context_parallel_mla` has."""
     is_pair = isinstance(latent_dims, tuple) and len(latent_dims) == 2 and all(map(is_integer, latent_dims))
-    if not is_pair or latent_dims[0] < 1 or not 0 < latent_dims[1] < head_dim:
-        raise ValueError(
-            f"expected latent_dims to be (R, Dr) with R >= 1 and 0 < Dr < head_dim, {head_dim}; got {latent_dims!r}"
-        )
-    if kv_heads != q_heads:
-        raise ValueError(f"expected kv_heads to be None for latents, got {kv_heads} with {q_heads} query heads")
+    fits = is_pair and latent_dims[0] >= 1 and 0 < latent_dims[1] < head_dim
+    expect(fits, f"latent_dims to be (R, Dr), R >= 1 and 0 < Dr < head_dim, {head_dim}", f"got {latent_dims!r}")
+    expect(kv_heads == q_heads, "kv_heads to be None for latents", f"got {kv_heads} with {q_heads} query heads")
 
 
 def _described(mask: Mask, q_len: int, kv_len: int) -> str:

@@ -25,25 +25,12 @@ from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
-from cp_dtensor.api.explain import (
-    FIRST,
-    Assumed,
-    Explanation,
-    check_numbers,
-    cluster_of_mesh,
-    counted_ranks,
-    shortened,
-)
+from cp_dtensor.api.explain import FIRST, Assumed, Explanation, check_numbers, cluster_of_mesh, counted_ranks, shortened
 from cp_dtensor.api.functional import cast_by_autocast, takes_options
-from cp_dtensor.api.hooks import ContextHook, context_hooks, register_context_hook
+from cp_dtensor.api.hooks import ContextHook, hooks_held, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
 from cp_dtensor.api.sdpa import attention_of_shards
-from cp_dtensor.api.sharding import (
-    checked_buffers,
-    checked_sequence_dim,
-    gathered_shards,
-    refuse_first_dim,
-)
+from cp_dtensor.api.sharding import checked_buffers, checked_sequence_dim, gathered_shards, refuse_first_dim
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
@@ -57,19 +44,8 @@ from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
-from cp_dtensor.engine.arguments import (
-    check_devices,
-    check_tensors,
-    refuse_unsupported_sdpa,
-)
-from cp_dtensor.engine.call import (
-    Call,
-    Sharding,
-    checked_layout,
-    checked_length,
-    refuse_other_lengths,
-    softmax_scale,
-)
+from cp_dtensor.engine.arguments import check_devices, check_tensors, refuse_unsupported_sdpa
+from cp_dtensor.engine.call import Call, Sharding, checked_layout, checked_length, refuse_other_lengths, softmax_scale
 from cp_dtensor.engine.choose import Estimate, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
@@ -94,7 +70,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # registries
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
-    "ContextHook", "context_hooks", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
+    "ContextHook", "hooks_held", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "NamedMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare

@@ -10,20 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import wide_dtype
-from cp_dtensor.api.flex_block_mask import (
-    FULL,
-    PARTIAL,
-    LocalRows,
-    Tables,
-    cached_tables,
-    check_mask_lengths,
-    mask_lengths,
-)
-from cp_dtensor.api.flex_operators import agreed_lengths, check_context_mask, traced_tables
+from cp_dtensor.api.flex_block_mask import LocalRows, cached_block_mask, check_mask_lengths, mask_lengths, position_of
+from cp_dtensor.api.flex_operators import agreed_lengths, check_context_mask, traced_block_mask
 from cp_dtensor.api.functional import traced_constants
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.comm.groups import Mesh
@@ -149,20 +141,26 @@ class FlexCall(NamedTuple):
         return (out, lse) if self.options.get("return_lse") else out
 
     def attend_rows(
-        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, tables: Callable[[BlockMask], Tables]
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, local_mask: Callable[[BlockMask], BlockMask]
     ) -> Any:  # fmt: skip
         """Return the result for the local queries with gathered K/V.
 
         Args:
             k, v: of all ranks, in the order of positions.
             positions: global positions of the local queries, as `LocalRows.positions`.
-            tables: makes the local tables of a block mask of the whole sequence.
+            local_mask: makes the block mask of the local queries of that of the whole sequence.
         """
-        mask, local = self.block_mask, self.q.size(2)
-        if mask is not None and local:
-            made = Tables.of(mask) if mask_lengths(mask) is None else tables(mask)
-            mask = block_mask_of_rows(mask, made, (index(local), index(k.size(2))), positions)
-        return self.attend(k, v, _local_score_mod(self.score_mod, positions), mask)
+        mask, mod = self.block_mask, self.score_mod
+
+        def of_rows(
+            score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+        ) -> torch.Tensor:
+            assert mod is not None
+            return mod(score, b, h, position_of(positions, b, q), kv)
+
+        if mask is not None and self.q.size(2) > 0:
+            mask = local_mask(mask)
+        return self.attend(k, v, None if mod is None else of_rows, mask)
 
 
 def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
@@ -182,8 +180,6 @@ def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
     flex.check()
     check_batch_size(flex.q.shape, call)
     ranks, layout, mask, of_mask = call.ranks, call.layout, flex.block_mask, mask_lengths(flex.block_mask)
-    if call.pair is not None:
-        check_mask_lengths(call.pair, of_mask)
     t = CallTensors(flex.q, flex.k, flex.v)
     needs_grads = tuple([x is not None and x.requires_grad and torch.is_grad_enabled() for x in t])
     q_len, kv_len = agreed_lengths(replace(call, mask=None, scale=flex.scale), t, of_mask, needs_grads)
@@ -195,8 +191,8 @@ def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
     # Gather first: the host makes tables and launches attention while K/V are in flight.
     gather = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug)
     keys, values = GatherKV.apply(flex.k, flex.v, gather)
-    tables = partial(cached_tables, kv_len=kv_len, rows=rows)
-    return flex.attend_rows(keys, values, rows.positions(flex.q.device), tables)
+    local_mask = partial(cached_block_mask, kv_len=kv_len, rows=rows)
+    return flex.attend_rows(keys, values, rows.positions(flex.q.device), local_mask)
 
 
 def _traced_flex(flex: FlexCall, key: str, lengths: tuple[int, int] | None = None) -> Any:
@@ -219,8 +215,8 @@ def _traced_flex(flex: FlexCall, key: str, lengths: tuple[int, int] | None = Non
         flex.q, flex.k, flex.v, key, *whole, declared, softmax_scale(flex.q.size(3), flex.scale),
         torch.is_grad_enabled(),
     )  # fmt: skip
-    tables = partial(traced_tables, key=key, lengths=whole, positions=positions)
-    return flex.attend_rows(keys, values, positions, tables)
+    local_mask = partial(traced_block_mask, key=key, lengths=whole, positions=positions)
+    return flex.attend_rows(keys, values, positions, local_mask)
 
 
 @_torch.constant_in_trace
@@ -231,51 +227,6 @@ def _rank_count(key: str) -> int:
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
     return torch.compile(_torch.original_flex_attention)
-
-
-# Functions of global positions as functions of local rows
-
-
-def block_mask_of_rows(
-    whole: BlockMask, tables: Tables, lengths: tuple[int, int], positions: torch.Tensor
-) -> BlockMask:
-    """Return the block mask of local rows from their tables.
-
-    Args:
-        lengths: of local queries and gathered keys.
-        positions: global positions of the local rows, (rows,) or (batch, rows).
-    """
-    mod, kinds, (q_block, kv_block) = whole.mask_mod, tables.block_kinds, whole.BLOCK_SIZE
-
-    def of_rows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        position = _position(positions, b, q)
-        visible = mod(b, h, position, kv)
-        if kinds is not None:
-            mask_b, mask_h = b if kinds.size(0) > 1 else b * 0, h if kinds.size(1) > 1 else h * 0
-            kind = kinds[mask_b, mask_h, position // q_block, kv // kv_block]
-            visible = (kind == FULL) | ((kind == PARTIAL) & visible)
-        return visible
-
-    is_noop = mod is noop_mask and kinds is None
-    mask = BlockMask(lengths, *tables[:8], whole.BLOCK_SIZE, mod if is_noop else of_rows)  # type: ignore[arg-type]
-    return _torch.with_write_order_like(mask, whole)
-
-
-def _local_score_mod(mod: ScoreMod | None, positions: torch.Tensor) -> ScoreMod | None:
-    """Return `mod` as a function of local rows; arguments as of `block_mask_of_rows`."""
-    if mod is None:
-        return None
-
-    def of_rows(
-        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
-    ) -> torch.Tensor:
-        return mod(score, b, h, _position(positions, b, q), kv)
-
-    return of_rows
-
-
-def _position(positions: torch.Tensor, b: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return positions[b, q] if positions.dim() > 1 else positions[q]
 
 
 # flex_attention in contexts

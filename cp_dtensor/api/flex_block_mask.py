@@ -3,21 +3,21 @@
 The tables list, for each block of queries, the blocks of keys that `mask_mod` decides (partial) and those that every
 query of the block sees (full). A block of local queries lists as full what all global blocks that it spans see fully,
 and as partial all other blocks that any of them sees. Where it spans several (chunks that do not begin at a block,
-stripes), `mask_mod` looks up the entry of the query's own global block (`Tables.block_kinds`), since tables may leave
-out keys that `mask_mod` allows: block-sparse attention has no `mask_mod` at all.
+stripes), `mask_mod` looks up the entry of the query's own global block, since tables may leave out keys that `mask_mod`
+allows: block-sparse attention has no `mask_mod` at all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import index
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
-from cp_dtensor.api.buffers import positions_by_group, rows_of_batch
+from cp_dtensor.api.buffers import positions_of_batch
 from cp_dtensor.engine.gather_kv import cached
 from cp_dtensor.spec.layouts import Layout
 
@@ -59,8 +59,7 @@ class LocalRows:
 
 
 def _positions(device: torch.device, rows: LocalRows) -> torch.Tensor:
-    place = rows.layout, rows.seq_len, rows.rank, rows.world_size, rows.batch_size
-    return rows_of_batch(positions_by_group(*place, device), rows.layout.batch_groups(rows.batch_size)).int()
+    return positions_of_batch(rows.layout, rows.seq_len, rows.rank, rows.world_size, rows.batch_size, device).int()
 
 
 def _has_unaligned_blocks(device: torch.device, rows: LocalRows, q_block: int) -> torch.Tensor:
@@ -69,30 +68,15 @@ def _has_unaligned_blocks(device: torch.device, rows: LocalRows, q_block: int) -
     return (blocks != blocks[..., first_rows]).any()
 
 
-# Tables
+# Block masks
 
-PARTIAL, FULL = 1, 2
-"""Entries of `Tables.block_kinds`; 0 for blocks that are not listed."""
-
-
-class Tables(NamedTuple):
-    """The tables of a `BlockMask`, by its names for them."""
-
-    kv_num_blocks: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
-    full_kv_num_blocks: torch.Tensor | None = None
-    full_kv_indices: torch.Tensor | None = None
-    q_num_blocks: torch.Tensor | None = None
-    q_indices: torch.Tensor | None = None
-    full_q_num_blocks: torch.Tensor | None = None
-    full_q_indices: torch.Tensor | None = None
-    block_kinds: torch.Tensor | None = None
-    """(B, H, global blocks of queries, blocks of keys) int8, if a local block spans several global blocks."""
-
-    @classmethod
-    def of(cls, mask: BlockMask) -> Tables:
-        """Return the tables of a block mask."""
-        return cls(*(getattr(mask, name) for name in cls._fields[:8]))
+_PARTIAL, _FULL = 1, 2
+"""Kinds of blocks; 0 for blocks that are not listed."""
+_TABLES = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+"""Attributes of a block mask, and arguments of `BlockMask` in this order."""
 
 
 def mask_lengths(mask: BlockMask | None) -> tuple[int, int] | None:
@@ -111,34 +95,58 @@ def check_mask_lengths(expected: tuple[int, int], received: tuple[int, int] | No
         )
 
 
-def local_tables(mask: BlockMask, kv_len: int, positions: torch.Tensor, unaligned: bool) -> Tables:
-    """Return the tables of one rank's mask, int32 except for `block_kinds`. Dynamo may trace it.
+def local_block_mask(whole: BlockMask, kv_len: int, positions: torch.Tensor, unaligned: bool) -> BlockMask:
+    """Return the block mask of one rank's rows. Dynamo may trace it.
 
     Args:
-        mask: of the whole sequence; its tables by blocks of queries are read.
+        whole: of the whole sequence.
         kv_len: global number of keys.
         positions: of the local queries, one at least, as `LocalRows.positions`.
-        unaligned: True to return `block_kinds`, which is needed if a local block spans several global blocks.
+        unaligned: True if a local block may span several global blocks.
     """
-    (q_block, kv_block), counts, indices = mask.BLOCK_SIZE, mask.full_kv_num_blocks, mask.full_kv_indices
-    columns = -(-kv_len // kv_block)
-    # Bytes: Triton keeps lookups of wider integers in several stages of shared memory, where they do not fit.
-    kinds = _dense(mask.kv_num_blocks, mask.kv_indices, columns).to(torch.int8) * PARTIAL
-    if counts is not None and indices is not None:
-        kinds = kinds.masked_fill(_dense(counts, indices, columns), FULL)
-    full, partial = (_spanned if unaligned else _selected)(kinds, positions, q_block)
-    dense = [partial, None if indices is None else full]
-    if mask.q_indices is not None:  # tables by blocks of keys, which backward reads
-        dense += [None if each is None else each.mT for each in dense]
+    mod, (q_block, kv_block) = whole.mask_mod, whole.BLOCK_SIZE
+    all_kinds = _kinds(whole, -(-kv_len // kv_block))
+    full, partial = (_spanned if unaligned else _selected)(all_kinds, positions, q_block)
+    kinds = all_kinds if unaligned else None
+    dense = [partial, None if whole.full_kv_indices is None else full]
+    by_keys = whole.q_indices is not None  # backward reads tables by blocks of keys
+    dense += [each.mT if by_keys and each is not None else None for each in dense]
     tables = [table for each in dense for table in (_listed(each) if each is not None else (None, None))]
-    return Tables(*tables)._replace(block_kinds=kinds if unaligned else None)
+
+    def of_rows(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        position = position_of(positions, b, q)
+        visible = mod(b, h, position, kv)
+        if kinds is not None:
+            mask_b, mask_h = b if kinds.size(0) > 1 else b * 0, h if kinds.size(1) > 1 else h * 0
+            kind = kinds[mask_b, mask_h, position // q_block, kv // kv_block]
+            visible = (kind == _FULL) | ((kind == _PARTIAL) & visible)
+        return visible
+
+    lengths, is_noop = (index(positions.size(-1)), index(kv_len)), mod is noop_mask and kinds is None
+    mask = BlockMask(lengths, *tables, whole.BLOCK_SIZE, mod if is_noop else of_rows)  # type: ignore[arg-type, call-arg]
+    return _torch.with_write_order_like(mask, whole)
+
+
+def position_of(positions: torch.Tensor, b: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return the global position of a local row, in functions of FlexAttention."""
+    return positions[b, q] if positions.dim() > 1 else positions[q]
+
+
+def _kinds(mask: BlockMask, columns: int) -> torch.Tensor:
+    """Return the kinds of all blocks, (B, H, blocks of queries, blocks of keys)."""
+    # Bytes: Triton keeps lookups of wider integers in several stages of shared memory, where they do not fit.
+    kinds = _dense(mask.kv_num_blocks, mask.kv_indices, columns).to(torch.int8) * _PARTIAL
+    counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    if counts is None or indices is None:
+        return kinds
+    return kinds.masked_fill(_dense(counts, indices, columns), _FULL)
 
 
 def _selected(kinds: torch.Tensor, positions: torch.Tensor, q_block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which blocks local ones see fully and in part, where each lies inside of one global block."""
     blocks = (positions[..., ::q_block] // q_block).long()
     chosen = torch.take_along_dim(kinds, blocks.view(-1, 1, blocks.size(-1), 1), 2)
-    return chosen == FULL, chosen == PARTIAL
+    return chosen == _FULL, chosen == _PARTIAL
 
 
 def _spanned(kinds: torch.Tensor, positions: torch.Tensor, q_block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +157,7 @@ def _spanned(kinds: torch.Tensor, positions: torch.Tensor, q_block: int) -> tupl
     spans = torch.zeros(*positions.shape[:-1], local_blocks * q_blocks, dtype=torch.bfloat16, device=positions.device)
     spans = spans.scatter(-1, rows * q_blocks + positions // q_block, 1.0).unflatten(-1, (local_blocks, q_blocks))
     spans = spans if spans.dim() == 2 else spans.unsqueeze(1)
-    full = spans @ (kinds != FULL).bfloat16() == 0
+    full = spans @ (kinds != _FULL).bfloat16() == 0
     return full, (spans @ (kinds > 0).bfloat16() > 0) & ~full
 
 
@@ -167,27 +175,25 @@ def _listed(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return dense.sum(-1, dtype=torch.int32).contiguous(), order.int().contiguous()
 
 
-# Cache of tables
-
-_LOCAL_TABLES = "cp_dtensor_local_tables"
-"""Attribute of a block mask: its tables, their ids and versions, and the local tables made of these."""
+_LOCAL_MASKS = "cp_dtensor_local_masks"
+"""Attribute of a block mask: its tables, their ids and versions, and the local masks made of these."""
 
 
-def cached_tables(mask: BlockMask, kv_len: int, rows: LocalRows) -> Tables:
-    """Return `local_tables` of a mask, kept with it as long as nothing is written to its tables.
+def cached_block_mask(whole: BlockMask, kv_len: int, rows: LocalRows) -> BlockMask:
+    """Return `local_block_mask` of some rows, kept with the whole mask as long as nothing is written to its tables.
 
     Not for compiled code: it writes the masks of later steps to the same tensors without changing their version.
     """
-    whole = Tables.of(mask)
-    state = [(id(table), _torch.version_of(table)) for table in whole if table is not None]
-    _, seen, made = vars(mask).get(_LOCAL_TABLES, (None, None, {}))
+    tables = [table for name in _TABLES if (table := getattr(whole, name)) is not None]
+    state = [(id(table), _torch.version_of(table)) for table in tables]
+    _, seen, made = vars(whole).get(_LOCAL_MASKS, (None, None, {}))
     if seen != state:
         made = {}
-        setattr(mask, _LOCAL_TABLES, (whole, state, made))  # with the tables, whose ids would be those of others
-    tables = made.get((kv_len, rows))
-    if tables is None or any(version is None for _, version in state):  # writes to these are not counted
-        positions, unaligned = rows.positions(mask.kv_indices.device), rows.has_unaligned_blocks(mask.BLOCK_SIZE[0])
-        tables = _torch.prepared(lambda: local_tables(mask, kv_len, positions, unaligned))
+        setattr(whole, _LOCAL_MASKS, (tables, state, made))  # with the tables, whose ids would be those of others
+    local: BlockMask | None = made.get((kv_len, rows))
+    if local is None or any(version is None for _, version in state):  # writes to these are not counted
+        positions, unaligned = rows.positions(whole.kv_indices.device), rows.has_unaligned_blocks(whole.BLOCK_SIZE[0])
+        local = _torch.prepared(lambda: local_block_mask(whole, kv_len, positions, unaligned))
         if not capturing():
-            made[kv_len, rows] = tables
-    return tables
+            made[kv_len, rows] = local
+    return local

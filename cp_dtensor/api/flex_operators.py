@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors, differentiated_once
-from cp_dtensor.api.flex_block_mask import LocalRows, Tables, check_mask_lengths, local_tables
+from cp_dtensor.api.flex_block_mask import LocalRows, check_mask_lengths, local_block_mask
 from cp_dtensor.engine.agreement import agreed_pair
 from cp_dtensor.engine.base import Tensors as CallTensors
 from cp_dtensor.engine.call import Call, call_of
@@ -26,21 +26,20 @@ def agreed_lengths(
 ) -> tuple[int, int]:  # fmt: skip
     """Return `agreed_pair`; a block mask declares the global lengths if nothing else does."""
     is_declared = call.pair is not None or (call.lengths and not call.debug)  # debugging, ranks compare masks
+    if is_declared or of_mask is None:
+        lengths = agreed_pair(call, t, False, needs_grads, "FlexAttention")
+        check_mask_lengths(lengths, of_mask)
+        return lengths
     try:
-        lengths = agreed_pair(
-            call if is_declared or not of_mask else replace(call, pair=of_mask), t, False, needs_grads, "FlexAttention"
-        )
+        return agreed_pair(replace(call, pair=of_mask), t, False, needs_grads, "FlexAttention")
     except ValueError as error:
         ranks, local = call.ranks, (t.q.size(2), t.k.size(2))
-        share = [call.layout.local_length(length, ranks.rank, ranks.size) for length in of_mask or ()]
-        if is_declared or not of_mask or share == [*local]:
+        if tuple(call.layout.local_length(each, ranks.rank, ranks.size) for each in of_mask) == local:
             raise
         raise ValueError(
-            f"expected a block mask of the whole sequence, got one of {of_mask}, of which {t.q.size(2)} queries and "
-            f"{t.k.size(2)} keys are not this rank's share in {call.layout}"
+            f"expected a block mask of the whole sequence, got one of {of_mask}, of which {local[0]} queries and "
+            f"{local[1]} keys are not this rank's share in {call.layout}"
         ) from error
-    check_mask_lengths(lengths, of_mask)
-    return lengths
 
 
 def check_context_mask(mask: Mask | None) -> None:
@@ -144,22 +143,22 @@ _torch.define_operator(
 )  # fmt: skip
 
 
-# Tables of the block mask
+# Block masks
 
 
-def traced_tables(mask: BlockMask, key: str, lengths: tuple[int, int], positions: torch.Tensor) -> Tables:
-    """Return `local_tables` in a program that is being captured.
+def traced_block_mask(whole: BlockMask, key: str, lengths: tuple[int, int], positions: torch.Tensor) -> BlockMask:
+    """Return `local_block_mask` in a program that is being captured.
 
     Args:
-        mask: of the whole sequence.
+        whole: of the whole sequence.
         key: of the call.
         lengths: global numbers of queries and keys.
         positions: of `flex_keys`.
     """
     batch_size = index(positions.size(0)) if positions.dim() > 1 else 1
-    of_mask, q_block = index(mask.kv_indices.size(0)), index(mask.BLOCK_SIZE[0])
+    of_mask, q_block = index(whole.kv_indices.size(0)), index(whole.BLOCK_SIZE[0])
     unaligned = _may_be_unaligned(key, lengths[0], batch_size, of_mask, q_block)
-    return local_tables(mask, lengths[1], positions, unaligned)
+    return local_block_mask(whole, lengths[1], positions, unaligned)
 
 
 @_torch.constant_in_trace

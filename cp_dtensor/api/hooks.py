@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
@@ -29,81 +28,57 @@ class ContextHook(Protocol):
         """Replace functions of a module with `ContextParallel`; True if the patches must hold as long as it lives."""
 
 
-class _Registered:
-    """A hook by its name, "module:name", and its patches, which contexts, modules and providers share."""
-
-    def __init__(self, program: str, name: str) -> None:
-        self._program, self._name = program, name
-        self.patches = SharedInstallation(lambda: [_torch.when_loaded(program, self._patches)])
-
-    def loaded(self) -> list[ContextHook]:
-        """Return the hook if its program is loaded, else nothing."""
-        module, _, attribute = self._name.partition(":")
-        return [getattr(import_module(module), attribute)] if self._program in sys.modules else []
-
-    def _patches(self, _program: object) -> AbstractContextManager[object]:
-        with ExitStack() as stack:  # if one fails, those before it are left
-            for hook in self.loaded():
-                for patch in hook.patches():
-                    stack.enter_context(patch)
-            return stack.pop_all()
+_registered: list[tuple[str, str]] = []
+"""Programs and names of hooks, in the order of registration; more than once after a reload of this package."""
 
 
-class _Hooks:
-    """The hooks that are registered now."""
+def register_context_hook(program: str, hook: str) -> ExitStack:
+    """Add a hook to contexts, from the next time on that one opens and no other is open.
 
-    def __init__(self) -> None:
-        self._lock, self._of_name = threading.Lock(), cache(_Registered)  # one of a name: a reload adds it again
-        self._registered: tuple[_Registered, ...] = ()
+    Args:
+        program: name of a Python module; the hook is imported once it is, and not before.
+        hook: "module:name" of a `ContextHook`.
 
-    def register(self, program: str, hook: str) -> ExitStack:
-        """Add a hook to contexts, from the next time on that one opens and no other is open.
+    Returns:
+        a lease: the hook is removed by its `close()`, or at the end of a `with` block of it.
 
-        Args:
-            program: name of a Python module; the hook is imported once it is, and not before.
-            hook: "module:name" of a `ContextHook`.
+    Raises:
+        ValueError: a hook that is not written "module:name".
+    """
+    if hook.count(":") != 1 or not all(hook.split(":")):
+        raise ValueError(f'expected hook to be "module:name", got {hook!r}')
+    _registered.append((program, hook))
+    lease = ExitStack()
+    lease.callback(_registered.remove, (program, hook))
+    return lease
 
-        Returns:
-            a lease: the hook is removed by its `close()`, or at the end of a `with` block of it.
 
-        Raises:
-            ValueError: a hook that is not written "module:name".
-        """
-        if hook.count(":") != 1 or not all(hook.split(":")):
-            raise ValueError(f'expected hook to be "module:name", got {hook!r}')
-        registered, lease = self._of_name(program, hook), ExitStack()
-        with self._lock:
-            self._registered += (registered,)
-        lease.callback(self._remove, registered)
-        return lease
+def loaded_hooks() -> list[ContextHook]:
+    """Return the hooks whose programs are loaded."""
+    return [_imported(name) for program, name in dict.fromkeys(_registered) if program in sys.modules]
 
-    def _remove(self, registered: _Registered) -> None:
-        with self._lock:
-            place = self._registered.index(registered)
-            self._registered = self._registered[:place] + self._registered[place + 1 :]
 
-    def acquire(self) -> ExitStack:
-        """Hold the patches of all hooks until the result is closed."""
+def hooks_held() -> ExitStack:
+    """Hold the patches of all hooks until the result is closed; those of a program begin when it is loaded."""
+    with ExitStack() as stack:
+        for program, name in dict.fromkeys(_registered):
+            stack.enter_context(_patches(program, name).held())
+        return stack.pop_all()
+
+
+def _imported(name: str) -> ContextHook:
+    module, _, attribute = name.partition(":")
+    hook: ContextHook = getattr(import_module(module), attribute)
+    return hook
+
+
+@cache  # contexts, modules and providers share the patches of a hook
+def _patches(program: str, name: str) -> SharedInstallation:
+    @contextmanager
+    def patched(_program: object) -> Iterator[None]:
         with ExitStack() as stack:
-            for each in dict.fromkeys(self._registered):
-                each.patches.acquire()
-                stack.callback(each.patches.release)
-            return stack.pop_all()
+            for patch in _imported(name).patches():
+                stack.enter_context(patch)
+            yield
 
-    def loaded(self) -> list[ContextHook]:
-        """Return the hooks whose programs are loaded."""
-        return [hook for each in dict.fromkeys(self._registered) for hook in each.loaded()]
-
-    def check_compiled(self, arguments: dict[str, Any]) -> None:
-        """Call `check_compiled` of the hooks whose programs are loaded."""
-        for hook in self.loaded():
-            hook.check_compiled(arguments)
-
-    def module(self, module: nn.Module) -> bool:
-        """Call `module` of the hooks whose programs are loaded; return whether any is to hold."""
-        answers = [hook.module(module) for hook in self.loaded()]  # `any` of a generator would skip hooks after a True
-        return any(answers)
-
-
-context_hooks = _Hooks()
-register_context_hook = context_hooks.register
+    return SharedInstallation(lambda: [_torch.when_loaded(program, patched)])

@@ -30,42 +30,27 @@ class SharedInstallation:
         self._parts = parts
         self._lock = threading.RLock()
         self._holders = 0
-        self._is_installed = False
-        self._installed = ExitStack()
+        self._installed: ExitStack | None = None
 
-    def acquire(self) -> None:
-        """Add a holder."""
-        with self._lock:
+    def held(self) -> ExitStack:
+        """Add a holder at once; it is removed by `close()` of the result, or at the end of a `with` block of it."""
+        with self._lock, ExitStack() as lease:
             # First of all: garbage collection in this very thread may release, and must not find itself the last.
             self._holders += 1
-            if self._is_installed:
-                return
-            try:
+            lease.callback(self._release)
+            if self._installed is None:
                 with ExitStack() as stack:
                     for part in self._parts():
                         stack.enter_context(part)
                     self._installed = stack.pop_all()
-                self._is_installed = True
-            except BaseException:
-                self._holders -= 1
-                raise
+            return lease.pop_all()
 
-    def release(self) -> None:
-        """Remove a holder."""
+    def _release(self) -> None:
         with self._lock:
             self._holders -= 1
-            if self._holders == 0:
-                self._is_installed = False
-                self._installed.close()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Add a holder while open."""
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
+            if self._holders == 0 and self._installed is not None:
+                installed, self._installed = self._installed, None
+                installed.close()
 
 
 @dataclass(frozen=True)
@@ -97,42 +82,37 @@ Interceptor = Callable[[SdpaArguments], torch.Tensor | None]
 """Computes a call, or returns None to leave it to the next interceptor, in the end to torch."""
 
 
-class _Interceptors:
-    """The interceptors of the process. Tuples, since kernels in other threads may be reading an old one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entered: tuple[Interceptor, ...] = ()  # the latest first; again for each time it is entered
-        under_vmap = partial(self.sdpa, under_vmap=True)
-        self._installation = SharedInstallation(lambda: [_torch.sdpa_overridden(self.sdpa, under_vmap)])
-
-    @contextmanager
-    def entered(self, interceptor: Interceptor) -> Iterator[None]:
-        """Pass calls of SDPA in all threads to `interceptor` first, then to those that were there before."""
-        with self._installation.held():
-            with self._lock:
-                self._entered = (interceptor, *self._entered)
-            try:
-                yield
-            finally:
-                with self._lock:
-                    place = self._entered.index(interceptor)
-                    self._entered = self._entered[:place] + self._entered[place + 1 :]
-
-    def sdpa(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Let the first interceptor that takes the call compute SDPA, or else torch."""
-        call = SdpaArguments(*args, **kwargs)
-        for interceptor in self._entered:
-            result = interceptor(call)
-            if result is not None:
-                return result
-        return call.attend_by_torch()
+_interceptors: list[Interceptor] = []
+"""The interceptors of the process, the latest first; again for each time that one is entered."""
 
 
-_interceptors = _Interceptors()
-intercepted = _interceptors.entered
-intercepted_sdpa = _interceptors.sdpa
-"""SDPA that torch's dispatcher brings to its operator without the override: of DTensors in inference mode."""
+def intercepted_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Let the first interceptor that takes the call compute SDPA, or else torch.
+
+    DTensor calls it for SDPA in inference mode, which torch's dispatcher brings to its operator without the override.
+    """
+    call = SdpaArguments(*args, **kwargs)
+    for interceptor in tuple(_interceptors):  # another thread may change the list meanwhile
+        result = interceptor(call)
+        if result is not None:
+            return result
+    return call.attend_by_torch()
+
+
+_override = SharedInstallation(
+    lambda: [_torch.sdpa_overridden(intercepted_sdpa, partial(intercepted_sdpa, under_vmap=True))]
+)
+
+
+@contextmanager
+def intercepted(interceptor: Interceptor) -> Iterator[None]:
+    """Pass calls of SDPA in all threads to `interceptor` first, then to those that were there before."""
+    with _override.held():
+        _interceptors.insert(0, interceptor)
+        try:
+            yield
+        finally:
+            _interceptors.remove(interceptor)
 
 
 # Torch's own context parallelism

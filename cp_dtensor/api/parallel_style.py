@@ -17,7 +17,7 @@ from cp_dtensor import _torch
 from cp_dtensor.api.context import entered
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.functional import takes_options
-from cp_dtensor.api.hooks import context_hooks
+from cp_dtensor.api.hooks import hooks_held, loaded_hooks
 from cp_dtensor.comm.groups import Mesh, SequenceRanks
 from cp_dtensor.engine.arguments import checked_of_heads, refuse_beside
 from cp_dtensor.engine.call import (
@@ -87,7 +87,7 @@ class ContextParallel(ParallelStyle):
             if isinstance(given, str) and not hasattr(module, given):
                 raise ValueError(f"expected {name} to name an attribute of {type(module).__name__}, got {given!r}")
         call = replace(Call.of(device_mesh, **self._options), lengths=self._lengths)
-        has_replaced_layers = context_hooks.module(module)
+        has_replaced_layers = True in [hook.module(module) for hook in loaded_hooks()]  # all of them are called
         module.forward = _ContextForward(
             module, vars(module).get("forward"), call, self._beside, self._inherits, has_replaced_layers
         )
@@ -113,10 +113,9 @@ class _ContextForward:
         self._context = OpenContext(self.call, is_constant=True)
         self._key = self._context.key
         # Compiled code depends on the redirection of FlexAttention, so it stays as long as the module.
-        flex_redirection.acquire()
-        weakref.finalize(self, flex_redirection.release)
+        weakref.finalize(self, flex_redirection.held().close)
         if self.has_replaced_layers:
-            weakref.finalize(self, context_hooks.acquire().close)
+            weakref.finalize(self, hooks_held().close)
         functools.update_wrapper(self, self.replaced or type(self.module).forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,16 +139,12 @@ class _ContextForward:
         return _run_in_context(self._context_of_call(), False, forward, *args, **kwargs)
 
     def _context_of_call(self) -> OpenContext:
-        context = self._context
         call = inherited("ContextParallel", self.call, **self.inherits)
-        if call != self.call:  # compiled code inside asks for what is inherited
-            context = OpenContext(replace(call, in_context=True))
+        # Compiled code inside asks for what is inherited.
+        context = self._context if call == self.call else OpenContext(replace(call, in_context=True))
         beside = {} if self.beside else _inherited_beside(call.ranks)
         for name, given in self.beside.items():
-            if isinstance(given, str):
-                beside[name] = checked_of_heads(name, getattr(self.module, given))
-            else:
-                beside[name] = given
+            beside[name] = checked_of_heads(name, getattr(self.module, given)) if isinstance(given, str) else given
         return replace(context, beside=beside) if beside else context
 
     def _module_forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -69,11 +69,7 @@ def _sdpa_of_dtensors(context: OpenContext, arguments: SdpaArguments) -> torch.T
     result = local_only_sdpa(arguments, call.ranks.global_ranks(), partial(sdpa_of_shards, context))
     if result is not None:
         return result
-    for name in context.beside:
-        raise NotImplementedError(
-            f"the {name} of this context can be applied to plain tensors only: got DTensors over the ranks of the "
-            f"context; pass their local shards, or call context_parallel_attention(..., {name}={name}) with DTensors"
-        )
+    refuse_beside(context.beside, "scaled_dot_product_attention of DTensors over the ranks of a context")
     result = dtensor_sdpa(arguments, **call.of_dtensors)
     if result is None and call.mask is not None:
         raise NotImplementedError(

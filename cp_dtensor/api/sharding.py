@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
-from cp_dtensor.api.buffers import positions_by_group, put_shard, rows_of_batch, take_shard
+from cp_dtensor.api.buffers import positions_of_batch, put_shard, take_shard
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.engine.agreement import global_length, hash_of, length_of, warn_once
 from cp_dtensor.engine.arguments import check_devices
@@ -45,7 +45,7 @@ def context_parallel_shard(
         context_parallel_shard(mesh, [torch.arange(8)], [0])  # rank 0: [0, 1, 6, 7]; rank 1: [2, 3, 4, 5]
     """
     ranks, layout = _ranks_and_layout("context_parallel_shard", mesh, layout)
-    dims = checked_buffers(buffers, buffer_seq_dims, layout, whole=True)
+    buffers, dims = checked_buffers(buffers, buffer_seq_dims, layout, whole=True)
     return [take_shard(tensor, dim, layout, ranks.rank, ranks.size) for tensor, dim in zip(buffers, dims, strict=True)]
 
 
@@ -77,15 +77,15 @@ def context_parallel_unshard(
     if grad not in ("replicated", "partial"):
         raise ValueError(f'expected grad to be "replicated" or "partial", got {grad!r}')
     ranks, layout = _ranks_and_layout("context_parallel_unshard", mesh, layout)
-    dims = checked_buffers(buffers, buffer_seq_dims, layout)
+    buffers, dims = checked_buffers(buffers, buffer_seq_dims, layout)
     for buffer in buffers:
         check_devices("context_parallel_unshard", [buffer])
-    if any(map(_torch.is_traced, buffers)):
-        raise NotImplementedError(
-            "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for the "
-            "exchange between ranks: call it outside of the recorded code"
-        )
-    found = []
+        if _torch.is_traced(buffer):
+            raise NotImplementedError(
+                "context_parallel_unshard cannot be part of a graph (make_fx, torch.export), which would not wait for "
+                "the exchange between ranks: call it outside of the recorded code"
+            )
+    found: list[torch.Tensor] = []
     for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
         found.append(_Unshard.apply(tensor, dim, layout, ranks, grad == "partial", f"one of {len(dims)} buffers"))
         _warn_of_whole(f"buffer {index}", tensor, found[-1], dim, layout, ranks)
@@ -142,8 +142,7 @@ def local_positions(
         raise ValueError("expected batch_size to be at least 1, got 0")
     if batch_size is None and len(layout.batch_groups(2)) > 1:
         raise ValueError(f"positions in {layout} depend on the batch row: pass batch_size")
-    by_group = positions_by_group(layout, seq_len, ranks.rank, ranks.size, batch_size or 1, device)
-    positions = rows_of_batch(by_group, layout.batch_groups(batch_size or 1))
+    positions = positions_of_batch(layout, seq_len, ranks.rank, ranks.size, batch_size or 1, device)
     return positions if batch_size is None else positions.expand(batch_size, -1).contiguous()
 
 
@@ -159,17 +158,23 @@ def _inherited_layout(owner: str, ranks: SequenceRanks) -> Layout:
     return HeadTail() if context is None else context.call.layout
 
 
-def checked_sequence(what: str, values: Iterable[Any]) -> list[Any]:
-    """Return `values` as a list; refuse a tensor, a string and a value that cannot be iterated over."""
+def _checked_sequence(what: str, values: Iterable[Any] | None) -> list[Any]:
+    """Return `values` as a list, [] for None; refuse a tensor, a string and a value that cannot be iterated over."""
+    if values is None:
+        return []
     if isinstance(values, (torch.Tensor, str)) or not isinstance(values, Iterable):
         raise TypeError(f"expected {what} to be a sequence such as a list, got {type(values).__name__}")
     return list(values)
 
 
 def checked_buffers(
-    buffers: Sequence[torch.Tensor], buffer_seq_dims: Sequence[int], layout: Layout, *, whole: bool = False
-) -> list[int]:
-    """Check tensors and their sequence dims; return the dims, counted from the front.
+    buffers: Sequence[torch.Tensor] | None,
+    buffer_seq_dims: Sequence[int] | None,
+    layout: Layout,
+    *,
+    whole: bool = False,
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Check tensors and their sequence dims; return both as lists, the dims counted from the front.
 
     Args:
         whole: True if the tensors are whole; their lengths must be of the layout then.
@@ -177,28 +182,26 @@ def checked_buffers(
     Raises:
         TypeError, ValueError: an argument that does not fit, with its index.
     """
-    buffers = checked_sequence("buffers", buffers)
-    buffer_seq_dims = checked_sequence("buffer_seq_dims", buffer_seq_dims)
-    if len(buffers) != len(buffer_seq_dims):
+    tensors = _checked_sequence("buffers", buffers)
+    given = _checked_sequence("buffer_seq_dims", buffer_seq_dims)
+    if len(tensors) != len(given):
         raise ValueError(
-            "expected buffer_seq_dims to have one sequence dim per buffer, got "
-            f"{len(buffer_seq_dims)} for {len(buffers)}"
+            f"expected buffer_seq_dims to have one sequence dim per buffer, got {len(given)} for {len(tensors)}"
         )
     dims, differs_by_row = [], len(layout.batch_groups(2)) > 1
-    for index, (tensor, dim) in enumerate(zip(buffers, buffer_seq_dims, strict=True)):
+    for index, (tensor, dim) in enumerate(zip(tensors, given, strict=True)):
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             kind = type(tensor).__name__
             raise TypeError(f"buffer {index}: expected a plain torch.Tensor that every rank has whole, got {kind}")
         dims.append(checked_sequence_dim(f"buffer {index}", tensor, dim))
         if dims[-1] == 0 and differs_by_row:
             refuse_first_dim(f"buffer {index}", layout)
-    if differs_by_row and len({tensor.size(0) for tensor in buffers}) > 1:
-        shapes = [tuple(tensor.shape) for tensor in buffers]
+        if whole:
+            refuse_other_lengths(layout, tensor.size(dims[-1]), f"buffer {index}")
+    if differs_by_row and len({tensor.size(0) for tensor in tensors}) > 1:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ValueError(f"{layout} expects one batch size (dim 0) in all buffers, got shapes {shapes}")
-    if whole and layout.only_length is not None:
-        for index, (tensor, dim) in enumerate(zip(buffers, dims, strict=True)):
-            refuse_other_lengths(layout, tensor.size(dim), f"buffer {index}")
-    return dims
+    return tensors, dims
 
 
 def checked_sequence_dim(what: str, tensor: torch.Tensor, dim: int) -> int:

@@ -17,7 +17,7 @@ from cp_dtensor.engine.call import Call, Options
 from cp_dtensor.engine.contexts import OpenContext, current, queries_alone
 from cp_dtensor.engine.handles import Keys, fake_handle, handle_of
 from cp_dtensor.engine.run import CallMask, NamedMask
-from cp_dtensor.spec.documents import Documents, PackedEdges, checked_lengths, packed_mask
+from cp_dtensor.spec.documents import Documents, ascending, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
 
 if TYPE_CHECKING:
@@ -199,24 +199,30 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(NamedMask):
-    """Documents of whole sequences of batch rows, one after the other."""
+    """Documents of whole sequences of batch rows, one after the other; arguments as of `packed_mask`."""
 
-    edges: PackedEdges
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
     within: Mask
-    """The mask inside of each document."""
 
     def of_call(self, call: Call) -> CallMask:
-        rows, pair = self.edges.rows_and_lengths(call.lengths)
-        return CallMask(packed_mask(self.edges, rows, pair, self.within), pair, rows)
+        return CallMask(*packed_mask(self.queries, self.keys, call.lengths, self.within))
 
 
 _within = Keys[Mask]("a mask,")
 for _plain in (Full(), Causal("bottom_right")):  # code from disk may need these before this process has traced any
     _within.key_of(_plain)
+
+
+def _documents(cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor, within: str) -> torch.Tensor:
+    # Positions are read in every call: collectives and compiled code may change a tensor without a trace.
+    queries = ascending(cu_seq_q, "varlen_attn", "cu_seq_q")
+    keys = queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k")
+    return handle_of(PackedDocuments(queries, keys, _within.value_of(within)))
+
+
 _torch.define_operator(
-    "documents(Tensor cu_seq_q, Tensor cu_seq_k, str within) -> Tensor",
-    lambda queries, keys, within: handle_of(PackedDocuments(PackedEdges.of(queries, keys), _within.value_of(within))),
-    lambda *_: fake_handle(),
+    "documents(Tensor cu_seq_q, Tensor cu_seq_k, str within) -> Tensor", _documents, lambda *_: fake_handle()
 )
 
 _OPS = torch.ops.cp_dtensor

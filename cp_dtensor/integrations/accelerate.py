@@ -62,8 +62,7 @@ class Enabled(ExitStack):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.options = options
-        _installation.acquire()
-        self.callback(_installation.release)
+        self.callback(_installation.held().close)
         _in_force.append(self)
         self.callback(_in_force.remove, self)
 

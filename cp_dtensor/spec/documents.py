@@ -286,62 +286,10 @@ def _as_lists(values: Any) -> Any:
     return list(values) if isinstance(values, Iterable) else values
 
 
-@dataclass(frozen=True)
-class PackedEdges:
-    """Positions where documents begin and end, in the whole sequences of all batch rows one after the other.
-
-    Example: two rows of 6 tokens, the first with documents of 2 and 4 tokens: (0, 2, 6, 12).
-    """
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    @classmethod
-    def of(cls, cu_seq_q: Any, cu_seq_k: Any) -> PackedEdges:
-        """Read the positions from tensors, waiting for those on a GPU; refuse other than ascending integers.
-
-        The numbers are not cached by tensor: collectives and compiled code may change them without a trace.
-        """
-        queries = ascending(cu_seq_q, "varlen_attn", "cu_seq_q")
-        return cls(queries, queries if cu_seq_k is cu_seq_q else ascending(cu_seq_k, "varlen_attn", "cu_seq_k"))
-
-    def rows_and_lengths(self, lengths: tuple[int, ...] | None) -> tuple[int, tuple[int, int]]:
-        """Return the number of batch rows and the (queries, keys) of a row, from the `lengths` that a row may have.
-
-        Refuses documents that fit no number of rows or several, and unknown lengths (None).
-        """
-        for name, edges in (("cu_seq_q", self.queries), ("cu_seq_k", self.keys)):
-            if edges[0] != 0:
-                raise ValueError(f"varlen_attn expects {name} to begin with 0, got {edges[0]}")
-        if len(self.queries) != len(self.keys):
-            raise ValueError(
-                f"varlen_attn expects as many documents of keys as of queries, got {len(self.keys) - 1} and "
-                f"{len(self.queries) - 1}"
-            )
-        lengths = checked_lengths(lengths)
-        q_total, kv_total = self.queries[-1], self.keys[-1]
-        fitting = [
-            (q_total // length, length)
-            for length in lengths
-            if length and q_total and q_total % length == 0 and kv_total % (q_total // length) == 0
-            and kv_total // (q_total // length) in lengths
-        ]  # fmt: skip
-        if not fitting:
-            raise ValueError(
-                f"varlen_attn of sequence shards takes documents of the whole sequences, row after row: got cu_seq_q "
-                f"up to {q_total} and cu_seq_k up to {kv_total}, expected multiples of the length of a row, which is "
-                f"one of {list(lengths)} here (what follows the last document is one more document)"
-            )
-        if len(fitting) > 1:
-            raise ValueError(
-                f"documents of {q_total} tokens may be of several numbers of batch rows: sequences of this context "
-                f"have one of the lengths {list(lengths)}. Open a context_parallel inside, with seq_len=the one"
-            )
-        rows, q_len = fitting[0]
-        return rows, (q_len, kv_total // rows)
+# Documents of varlen_attn
 
 
-def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
+def checked_lengths(lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Return the lengths that batch rows may have; refuse calls without any."""
     if not lengths:
         raise ValueError(
@@ -353,28 +301,68 @@ def checked_lengths(lengths: tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 @lru_cached
-def packed_mask(edges: PackedEdges, rows: int, lengths: tuple[int, int], within: Mask) -> Mask:
-    """Return the mask of each row's documents, with `within` inside; refuse a document that is in two rows."""
-    q_len, kv_len = lengths
+def packed_mask(
+    queries: tuple[int, ...], keys: tuple[int, ...], lengths: tuple[int, ...], within: Mask
+) -> tuple[Mask, tuple[int, int], int]:
+    """Return the mask of packed documents, the (queries, keys) of a batch row, and the number of rows.
+
+    Args:
+        queries, keys: positions where documents begin and end, in the whole sequences of all rows one after the other.
+        lengths: those that a row may have.
+        within: the mask inside of each document.
+
+    Raises:
+        ValueError: documents that fit no number of rows or several, or that are in two rows; no lengths.
+
+    Two rows of 6 tokens, the first with documents of 2 and 4 tokens:
+
+    >>> [row.cu_seqlens for row in packed_mask((0, 2, 6, 12), (0, 2, 6, 12), (6,), Full())[0].masks]
+    [(0, 2, 6), (0, 6)]
+    """
+    rows, q_len, kv_len = _rows_of_packed(queries, keys, checked_lengths(lengths))
     if rows == 1:
-        return Documents(edges.queries, edges.keys, within=within)
-    by_row: list[list[tuple[Span, Span]]] = [[]]
-    for queries, keys in zip(pairwise(edges.queries), pairwise(edges.keys), strict=True):
+        return Documents(queries, keys, within=within), (q_len, kv_len), rows
+    by_row = [([0], [0])]  # of each row, the ends of its documents of queries and of keys
+    for of_q, of_k in zip(pairwise(queries), pairwise(keys), strict=True):
         # Documents ascend, so the row of one is that of the one before or a later one.
-        while queries[1] > len(by_row) * q_len or keys[1] > len(by_row) * kv_len:
-            by_row.append([])
+        while of_q[1] > len(by_row) * q_len or of_k[1] > len(by_row) * kv_len:
+            by_row.append(([0], [0]))
         row = len(by_row) - 1
-        if (queries[0] < row * q_len and queries[1] > queries[0]) or (keys[0] < row * kv_len and keys[1] > keys[0]):
+        if (of_q[0] < row * q_len and of_q[1] > of_q[0]) or (of_k[0] < row * kv_len and of_k[1] > of_k[0]):
             raise ValueError(
                 f"varlen_attn expects every document inside of a batch row, of {q_len} queries and {kv_len} keys here; "
-                f"got one with queries {queries} and keys {keys}"
+                f"got one with queries {of_q} and keys {of_k}"
             )
-        by_row[-1].append((queries, keys))
-    return Batched(
-        Documents(
-            [0, *(queries[1] - index * q_len for queries, _ in documents)],
-            [0, *(keys[1] - index * kv_len for _, keys in documents)],
-            within=within,
+        by_row[-1][0].append(of_q[1] - row * q_len)
+        by_row[-1][1].append(of_k[1] - row * kv_len)
+    return Batched(Documents(*ends, within=within) for ends in by_row), (q_len, kv_len), rows
+
+
+def _rows_of_packed(queries: tuple[int, ...], keys: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the number of batch rows, and the queries and the keys of each."""
+    for name, edges in (("cu_seq_q", queries), ("cu_seq_k", keys)):
+        if edges[0] != 0:
+            raise ValueError(f"varlen_attn expects {name} to begin with 0, got {edges[0]}")
+    if len(queries) != len(keys):
+        raise ValueError(
+            f"varlen_attn expects as many documents of keys as of queries, got {len(keys) - 1} and {len(queries) - 1}"
         )
-        for index, documents in enumerate(by_row)
-    )
+    q_total, kv_total = queries[-1], keys[-1]
+    found = [(q_total // q_len, q_len) for q_len in lengths if q_len and q_total and q_total % q_len == 0]
+    fitting = [
+        (rows, q_len, kv_total // rows)
+        for rows, q_len in found
+        if kv_total % rows == 0 and kv_total // rows in lengths
+    ]  # fmt: skip
+    if not fitting:
+        raise ValueError(
+            f"varlen_attn of sequence shards takes documents of the whole sequences, row after row: got cu_seq_q "
+            f"up to {q_total} and cu_seq_k up to {kv_total}, expected multiples of the length of a row, which is "
+            f"one of {list(lengths)} here (what follows the last document is one more document)"
+        )
+    if len(fitting) > 1:
+        raise ValueError(
+            f"documents of {q_total} tokens may be of several numbers of batch rows: sequences of this context "
+            f"have one of the lengths {list(lengths)}. Open a context_parallel inside, with seq_len=the one"
+        )
+    return fitting[0]

@@ -159,14 +159,16 @@ def test_contexts_over_one_buffer_left_in_the_wrong_order_are_refused() -> None:
     run_ranks(4, body)
 
 
-def test_a_context_that_left_buffers_sharded_cannot_be_entered_again() -> None:
+def test_buffers_that_are_shards_by_now_are_refused_on_entry() -> None:
     def body(rank: int) -> None:
         tokens = torch.arange(16)
-        context = context_parallel(group(), buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers=[tokens])
-        with context:
-            assert tokens.numel() == 8
-        with pytest.raises(RuntimeError, match="was entered before"), context:
+        options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "no_restore_buffers": [tokens]}
+        one, other = context_parallel(group(), **options), context_parallel(group(), **options)
+        with one, pytest.raises(ValueError, match=r"got a shard of shape \(8,\): it was"), other:
             pytest.fail("entered")
+        for context in (one, other):
+            with pytest.raises(ValueError, match=r"it was left sharded .* or this one before"), context:
+                pytest.fail("entered")
         assert tokens.numel() == 8
 
     run_ranks(2, body)

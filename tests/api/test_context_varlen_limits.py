@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import varlen
 
 from cp_dtensor import Full, context_parallel
-from cp_dtensor.spec.documents import PackedEdges, packed_mask
+from cp_dtensor.spec.documents import packed_mask
 
 LENGTH = 14
 ONE_ROW = [0, 3, 3, 9, LENGTH]
@@ -131,10 +131,8 @@ def test_what_only_newer_torch_has_is_refused() -> None:
 
 def test_rows_of_packed_edges() -> None:
     def rows(edges: list[int], *lengths: int) -> tuple[int, tuple[int, int]]:
-        packed = PackedEdges(tuple(edges), tuple(edges))
-        found = packed.rows_and_lengths(lengths)
-        packed_mask(packed, *found, within=Full())
-        return found
+        _, pair, count = packed_mask(tuple(edges), tuple(edges), lengths, Full())
+        return count, pair
 
     assert rows([0, 4, 12], 12) == (1, (12, 12))
     assert rows([0, 6, 6, 8, 12], 6) == (2, (6, 6))

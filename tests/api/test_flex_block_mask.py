@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from typing import Any
 from weakref import ref
 
@@ -15,24 +16,21 @@ from support.problems import shard
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.api.flex_attention import block_mask_of_rows
-from cp_dtensor.api.flex_block_mask import LocalRows, Tables, cached_tables, local_tables
+from cp_dtensor.api.flex_block_mask import LocalRows, cached_block_mask, local_block_mask
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])
 
 
 def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, unaligned: bool = False) -> BlockMask:
     """The block mask of local rows."""
-    positions, unaligned = (
-        rows.positions(torch.device("cpu")),
-        unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0]),
-    )
-    tables = local_tables(mask, lengths[1], positions, unaligned)
-    for name, table in zip(Tables._fields, tables, strict=True):
-        if table is not None:
-            assert table.dtype == (torch.int8 if name == "block_kinds" else torch.int32)
-            assert table.is_contiguous(), f"kernels take {name} for contiguous"
-    return block_mask_of_rows(mask, tables, (positions.size(-1), lengths[1]), positions)
+    unaligned = unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0])
+    local = local_block_mask(mask, lengths[1], rows.positions(torch.device("cpu")), unaligned)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_indices"):
+        table = getattr(local, name)
+        assert table is None or (table.dtype == torch.int32 and table.is_contiguous()), f"as kernels take {name}"
+    kinds = inspect.getclosurevars(local.mask_mod).nonlocals.get("kinds")
+    assert (None if kinds is None else kinds.dtype) == (torch.int8 if unaligned else None)
+    return local
 
 
 @st.composite
@@ -100,7 +98,7 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
             assert rows.has_unaligned_blocks(8) == (rank == 1)
             continue
         assert not rows.has_unaligned_blocks(8)
-        tables = local_tables(mask, length, rows.positions(torch.device("cpu")), False)
+        tables = local_block_mask(mask, length, rows.positions(torch.device("cpu")), False)
         blocks = [position // 8 for position in rows.positions(torch.device("cpu"))[::8].tolist()]
         assert torch.equal(tables.full_kv_num_blocks, mask.full_kv_num_blocks[:, :, blocks])
         assert torch.equal(tables.kv_indices, mask.kv_indices[:, :, blocks])
@@ -109,38 +107,39 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
 def test_tables_are_made_once_for_a_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    tables = cached_tables(mask, 61, rows)
-    assert cached_tables(mask, 61, rows) is tables
-    assert cached_tables(mask, 61, LocalRows.of(HeadTail(), 61, 0, 2, 2)) is not tables
+    tables = cached_block_mask(mask, 61, rows)
+    assert cached_block_mask(mask, 61, rows) is tables
+    assert cached_block_mask(mask, 61, LocalRows.of(HeadTail(), 61, 0, 2, 2)) is not tables
     other = block_mask(window, 61)
-    assert cached_tables(other, 61, rows) is not tables
+    assert cached_block_mask(other, 61, rows) is not tables
 
 
 def test_tables_follow_what_is_written_to_the_mask() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
-    before = cached_tables(mask, 61, rows)
+    before = cached_block_mask(mask, 61, rows)
     mask.full_kv_num_blocks.zero_()
-    after = cached_tables(mask, 61, rows)
+    after = cached_block_mask(mask, 61, rows)
     assert after is not before
     assert after.full_kv_num_blocks.sum() == 0
     mask.full_kv_indices = mask.full_kv_indices.clone()
-    assert cached_tables(mask, 61, rows) is not after
+    assert cached_block_mask(mask, 61, rows) is not after
 
 
 def test_tables_of_inference_tensors_are_plain_and_never_stale() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     with torch.inference_mode():
         mask = block_mask(window, 61)
-        tables = cached_tables(mask, 61, rows)
+        tables = cached_block_mask(mask, 61, rows)
         mask.kv_num_blocks.zero_()
-        assert cached_tables(mask, 61, rows).kv_num_blocks.sum() == 0
-    assert not any(table.is_inference() for table in tables if table is not None)
+        assert cached_block_mask(mask, 61, rows).kv_num_blocks.sum() == 0
+    assert not tables.kv_indices.is_inference()
+    assert not tables.q_num_blocks.is_inference()
 
 
 def test_tables_go_with_their_mask() -> None:
     mask = block_mask(window, 61)
-    made = ref(cached_tables(mask, 61, LocalRows.of(HeadTail(), 61, 1, 2, 2)).kv_indices)
+    made = ref(cached_block_mask(mask, 61, LocalRows.of(HeadTail(), 61, 1, 2, 2)).kv_indices)
     assert made() is not None
     del mask
     gc.collect()

@@ -33,9 +33,9 @@ def raised(body: Callable[[torch.Tensor, torch.Tensor], object]) -> str:
 
 
 HINT = (
-    "In this context_parallel buffers 0 and 2 are shards of length 32 of 64. Was a tensor of length 64 made "
-    "before the context was entered? List it in buffers (the very object, no copy), or shard it by "
-    "context_parallel_shard"
+    "In this context_parallel buffer 0 is a shard of length 32 of 64, buffer 2 is a shard of length 32 of 64. Was a "
+    "tensor of the whole length made before the context was entered? List it in buffers (the very object, no copy), or "
+    "shard it by context_parallel_shard"
 )
 
 

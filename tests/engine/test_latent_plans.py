@@ -240,7 +240,7 @@ def test_explain_compares_both(capsys: pytest.CaptureFixture[str]) -> None:
         ({"latent_dims": (512, 192)}, "0 < Dr < head_dim, 192; got"),
         ({"latent_dims": 512}, "got 512"),
         ({"latent_dims": (0, 64)}, r"got \(0, 64\)"),
-        ({"latent_dims": (512, 64), "kv_heads": 4}, "kv_heads to be None for latents, got 4"),
+        ({"latent_dims": (512, 64), "kv_heads": 4}, "kv_heads to be None for latents; got 4"),
         ({"v_head_dim": -1}, "expected v_head_dim to be an integer >= 1, got -1"),
         ({"v_head_dim": 0}, "expected v_head_dim to be an integer >= 1, got 0"),
     ],

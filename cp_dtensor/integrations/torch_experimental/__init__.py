@@ -74,8 +74,7 @@ class Redirection(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        _installation.acquire()
-        self.callback(_installation.release)  # unlike an entered context, not called on garbage collection
+        self.callback(_installation.held().close)  # unlike an entered context, not called on garbage collection
         self.replaced = dict(_REDIRECTED)
         self.torchtitan = describe_installed()
 

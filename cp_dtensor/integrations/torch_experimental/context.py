@@ -54,9 +54,8 @@ def context_parallel(
     `_cp_options` is read on entry: shards are in head-tail order if load balance is enabled and twice the number of
     ranks divides the length of the first buffer, otherwise contiguous. Arguments that do not fit are refused then.
     """
-    given = () if buffers is None else buffers
-    dims = checked_buffers(given, () if buffer_seq_dims is None else buffer_seq_dims, Contiguous())
-    group, tensors = axis_group(mesh), list(given)
+    tensors, dims = checked_buffers(buffers, buffer_seq_dims, Contiguous())
+    group = axis_group(mesh)
     lengths = [tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=True)]
     layout = default_layout(lengths[0] if lengths else 0, group.size())
     context = context_of_buffers(

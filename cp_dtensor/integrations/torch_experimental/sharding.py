@@ -173,7 +173,7 @@ def context_parallel_unshard(
         TypeError, ValueError: arguments that do not fit; sequences of this length were sharded in several orders.
     """
     group = axis_group(mesh)
-    dims = checked_buffers(buffers, seq_dims, Contiguous())
+    _, dims = checked_buffers(buffers, seq_dims, Contiguous())
     if load_balancer is not None and type(load_balancer) is not _HeadTailLoadBalancer:
         whole: list[torch.Tensor] = torchs_unshard(mesh, list(buffers), dims, load_balancer)
         return whole

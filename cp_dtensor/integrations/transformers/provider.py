@@ -13,7 +13,7 @@ from cp_dtensor import Documents
 from cp_dtensor.api.extension import (
     Mesh,
     attention_of_shards,
-    context_hooks,
+    hooks_held,
     is_handle,
     ranks_of_context,
     sequence_ranks,
@@ -40,7 +40,7 @@ def register() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if PROVIDER not in table_of(AttentionInterface):
-        context_hooks.acquire()  # for good
+        hooks_held()  # for good
         AttentionInterface.register(PROVIDER, _attention)
         # The function for "sdpa" is that of the hook now.
         AttentionMaskInterface.register(PROVIDER, table_of(AttentionMaskInterface)["sdpa"])
