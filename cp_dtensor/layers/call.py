@@ -20,7 +20,6 @@ from cp_dtensor.api.extension import (
     compare,
     current_backward,
     length_of,
-    refuse_other_lengths,
 )
 from cp_dtensor.layers.rows import Edges, SequenceLayout
 from cp_dtensor.spec.cache import lru_cached
@@ -56,7 +55,7 @@ class SequenceCall(Sharding):
         """
         known = refusal = None
         try:
-            known = self._known_length(x, dim, seq_len)
+            known = length_of(self, x.size(dim), f"{self.owner}: sequence", seq_len)
             self.check_edges(edges, known)
         except ValueError as error:  # the others may be about to compare
             refusal = error
@@ -77,20 +76,6 @@ class SequenceCall(Sharding):
         if current_backward() is None:
             begin_pass(self.ranks, _signature(self.owner, x.dtype, self.layout), x)
         return known
-
-    def _known_length(self, x: Tensor, dim: int, seq_len: int | None) -> int:
-        """Return the length that the caller declared, or ranks x local tokens; refuse other shards."""
-        ranks, local = self.ranks, x.size(dim)
-        if seq_len is None:
-            return length_of(self, local)
-        refuse_other_lengths(self.layout, seq_len, self.owner)
-        expected = self.layout.local_length(seq_len, ranks.rank, ranks.size)
-        if local != expected:
-            raise ValueError(
-                f"{self.owner}: got {local} local tokens (dim {dim} of {tuple(x.shape)}) on rank {ranks.rank} of "
-                f"{ranks.size}, expected {expected} of {seq_len} tokens in {self.layout}"
-            )
-        return seq_len
 
     def check_edges(self, edges: Edges, seq_len: int) -> None:
         """Refuse documents beyond the sequence, and what looks like their ids or lengths."""
