@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,23 @@ from cp_dtensor.api.extension import RankFunction, SequenceRanks, Shared, all_to
 from cp_dtensor.layers.rows import Copy, RowMap, RowRoute, SequenceLayout, row_route
 from cp_dtensor.spec.cache import LRUCache
 
-V = TypeVar("V")
-
+Tables = TypeVar("Tables", bound="tuple[Tensor, ...]")
+Map = Callable[[Tensor], Tensor]
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]]
 """Rows to each rank, from each rank, and passed on (see `RowRoute`)."""
+
+
+class _Linear(RankFunction):
+    """A linear exchange. Its gradient is its transpose, and so on: differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.maps = back, there
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Linear.apply(grad, *ctx.maps), None, None
 
 
 def rows_of(
@@ -30,24 +44,41 @@ def rows_of(
         transposed: True for the transpose, which brings gradients of the result to the rows of x.
     """
     route = row_route(row_map, sequence, ranks.rank, ranks.inner_size)
-    result: Tensor = _MovedRows.apply(x, route, dim, ranks, transposed)
+    there, back = (partial(each, route=route, dim=dim, ranks=ranks) for each in (_moved, _moved_back))
+    result: Tensor = _Linear.apply(x, back, there) if transposed else _Linear.apply(x, there, back)
     return result
 
 
-class _MovedRows(RankFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks, transposed: bool) -> Tensor:
-        ctx.arguments = route, dim, ranks, not transposed
-        return (_moved_back if transposed else _moved)(x, route, dim, ranks)
+def swapped(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the first rows of x to rank 0 of a group, the next to rank 1, and so on; return what comes, likewise.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _MovedRows.apply(grad, *ctx.arguments), None, None, None, None
+    Differentiable any number of times.
+
+    Args:
+        x: (rows, ...).
+        sent, received: numbers of rows, to each rank and from each rank.
+    """
+
+    def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        line = torch.Size(x.shape[1:]).numel()
+        sizes = [line * count for count in sent], [line * count for count in received]
+        return _over_axis(x.contiguous().view(-1), *sizes, group).view(sum(received), *x.shape[1:])
+
+    result: Tensor = _Linear.apply(
+        x, partial(exchanged, sent=sent, received=received), partial(exchanged, sent=received, received=sent)
+    )
+    return result
+
+
+def gathered(x: Tensor, ranks: SequenceRanks) -> Tensor:
+    """All-gather a tensor of every rank, (ranks, ...); the gradient is the sum over ranks of those of the results."""
+    result: Tensor = _Linear.apply(x, ranks.gather, ranks.reduce_scatter)
+    return result
 
 
 def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
     """Return the result of a route."""
-    out, table = _zeros(x, dim, route.rows_out), _tables(route, x.device)
+    out, table = _zeros(x, dim, route.rows_out), _tables_of(route, x.device)
     out.index_copy_(dim, table.own_target, x.index_select(dim, table.own_source))
     sizes = route.rows_sent, route.rows_received, route.passed
     arrived = _exchanged(x, dim, table.sent, sizes, ranks) if route.moves else None
@@ -56,8 +87,8 @@ def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor
 
 def _moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
     """Return the transpose of `_moved`: a row's gradient is the sum over its copies on all ranks, rounded once."""
-    table = _tables(route, grad.device)
-    dtype = wide_dtype(grad) if table.has_several_copies else grad.dtype
+    table = _tables_of(route, grad.device)
+    dtype = wide_dtype(grad) if route.has_several_copies else grad.dtype
     total = _zeros(grad, dim, route.rows_in, dtype)
     total.index_add_(dim, table.own_source, grad.index_select(dim, table.own_target).to(dtype))
     sizes = route.rows_received, route.rows_sent, route.passed_back
@@ -109,77 +140,46 @@ def _over_axis(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
     return arrived
 
 
-def swapped(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the first rows of x to rank 0 of a group, the next to rank 1, and so on; return what comes, likewise.
-
-    Differentiable any number of times.
-
-    Args:
-        x: (rows, ...).
-        sent, received: numbers of rows, to each rank and from each rank.
-    """
-    result: Tensor = _Swapped.apply(x, sent, received, group)
-    return result
-
-
-class _Swapped(RankFunction):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.arguments = received, sent, group
-        line = torch.Size(x.shape[1:]).numel()
-        sizes = [line * count for count in sent], [line * count for count in received]
-        return _over_axis(x.contiguous().view(-1), *sizes, group).view(sum(received), *x.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Swapped.apply(grad, *ctx.arguments), None, None, None
-
-
 def _zeros(like: Tensor, dim: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
     return like.new_zeros((*like.shape[:dim], rows, *like.shape[dim + 1 :]), dtype=dtype)
 
 
 # Tables on devices
 
-
-class TableCache(Generic[V]):
-    """LRU cache of values with tensors on devices, at most 64 MiB; those that captured CUDA graphs read stay."""
-
-    def __init__(self, tensors: Callable[[V], Iterable[Tensor]]) -> None:
-        self._tensors, self._cache = tensors, LRUCache[Shared[V]](64 << 20, pins=capturing)
-
-    def read(self, key: Hashable, device: torch.device, make: Callable[[], V]) -> V:
-        """Return the value of a key on a device, at first `make()`, before launches on the current stream read it."""
-        shared = self._cache.get((key, device))
-        if shared is None:
-            shared = self._cache.add((key, device), Shared(device, make, self._tensors))
-        return shared.read()
+_tables: LRUCache[Shared[Any]] = LRUCache(128 << 20, pins=capturing)  # those that captured CUDA graphs read stay
 
 
-class _Tables:
-    """Rows of a route as tensors on a device."""
+def tables_on(device: torch.device, key: Hashable, make: Callable[[], Tables]) -> Tables:
+    """Return tensors on a device from an LRU cache, at first `make()`, before launches on the current stream read them.
 
-    def __init__(self, route: RowRoute, device: torch.device) -> None:
-        def of(copies: Iterable[Copy], field: str) -> Tensor:
-            spans = [(getattr(copy, field), copy.rows) for copy in copies]
-            return torch.tensor(
-                [row for first, count in spans for row in range(first, first + count)], dtype=torch.int64, device=device
-            )
-
-        sent = [copy for copies in route.sent for copy in copies]
-        self.own_source, self.own_target = of(route.own, "source"), of(route.own, "target")
-        self.sent = of(sent, "source")
-        self.received = of((copy for copies in route.received for copy in copies), "target")
-        spans = sorted((copy.source, copy.source + copy.rows) for copy in (*route.own, *sent))
-        self.has_several_copies = any(stop > start for (_, stop), (start, _) in pairwise(spans))
-        """True if some row of this rank has copies in two places."""
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.own_source, self.own_target, self.sent, self.received
+    `key` is of a class of its own for each use.
+    """
+    shared = _tables.get((key, device))
+    if shared is None:
+        shared = _tables.add((key, device), Shared(device, make, lambda tensors: tensors))
+    tensors: Tables = shared.read()
+    return tensors
 
 
-_cached_tables = TableCache(_Tables.tensors)
+class _RouteTables(NamedTuple):
+    """Rows of a route."""
+
+    own_source: Tensor
+    own_target: Tensor
+    sent: Tensor
+    received: Tensor
 
 
-def _tables(route: RowRoute, device: torch.device) -> _Tables:
-    return _cached_tables.read(route, device, lambda: _Tables(route, device))
+def _tables_of(route: RowRoute, device: torch.device) -> _RouteTables:
+    def rows(copies: Iterable[Copy], field: str) -> Tensor:
+        spans = [(getattr(copy, field), copy.rows) for copy in copies]
+        found = [row for first, count in spans for row in range(first, first + count)]
+        return torch.tensor(found, dtype=torch.int64, device=device)
+
+    def made() -> _RouteTables:
+        sent, received = chain.from_iterable(route.sent), chain.from_iterable(route.received)
+        return _RouteTables(
+            rows(route.own, "source"), rows(route.own, "target"), rows(sent, "source"), rows(received, "target")
+        )
+
+    return tables_on(device, route, made)

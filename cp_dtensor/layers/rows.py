@@ -191,6 +191,12 @@ class RowRoute(CachedHash):
         """By rank: the rows that this rank receives from it."""
         return tuple(sum(copy.rows for copy in copies) for copies in self.received)
 
+    @cached_property
+    def has_several_copies(self) -> bool:
+        """True if some row of this rank has copies in two places."""
+        spans = sorted((copy.source, copy.source + copy.rows) for copies in (self.own, *self.sent) for copy in copies)
+        return any(stop > start for (_, stop), (start, _) in pairwise(spans))
+
 
 @lru_cached
 def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: int = 1) -> RowRoute:
