@@ -95,8 +95,11 @@ class Moved(SequenceLayer):
 
     saves_tensors = False
     row_map: RowMap
-    keeps_rows: bool
     dim: int
+
+    @property
+    def keeps_rows(self) -> bool:  # type: ignore[override]
+        return self.row_map.keeps_rows
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -147,7 +147,6 @@ def causal_conv1d(
 
     Source: Mamba (arXiv 2312.00752), section 3.4; Qwen3-Next and LFM2 have it too.
     """
-    check_tensors("causal_conv1d", x=x, weight=weight)
     check_dims("causal_conv1d", _DIMS_OF_CONVOLUTION, {"x": x, "weight": weight, "bias": bias})
     if 0 in weight.shape:
         raise ValueError(f"causal_conv1d expects a weight of at least one channel and width, got {tuple(weight.shape)}")
@@ -164,7 +163,7 @@ def causal_conv1d(
     )[0]  # fmt: skip
 
 
-_DIMS_OF_CONVOLUTION = {"x": ("batch tokens channels",), "weight": ("channels width",), "bias": ("channels",)}
+_DIMS_OF_CONVOLUTION = {"x": "batch tokens channels", "weight": "channels width", "bias": "?channels"}
 
 
 def local_runs(
