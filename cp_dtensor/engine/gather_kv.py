@@ -110,7 +110,7 @@ class KVGather:
             return None
         heads = [x.flatten(0, 1).unsqueeze(1) for x in (k, v)]
         try:
-            ((all_k, all_v),) = exchange.to_heads([heads], [[rows]], group).receive()
+            ((all_k, all_v),) = exchange.to_heads([heads], [[rows]], group)()
         except BaseException:
             exchange.abandon(group)
             raise
