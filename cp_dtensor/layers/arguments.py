@@ -10,7 +10,7 @@ from string import ascii_letters
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.extension import (
     Mesh,
@@ -136,14 +136,24 @@ def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: in
 # Ranks, layout and documents
 
 
-def _call(owner: str, place: _Place, operation: SequenceLayer, cu_seqlens: Any) -> tuple[SequenceCall, tuple[int, ...]]:
-    """Return the call with what it takes over from the context around it, and the edges of its documents."""
+def _call(
+    owner: str, place: _Place, operation: SequenceLayer, cu_seqlens: Any, *, traced: bool = False
+) -> tuple[SequenceCall, tuple[int, ...]]:
+    """Return the call with what it takes over from the context around it, and the edges of its documents.
+
+    `traced` code cannot take over what may be different at the next call.
+    """
     ranks, layout, mask = place.ranks(), place.layout, None
     lengths: tuple[int, ...] = ()
     edges = document_edges(owner, cu_seqlens)
     context = around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
     if context is not None:
         outer = context.call
+        if traced and context.varies and (cu_seqlens is None or outer.layout.only_length is not None):
+            raise NotImplementedError(
+                f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, "
+                "takes over neither: pass layout= and cu_seqlens= ([0] for one document)"
+            )
         layout = outer.layout if layout is None else layout
         lengths = outer.lengths
         if cu_seqlens is None and outer.mask is not None:
@@ -163,14 +173,7 @@ def _constants(
     """Return the key of a call in compiled code, and the rows of its output, -1 for those of its first tensor."""
     refuse_traced_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
-    ranks = place.ranks()
-    context = around(owner, ranks, layout=layout is None, mask=inherits_documents)
-    if context is not None and context.varies and (inherits_documents or context.call.layout.only_length is not None):
-        raise NotImplementedError(
-            f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, takes "
-            "over neither: pass layout= and cu_seqlens= ([0] for one document)"
-        )
-    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,))
+    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,), traced=True)
     if edges:
         raise NotImplementedError(
             f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
@@ -181,7 +184,9 @@ def _constants(
         raise NotImplementedError(
             f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
         )
-    return call.key, call.operation.row_map.rows_out(SequenceLayout(call.layout, seq_len, ranks.size), ranks.rank)
+    return call.key, call.operation.row_map.rows_out(
+        SequenceLayout(call.layout, seq_len, call.ranks.size), call.ranks.rank
+    )
 
 
 def _documents_of(owner: str, mask: Mask) -> tuple[int, ...]:
@@ -287,8 +292,5 @@ class _Place:
                 shape[placement.dim] = x.size(placement.dim)
         if rows is not None:
             shape[dim] = rows * math.prod([x.device_mesh.size(axis) for axis in self.axes or ()])
-        return from_local(out, x.device_mesh, _without_partial(x), tuple(shape))
-
-
-def _without_partial(x: DTensor) -> list[Placement]:
-    return [Replicate() if isinstance(each, Partial) else each for each in x.placements]
+        placements = [Replicate() if isinstance(each, Partial) else each for each in x.placements]
+        return from_local(out, x.device_mesh, placements, tuple(shape))

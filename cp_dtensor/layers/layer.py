@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor.api.extension import (
@@ -23,7 +24,6 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.layers.call import SequenceCall, document_edges, operation_of, sequence_call_of
 from cp_dtensor.layers.chunked import ChunkedRecurrence
-from cp_dtensor.layers.convolution import causal_convolution
 from cp_dtensor.layers.cost import recurrence_estimates
 from cp_dtensor.layers.exchange import rows_of
 from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
@@ -149,8 +149,35 @@ class CausalConv1d(SequenceLayer):
         for (start, stop), sequence in call.sequences(seq_len, x.size(0), edges):
             extended = rows_of(x[start:stop], 1, rows, sequence, call.ranks)
             tokens = list(rows.tokens(sequence, call.ranks.rank))
-            outs.append(causal_convolution(extended, tokens, weight, bias, self.activation))
+            outs.append(_causal_convolution(extended, tokens, weight, bias, self.activation))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
+
+
+def _causal_convolution(
+    extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Return act(bias + sum_k weight[:, k] x[t - K + 1 + k]) of some rows t.
+
+    Args:
+        extended: (B, E, C), rows with at least K - 1 rows before each of `tokens`.
+        tokens: ranges of rows of `extended`.
+        weight: (C, K).
+        bias: (C,) or None.
+        activation: None or "silu".
+
+    Returns:
+        (B, rows of all ranges, C).
+    """
+    before = weight.size(1) - 1
+    count = sum(stop - start for start, stop in tokens)
+    if not count:  # torch refuses fewer rows than K; the gradients are zeros
+        out = extended[:, :0] * weight[:, 0]
+        out = out if bias is None else out + bias
+        return out * out  # saves a tensor: a checkpoint recomputes up to here, past the exchange
+    out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
+    if out.size(1) > count:
+        out = torch.cat([out[:, start - before : stop - before] for start, stop in tokens], 1)
+    return out if activation is None else F.silu(out)
 
 
 @dataclass(frozen=True)
