@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,10 +24,10 @@ from cp_dtensor._torch.cuda_driver import fill_bytes
 from cp_dtensor.comm.calls import Calls, counted_calls
 from cp_dtensor.comm.faults import PeerError, described, named
 from cp_dtensor.comm.flags import Flag, Flags, WaitStatus
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.watchdog import WatchedWaits, watch
 from cp_dtensor.spec.cache import LRUCache
 
-T = TypeVar("T")
 _log = logging.getLogger("cp_dtensor.comm")
 
 GRANULE = 2 << 20
@@ -64,12 +64,13 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
     may_share = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if not (uses_nccl(group, device) or may_share):
         return "it needs a process group with an NCCL backend"
+    ranks = SequenceRanks(group)
     reason = None if cuda_driver.is_available() else "the CUDA driver has no stream memory operations"
     reason = reason or _unreachable_peer(device)
     boot = Path("/proc/sys/kernel/random/boot_id")  # different for different hosts that have the same hostname
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     facts = (host, str(torch.cuda.get_device_properties(device).uuid), reason)
-    hosts, devices, reasons = zip(*_of_ranks(facts, group), strict=True)
+    hosts, devices, reasons = zip(*ranks.gather_objects(facts, device), strict=True)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} hosts"
     if len(set(devices)) < group.size() and not may_share:
@@ -79,15 +80,8 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
             symmetric_buffer(GRANULE, device, group)  # only that shows if processes in containers may share memory
         except RuntimeError as error:
             reason = f"mapping memory failed: {error}"
-        reasons = tuple(_of_ranks(reason, group))
+        reasons = tuple(ranks.gather_objects(reason, device))
     return next(filter(None, reasons), None)
-
-
-def _of_ranks(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """All-gather an object of every rank."""
-    gathered = [mine] * group.size()
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered
 
 
 def _unreachable_peer(device: torch.device) -> str | None:
