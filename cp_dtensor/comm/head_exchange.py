@@ -122,13 +122,6 @@ class HeadExchange(ABC):
             A function that waits until the heads are in the targets (on a GPU: for work launched later).
         """
 
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        """Discard what a call that raised an error left behind; collectives leave nothing.
-
-        All ranks call it, so that the next call works.
-        """
-        return
-
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         """Return a stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
         return None

@@ -212,9 +212,6 @@ class SharedMemoryHeads(HeadExchange):
 
         return wait
 
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        workspaces.abandon(group)
-
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         return self._workspace(like, group).side_stream
 

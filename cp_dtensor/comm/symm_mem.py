@@ -69,9 +69,6 @@ class SymmetricMemory(KVTransport):
             log_once("comm", logging.WARNING, f"symmetric memory is not available ({obstacle}): using all-gather")
         return obstacle is None
 
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        workspaces.abandon(group)
-
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
         return self.staging.plan(spec, rank)
 

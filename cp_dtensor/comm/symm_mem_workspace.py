@@ -307,7 +307,10 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Drop the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
+    """Drop the workspace of a group, a call of which has raised: its flags are in an unknown state.
+
+    All ranks call it, so that the next call maps another.
+    """
     memory = memory_of(group)
     if memory.failure is None and memory.current is not None:  # else ranks may be missing that mapping needs
         memory.abandoned.append(memory.current)

@@ -28,6 +28,7 @@ from cp_dtensor.comm.faults import all_to_all_single
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
+from cp_dtensor.comm.symm_mem_workspace import abandon
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.comm.transports import gathers_by_symm_mem
 from cp_dtensor.plan.tiling import rows_in_order
@@ -112,7 +113,7 @@ class KVGather:
         try:
             ((all_k, all_v),) = exchange.to_heads([heads], [[rows]], group)()
         except BaseException:
-            exchange.abandon(group)
+            abandon(group)
             raise
         return all_k.squeeze(1).unflatten(0, k.shape[:2]), all_v.squeeze(1).unflatten(0, v.shape[:2])
 

@@ -196,11 +196,6 @@ class UlyssesPlan(Plan):
             return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
         return lse.repeat(1, 1, 1, max(1, self._lse_copies // 2))
 
-    def abandon(self, ranks: SequenceRanks) -> None:
-        group, ring = _axes(ranks)
-        self.exchange.abandon(group)
-        self.inner[0].abandon(ring)
-
     def _grad_of_units(self, like: Tensor, group: dist.ProcessGroup) -> Tensor:
         rows = sum(self.stages[0][1].rows.lengths[group.rank()])
         return like.new_empty(like.size(0), rows, self.heads.kv_group_count, like.size(3)).transpose(1, 2)
