@@ -52,7 +52,7 @@ from cp_dtensor.attention.backends.select import register_backend
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.collective import CollectiveTransport
-from cp_dtensor.comm.faults import all_to_all_single
+from cp_dtensor.comm.faults import exchanged
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transports import register_transport
@@ -108,7 +108,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
     "from_local", "local_beside", "refuse_other_place", "to_local",
     # exchange of rows, tables that CUDA graphs read, and kernels of other packages
-    "all_to_all_single", "Shared", "capturing", "first_use", "wrong_result", "quiet",
+    "exchanged", "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
     "RankFunction", "autograd_recorded", "compiled_code_kept_apart", "constant_in_trace",
     "current_backward", "define_operator",

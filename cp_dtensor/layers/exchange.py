@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor.api.extension import RankFunction, SequenceRanks, Shared, all_to_all_single, capturing, wide_dtype
+from cp_dtensor.api.extension import RankFunction, SequenceRanks, Shared, capturing, exchanged, wide_dtype
 from cp_dtensor.layers.rows import Copy, RowMap, RowRoute, SequenceLayout, row_route
 from cp_dtensor.spec.cache import LRUCache
 
@@ -19,6 +19,7 @@ Tables = TypeVar("Tables", bound="tuple[Tensor, ...]")
 Map = Callable[[Tensor], Tensor]
 Sizes = tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]]
 """Rows to each rank, from each rank, and passed on (see `RowRoute`)."""
+_ROWS = "an exchange of rows"
 
 
 class _Linear(RankFunction):
@@ -58,15 +59,9 @@ def swapped(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist
         x: (rows, ...).
         sent, received: numbers of rows, to each rank and from each rank.
     """
-
-    def exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        line = torch.Size(x.shape[1:]).numel()
-        sizes = [line * count for count in sent], [line * count for count in received]
-        return _over_axis(x.contiguous().view(-1), *sizes, group).view(sum(received), *x.shape[1:])
-
-    result: Tensor = _Linear.apply(
-        x, partial(exchanged, sent=sent, received=received), partial(exchanged, sent=received, received=sent)
-    )
+    ways = (sent, received), (received, sent)
+    there, back = (partial(exchanged, group=group, what=_ROWS, sizes=sizes) for sizes in ways)
+    result: Tensor = _Linear.apply(x, there, back)
     return result
 
 
@@ -81,8 +76,9 @@ def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor
     out, table = _zeros(x, dim, route.rows_out), _tables_of(route, x.device)
     out.index_copy_(dim, table.own_target, x.index_select(dim, table.own_source))
     sizes = route.rows_sent, route.rows_received, route.passed
-    arrived = _exchanged(x, dim, table.sent, sizes, ranks) if route.moves else None
-    return out if arrived is None else out.index_copy_(dim, table.received, arrived)
+    if route.moves:
+        out.index_copy_(dim, table.received, _exchanged(x, dim, table.sent, sizes, ranks))
+    return out
 
 
 def _moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
@@ -92,52 +88,27 @@ def _moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -
     total = _zeros(grad, dim, route.rows_in, dtype)
     total.index_add_(dim, table.own_source, grad.index_select(dim, table.own_target).to(dtype))
     sizes = route.rows_received, route.rows_sent, route.passed_back
-    arrived = _exchanged(grad, dim, table.received, sizes, ranks) if route.moves else None
-    if arrived is not None:
-        total.index_add_(dim, table.sent, arrived.to(dtype))
+    if route.moves:
+        total.index_add_(dim, table.sent, _exchanged(grad, dim, table.received, sizes, ranks).to(dtype))
     return total.to(grad.dtype)
 
 
-def _exchanged(x: Tensor, dim: int, rows: Tensor, sizes: Sizes, ranks: SequenceRanks) -> Tensor | None:
-    """Send `rows` of x; return those that arrive in the order of ranks, None if they have no elements."""
-    sent = x.index_select(dim, rows).movedim(dim, 0).contiguous()
-    line = torch.Size(sent.shape[1:]).numel()
-    to, come, passed = sizes
-    in_elements = [line * count for count in to], [line * count for count in come]
-    arrived = _all_to_all(sent.view(-1), *in_elements, [[line * count for count in each] for each in passed], ranks)
-    return arrived.view(-1, *sent.shape[1:]).movedim(0, dim) if line else None
-
-
-def _all_to_all(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], passed: Sequence[Sequence[int]], ranks: SequenceRanks
-) -> Tensor:
-    """Send a flat tensor's parts to the ranks, and return what comes from them, both in the order of ranks.
-
-    Args:
-        rows: (elements,), contiguous.
-        sent, received: elements to each rank and from each rank.
-        passed: see `RowRoute`, in elements; not read if the ranks are along one axis.
-    """
+def _exchanged(x: Tensor, dim: int, rows: Tensor, sizes: Sizes, ranks: SequenceRanks) -> Tensor:
+    """Send `rows` of x; return those that arrive, in the order of ranks."""
+    (to, come, passed), mine = sizes, x.index_select(dim, rows).movedim(dim, 0)
     if ranks.inner is None:
-        return _over_axis(rows, sent, received, ranks.outer)
+        return exchanged(mine, ranks.outer, _ROWS, (to, come)).movedim(0, dim)
     # First to the right place of the inner axis, then along the outer one.
     inner, outer = range(ranks.inner_size), range(ranks.outer.size())
-    parts = rows.split(list(sent))
+    parts = mine.split(list(to))
     by_place = torch.cat([parts[o * len(inner) + i] for i in inner for o in outer])
-    to_places = [sum(sent[o * len(inner) + i] for o in outer) for i in inner]
-    rows = _over_axis(by_place, to_places, list(map(sum, passed)), ranks.inner)
-    parts = rows.split([size for of_place in passed for size in of_place])
+    to_places = [sum(to[o * len(inner) + i] for o in outer) for i in inner]
+    at_place = exchanged(by_place, ranks.inner, _ROWS, (to_places, list(map(sum, passed))))
+    parts = at_place.split([size for of_place in passed for size in of_place])
     by_node = torch.cat([parts[i * len(outer) + o] for o in outer for i in inner])
-    from_nodes = [sum(received[o * len(inner) + i] for i in inner) for o in outer]
-    return _over_axis(by_node, [sum(of_place[o] for of_place in passed) for o in outer], from_nodes, ranks.outer)
-
-
-def _over_axis(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(received))
-    size = rows.element_size()  # as bytes: process groups do not support every dtype
-    into, out_of = ([size * each for each in sizes] for sizes in (received, sent))
-    all_to_all_single(arrived.view(torch.uint8), rows.view(torch.uint8), group, "an exchange of rows", (into, out_of))
-    return arrived
+    from_nodes = [sum(come[o * len(inner) + i] for i in inner) for o in outer]
+    to_nodes = [sum(of_place[o] for of_place in passed) for o in outer]
+    return exchanged(by_node, ranks.outer, _ROWS, (to_nodes, from_nodes)).movedim(0, dim)
 
 
 def _zeros(like: Tensor, dim: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
