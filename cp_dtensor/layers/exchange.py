@@ -59,8 +59,8 @@ def swapped(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist
         x: (rows, ...).
         sent, received: numbers of rows, to each rank and from each rank.
     """
-    ways = (sent, received), (received, sent)
-    there, back = (partial(exchanged, group=group, what=_ROWS, sizes=sizes) for sizes in ways)
+    both = (sent, received), (received, sent)
+    there, back = (partial(exchanged, group=group, what=_ROWS, sizes=sizes) for sizes in both)
     result: Tensor = _Linear.apply(x, there, back)
     return result
 
