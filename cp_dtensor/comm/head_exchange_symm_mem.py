@@ -170,7 +170,7 @@ class SharedMemoryHeads(HeadExchange):
 
         stream = current_stream(device)
         with label("write heads"):
-            workspace.follow(stream, "heads", tensors[0])
+            workspace.follow(stream)
             workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
             _write(tensors, workspace.kv_address(workspace.rank), tables[0].starts, stream)
             workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
@@ -188,7 +188,7 @@ class SharedMemoryHeads(HeadExchange):
         current = current_stream(device)
         overlaps = not is_last  # with the next stage, on another stream perhaps
         with label("write rows"):
-            workspace.follow(current, "rows", tensors[0])
+            workspace.follow(current)
             workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
             _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
         stream = workspace.grad_stream if overlaps else current

@@ -103,7 +103,7 @@ class _PulledKv(KvTransfers):
         self._widths = [(stop - start) * head_bytes for start, stop in stages]
         self._next_stage = 0
         with label("write K/V"):
-            workspace.follow(self._stream, "K/V", k)
+            workspace.follow(self._stream)
             workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
             _write_rows(k, v, plan, stages, workspace.kv(k.dtype))
             workspace.flags.submit(self._stream, signal=Flag.KV_READY)
@@ -170,7 +170,7 @@ class _PulledGrads(GradTransfers):
 
     def buffer(self) -> torch.Tensor:
         plan, workspace = self._plan, self._workspace
-        workspace.follow(self._stream, "dK/dV", self._k)
+        workspace.follow(self._stream)
         workspace.flags.submit(self._stream, wait=Flag.GRAD_TAKEN)
         width = self._widths[0]
         return workspace.grads(self._k.dtype)[: plan.rows.total * width].view(-1, width)

@@ -113,8 +113,6 @@ class Workspace:
         self.buffer: SymmetricBuffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
         self.addresses = tuple(memory.data_ptr() for memory in self.buffer.bytes_of)  # as mapped on this device
         self.flags = Flags(self.rank, self.addresses, device, WaitStatus(device))
-        self.last_call: tuple[str, torch.Size, torch.dtype] | None = None
-        """Contents of the latest transfer, and the shape and dtype of a tensor of that call."""
         self.kv_stream, self.grad_stream = (torch.cuda.Stream(device, _BEFORE_ATTENTION) for _ in range(2))
         self.side_stream = torch.cuda.Stream(device)
         # Each event is waited for before it is recorded again.
@@ -138,13 +136,11 @@ class Workspace:
         _synchronize_ranks(group, device)
         watch(self._waits)
 
-    def follow(self, stream: torch.cuda.Stream, what: str, like: torch.Tensor) -> None:
+    def follow(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for earlier writes to the buffer on another stream.
 
-        Peers read in the order of calls, so rows have to be written in that order. An error names the call by `what`
-        is sent, and by the shape and dtype of `like`.
+        Peers read in the order of calls, so rows have to be written in that order.
         """
-        self.last_call = what, like.shape, like.dtype
         last, self._last_stream = self._last_stream or stream, stream
         if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph waits only for work in it
             stream.wait_stream(last)
@@ -213,15 +209,14 @@ class _Waits(WatchedWaits):
             f"{_LATE[flag]} {named(held.flags.setters_missing(words, flag, value), self._members)}"
             for flag, value in flags.items()
         )
-        latest = ""
-        if held.last_call is not None:
-            what, shape, dtype = held.last_call
-            latest = f" The latest call on this rank sends {what} of tensors {tuple(shape)}, {dtype}."
+        memory = memory_of(group)
+        calls = memory.calls
+        latest = "" if calls is None else f" The latest on this rank is {calls.texts[calls.number]}."
         failure = PeerError(
             f"rank {held.rank} of {self._described} waited {seconds:.3g} s in shared memory, longer than the timeout "
             f"of the group, for {waits}.{latest} The results of calls in flight are invalid."
         )
-        memory_of(group).failure = failure
+        memory.failure = failure
         _log.error("%s", failure)
         with torch.cuda.stream(self._stream):
             for address in held.addresses:
