@@ -35,7 +35,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.layers.call import SequenceCall, document_edges
 from cp_dtensor.layers.layer import Inputs, Moved, SequenceLayer, run_layer, traced_layer
-from cp_dtensor.layers.rows import SequenceLayout, Shift
+from cp_dtensor.layers.rows import Shift
 from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
 from cp_dtensor.spec.masks import Mask, is_integer
@@ -119,8 +119,8 @@ def layer(
         out, final = traced_layer(key, local, cu_seqlens, known, rows)
         keeps_rows = rows < 0
     else:
-        call, edges = _call(owner, place, made_of(operation), cu_seqlens)
-        out, final = run_layer(call, local, place.seq_len, edges)
+        call = _call(owner, place, made_of(operation), cu_seqlens)
+        out, final = run_layer(call, local)
         keeps_rows = call.operation.keeps_rows
     return place.global_result(out, x, dim, None if keeps_rows else out.size(dim)), final
 
@@ -128,9 +128,9 @@ def layer(
 def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
     """Return the runs of this rank within documents, for `local_runs`."""
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
-    call, edges = _call("local_runs", place, Moved(Shift(0), 0), cu_seqlens)
-    call.check_edges(edges, seq_len)
-    return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
+    call = _call("local_runs", place, Moved(Shift(0), 0), cu_seqlens)
+    call.check_edges(seq_len)
+    return call.sequences()[0][1].pieces(call.ranks.rank)
 
 
 # Ranks, layout and documents
@@ -138,8 +138,8 @@ def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: in
 
 def _call(
     owner: str, place: _Place, operation: SequenceLayer, cu_seqlens: Any, *, traced: bool = False
-) -> tuple[SequenceCall, tuple[int, ...]]:
-    """Return the call with what it takes over from the context around it, and the edges of its documents.
+) -> SequenceCall:
+    """Return the call with what it takes over from the context around it.
 
     `traced` code cannot take over what may be different at the next call.
     """
@@ -162,7 +162,9 @@ def _call(
     layout = checked_layout(layout)
     for each in (layout, *operation.layouts) if operation.dim == 0 else ():
         refuse_first_dim(owner, each)
-    return SequenceCall(ranks, layout, lengths, owner=owner, operation=operation, mask=mask), edges
+    return SequenceCall(
+        ranks, layout, lengths, owner=owner, operation=operation, mask=mask, seq_len=place.seq_len, edges=edges
+    )
 
 
 @constant_in_trace
@@ -173,8 +175,8 @@ def _constants(
     """Return the key of a call in compiled code, and the rows of its output, -1 for those of its first tensor."""
     refuse_traced_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
-    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,), traced=True)
-    if edges:
+    call = _call(owner, place, made_of(operation), None if inherits_documents else (0,), traced=True)
+    if call.edges:
         raise NotImplementedError(
             f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
         )
@@ -184,9 +186,7 @@ def _constants(
         raise NotImplementedError(
             f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
         )
-    return call.key, call.operation.row_map.rows_out(
-        SequenceLayout(call.layout, seq_len, call.ranks.size), call.ranks.rank
-    )
+    return call.key, call.operation.row_map.rows_out(call.sequences()[0][1], call.ranks.rank)
 
 
 def _documents_of(owner: str, mask: Mask) -> tuple[int, ...]:
