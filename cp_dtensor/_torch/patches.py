@@ -18,20 +18,37 @@ if hasattr(torch.utils.checkpoint, f"{NON_REENTRANT}_impl"):
     NON_REENTRANT += "_impl"
 
 
+_MISSING = object()
+
+
 @contextmanager
-def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a class or module; on exit restore it unless other code has replaced it since."""
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
+def _replaced(read: Callable[[], Any], write: Callable[[Any], None], value: Any) -> Iterator[None]:
+    """Write a value; on exit write what was before, unless other code has written since. `_MISSING` is no value."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        if vars(owner).get(name) is value:
-            if before is missing:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        if read() is value:
+            write(before)
+
+
+def attribute_replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """Set an attribute of a class or module while open, unless other code replaces it meanwhile."""
+
+    def write(value: Any) -> None:
+        delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+
+    return _replaced(lambda: vars(owner).get(name, _MISSING), write, value)
+
+
+def entry_replaced(table: dict[Any, Any], key: Any, value: Any) -> AbstractContextManager[None]:
+    """Set an entry of a table (None removes it) while open, unless other code changes it meanwhile."""
+
+    def write(value: Any) -> None:
+        table.pop(key, None) if value is _MISSING else table.update({key: value})
+
+    return _replaced(lambda: table.get(key, _MISSING), write, _MISSING if value is None else value)
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -45,25 +62,6 @@ def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> AbstractContex
         return around(original, *args, **kwargs)
 
     return attribute_replaced(owner, name, staticmethod(call) if is_static else call)
-
-
-@contextmanager
-def entry_replaced(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    """Set an entry of a table (None removes it); on exit restore it unless other code has changed it since."""
-    missing = object()
-    before = table.get(key, missing)
-    if value is None:
-        table.pop(key, None)
-    else:
-        table[key] = value
-    try:
-        yield
-    finally:
-        if table.get(key) is value:  # None if the entry was removed, and not set since
-            if before is missing:
-                table.pop(key, None)
-            else:
-                table[key] = before
 
 
 @contextmanager

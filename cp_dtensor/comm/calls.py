@@ -78,6 +78,12 @@ class Calls:
             session = self._store.add(f"cp_dtensor/calls/{self._rank}", 1)
             self._keys = [f"cp_dtensor/calls/{rank}/{session}" for rank in range(group.size())]
 
+    @property
+    def texts(self) -> dict[int, str]:
+        """The latest events in words, by number."""
+        texts = {number: f"{'backward' if number % 2 else 'forward'} of {text}" for number, text in self._events}
+        return {**texts, END_OF_CONTEXT.number: END_OF_CONTEXT.text}
+
     def begin(
         self, signature: Signature, *, backward: bool = False, ends_step: bool = False, on_cpu: bool = False,
         debug: bool = False,
@@ -168,14 +174,12 @@ class Calls:
         place = min(self._first_difference(*of_rank) for of_rank in latest)
         index = place - self._count + len(self._hashes)
         before = self._hashes[index - 1] if index else 0  # so that a hash tells the number of its event
-        texts = {number: f"{'backward' if number % 2 else 'forward'} of {text}" for number, text in self._events}
-        texts[END_OF_CONTEXT.number] = END_OF_CONTEXT.text
         by_text: dict[str, list[str]] = {}
         for rank, (count, hashes) in enumerate(latest):
             if count - len(hashes) <= place < count:
                 number = (hashes[place - count] - before * _FACTOR) & _WORD
                 begins_here = place == 0 or (index and place > count - len(hashes))
-                text = texts.get(number, "another call") if begins_here else "different ones before it"
+                text = self.texts.get(number, "another call") if begins_here else "different ones before it"
                 by_text.setdefault(text, []).append(str(rank))
         found = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items())
         numbers = [number for number, _ in self._events[:index]][::-1]

@@ -67,22 +67,24 @@ def raise_for_peers(error: RuntimeError, group: dist.ProcessGroup, what: str) ->
     ) from error
 
 
-def all_to_all_single(
-    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, what: str,
+def exchanged(
+    rows: torch.Tensor, group: dist.ProcessGroup, what: str,
     sizes: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> None:  # fmt: skip
-    """Run `dist.all_to_all_single` of flat tensors, whose error is a `PeerError`.
+) -> torch.Tensor:  # fmt: skip
+    """Send the first rows of a tensor to rank 0 of a group, the next to rank 1, and so on; return what comes, likewise.
 
     Args:
-        received: (elements,), contiguous: the parts that come from each rank.
-        sent: (elements,), contiguous: the parts for each rank.
-        group: the ranks.
-        what: the exchange, for the error.
-        sizes: elements from each rank, and for each rank; None for equal parts.
+        rows: (rows, ...), of any dtype.
+        what: the exchange, for the error, a `PeerError`.
+        sizes: numbers of rows to each rank, and from each rank; None for equally many.
     """
-    into, out_of = sizes or (None, None)
+    to, come = sizes or (None, None)
+    received = rows.new_empty(rows.size(0) if come is None else sum(come), *rows.shape[1:])
+    # As bytes: process groups do not support every dtype.
+    into, out_of = (x.unsqueeze(-1).flatten(1).view(torch.uint8) for x in (received, rows.contiguous()))
     with peer_errors(group, what):
-        dist.all_to_all_single(received, sent, into, out_of, group=group)
+        dist.all_to_all_single(into, out_of, come, to, group=group)
+    return received
 
 
 def described(group: dist.ProcessGroup) -> str:

@@ -6,6 +6,7 @@ Before attention, a rank exchanges all heads of its rows for some heads of all r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,18 +82,9 @@ class HeadRows:
 
 Kinds = Sequence[HeadRows]
 """The heads and rows of each bundle."""
-
-
-class Arrivals(ABC):
-    """Tensors on their way from some rows of all heads to some heads of all rows, stage after stage."""
-
-    @abstractmethod
-    def receive(self) -> list[list[torch.Tensor]]:
-        """Wait for the next stage, and start the one after it.
-
-        Returns:
-            For each bundle its tensors, (B, this rank's heads of the stage, all rows, D).
-        """
+Arrivals = Callable[[], list[list[torch.Tensor]]]
+"""Waits for the next stage, and starts the one after it. Returns for each bundle its tensors, (B, this rank's heads of
+the stage, all rows, D)."""
 
 
 class HeadExchange(ABC):
@@ -130,13 +122,6 @@ class HeadExchange(ABC):
             A function that waits until the heads are in the targets (on a GPU: for work launched later).
         """
 
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        """Discard what a call that raised an error left behind; collectives leave nothing.
-
-        All ranks call it, so that the next call works.
-        """
-        return
-
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         """Return a stream for every other stage, so that the next kernel fills the GPU when one ends; or None."""
         return None
@@ -154,7 +139,42 @@ class CollectiveHeads(HeadExchange):
     granule = 1
 
     def to_heads(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
-        return _CollectiveArrivals(bundles, stages, group)
+        bundles, waiting, rank = list(bundles), deque(stages), group.rank()
+        for index, kind in enumerate(stages[0]):
+            if kind.copies > 1:
+                bundles[index] = [x.repeat_interleave(kind.copies, dim=1) for x in bundles[index]]
+        in_flight: list[tuple[list[Exchange], list[list[torch.Tensor]]]] = []
+
+        def start() -> None:
+            """Start the exchanges of the next stage."""
+            kinds = waiting.popleft()
+            exchanges: list[Exchange] = []
+            arriving: list[list[torch.Tensor]] = [[]] * len(kinds)
+            for indices in _by_dtype(bundles):
+                incoming, outgoing, slots = [], [], 0
+                with label("send heads") if is_profiled() else NO_LABEL:
+                    for index in indices:
+                        tensors, kind = bundles[index], kinds[index]
+                        local, gathered, rows, slots = kind.route(rank, slots)
+                        by_rank = HeadBlocks(tensors, kind.head_counts, rows)
+                        by_rank.write(tensors, kind.heads)
+                        mine = HeadBlocks(tensors, [kind.head_counts[rank]], kind.rows.total)
+                        arriving[index] = mine.tensors(0)
+                        outgoing.append((by_rank.memory, by_rank.head_width, local))
+                        incoming.append((mine.memory, mine.head_width, gathered))
+                    exchanges.append(Exchange(incoming, outgoing, slots, group))
+            in_flight.append((exchanges, arriving))
+
+        def receive() -> list[list[torch.Tensor]]:
+            exchanges, arrived = in_flight.pop()
+            for exchange in exchanges:
+                exchange.wait()
+            if waiting:
+                start()
+            return arrived
+
+        start()
+        return receive
 
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds, group: dist.ProcessGroup,
@@ -188,46 +208,6 @@ class CollectiveHeads(HeadExchange):
                             of_target.copy_(of_block)
 
         return wait
-
-
-class _CollectiveArrivals(Arrivals):
-    def __init__(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> None:
-        self._bundles = list(bundles)
-        for index, kind in enumerate(stages[0]):
-            if kind.copies > 1:
-                self._bundles[index] = [x.repeat_interleave(kind.copies, dim=1) for x in bundles[index]]
-        self._waiting, self._group = list(stages), group
-        self._exchanges: list[Exchange] = []
-        self._arriving: list[list[torch.Tensor]] = []
-        """The tensors of each bundle."""
-        self._start()
-
-    def _start(self) -> None:
-        """Start the exchanges of the next stage."""
-        kinds, group, rank = self._waiting.pop(0), self._group, self._group.rank()
-        self._exchanges, self._arriving = [], [[]] * len(kinds)
-        for indices in _by_dtype(self._bundles):
-            incoming, outgoing, slots = [], [], 0
-            with label("send heads") if is_profiled() else NO_LABEL:
-                for index in indices:
-                    tensors, kind = self._bundles[index], kinds[index]
-                    local, gathered, rows, slots = kind.route(rank, slots)
-                    by_rank = HeadBlocks(tensors, kind.head_counts, rows)
-                    by_rank.write(tensors, kind.heads)
-                    mine = HeadBlocks(tensors, [kind.head_counts[rank]], kind.rows.total)
-                    self._arriving[index] = mine.tensors(0)
-                    outgoing.append((by_rank.memory, by_rank.head_width, local))
-                    incoming.append((mine.memory, mine.head_width, gathered))
-                self._exchanges.append(Exchange(incoming, outgoing, slots, group))
-
-    def receive(self) -> list[list[torch.Tensor]]:
-        assert self._arriving, "called more often than there are stages"
-        for exchange in self._exchanges:
-            exchange.wait()
-        arrived, self._exchanges, self._arriving = self._arriving, [], []
-        if self._waiting:
-            self._start()
-        return arrived
 
 
 def _by_dtype(bundles: Sequence[Bundle]) -> list[list[int]]:

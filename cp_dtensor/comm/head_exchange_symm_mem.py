@@ -10,6 +10,7 @@ Flags order the ranks as in `symm_mem`: the flags of K/V on the way to heads, th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -136,7 +137,45 @@ class SharedMemoryHeads(HeadExchange):
     granule = ALIGNMENT
 
     def to_heads(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], group: dist.ProcessGroup) -> Arrivals:
-        return _ReadHeads(bundles, stages, self._workspace(bundles[0][0], group))
+        tensors = [tensor for bundle in bundles for tensor in bundle]
+        workspace, transfer = self._workspace(tensors[0], group), object()
+        tables = deque([_table(workspace, _written(bundles, stage), to_heads=True) for stage in stages])
+        device = tensors[0].device
+        arriving: list[list[torch.Tensor]] = []
+
+        def read(stream: torch.cuda.Stream) -> None:
+            """Read the next stage."""
+            table, current = tables.popleft(), current_stream(device)
+            targets = [like.new_empty(*shape, like.size(3)) for shape, like in zip(table.shapes, tensors, strict=True)]
+            with label("read heads"):
+                if stream != current:
+                    workspace.in_flight[id(transfer)] = targets
+                    workspace.memory_is_free.record(current)
+                    stream.wait_event(workspace.memory_is_free)
+                table.copy(targets, stream, current)
+                if not tables:
+                    workspace.flags.submit(stream, signal=Flag.KV_TAKEN, overlaps=stream != current)
+                if stream != current:
+                    workspace.kv_arrived.record(stream)
+            arriving.append(targets)
+
+        def receive() -> list[list[torch.Tensor]]:
+            arrived = arriving.pop()
+            if workspace.in_flight.pop(id(transfer), None) is not None:
+                current_stream(device).wait_event(workspace.kv_arrived)
+            if tables:
+                read(workspace.kv_stream)
+            views = iter([tensor.transpose(1, 2) for tensor in arrived])
+            return [[next(views) for _ in bundle] for bundle in bundles]
+
+        stream = current_stream(device)
+        with label("write heads"):
+            workspace.follow(stream)
+            workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
+            _write(tensors, workspace.kv_address(workspace.rank), tables[0].starts, stream)
+            workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
+        read(stream)  # nothing overlaps with the first stage
+        return receive
 
     def to_rows(
         self, bundles: Sequence[Bundle], targets: Sequence[Bundle], kinds: Kinds,
@@ -149,7 +188,7 @@ class SharedMemoryHeads(HeadExchange):
         current = current_stream(device)
         overlaps = not is_last  # with the next stage, on another stream perhaps
         with label("write rows"):
-            workspace.follow(current, "rows", tensors[0])
+            workspace.follow(current)
             workspace.flags.submit(current, wait=Flag.GRAD_TAKEN, overlaps=overlaps)
             _write(tensors, workspace.grads_address(workspace.rank), table.starts, current)
         stream = workspace.grad_stream if overlaps else current
@@ -172,9 +211,6 @@ class SharedMemoryHeads(HeadExchange):
             workspace.in_flight.pop(id(transfer), None)
 
         return wait
-
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        workspaces.abandon(group)
 
     def side_stream(self, like: torch.Tensor, group: dist.ProcessGroup) -> torch.cuda.Stream | None:
         return self._workspace(like, group).side_stream
@@ -235,52 +271,6 @@ def whole_heads(tensors: Bundle, kind: HeadRows) -> SharedMemoryHeads | None:
         return None
     batch = tensors[0].size(0) * tensors[0].size(1)
     return SharedMemoryHeads(offsets([Written(kind, batch, 1, size) for size in sizes], True)[-1], 0)
-
-
-class _ReadHeads(Arrivals):
-    def __init__(self, bundles: Sequence[Bundle], stages: Sequence[Kinds], workspace: Workspace) -> None:
-        self._tensors = tensors = [tensor for bundle in bundles for tensor in bundle]
-        self._sizes = [len(bundle) for bundle in bundles]
-        self._tables = [_table(workspace, _written(bundles, stage), to_heads=True) for stage in stages]
-        self._workspace = workspace
-        stream = current_stream(tensors[0].device)
-        with label("write heads"):
-            workspace.follow(stream, "heads", tensors[0])
-            workspace.flags.submit(stream, wait=Flag.KV_TAKEN)
-            _write(tensors, workspace.kv_address(workspace.rank), self._tables[0].starts, stream)
-            workspace.flags.submit(stream, signal=Flag.KV_READY, wait=Flag.KV_READY)
-        # Nothing overlaps with the first stage, so it is read on the current stream.
-        self._next_stage = 0
-        self._arriving = self._read(stream)
-
-    def _read(self, stream: torch.cuda.Stream) -> list[torch.Tensor]:
-        workspace, table = self._workspace, self._tables[self._next_stage]
-        current = current_stream(self._tensors[0].device)
-        self._next_stage += 1
-        arriving = [
-            like.new_empty(*shape, like.size(3)) for shape, like in zip(table.shapes, self._tensors, strict=True)
-        ]
-        with label("read heads"):
-            if stream != current:
-                workspace.in_flight[id(self)] = arriving
-                workspace.memory_is_free.record(current)
-                stream.wait_event(workspace.memory_is_free)
-            table.copy(arriving, stream, current)
-            if self._next_stage == len(self._tables):
-                workspace.flags.submit(stream, signal=Flag.KV_TAKEN, overlaps=stream != current)
-            if stream != current:
-                workspace.kv_arrived.record(stream)
-        return arriving
-
-    def receive(self) -> list[list[torch.Tensor]]:
-        arrived = self._arriving
-        if self._next_stage > 1:
-            current_stream(arrived[0].device).wait_event(self._workspace.kv_arrived)
-            self._workspace.in_flight.pop(id(self), None)
-        if self._next_stage < len(self._tables):
-            self._arriving = self._read(self._workspace.kv_stream)
-        views = iter([tensor.transpose(1, 2) for tensor in arrived])
-        return [[next(views) for _ in range(size)] for size in self._sizes]
 
 
 def _written(bundles: Sequence[Bundle], kinds: Kinds) -> tuple[Written, ...]:

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
-from cp_dtensor._torch.cache import GroupCache
 from cp_dtensor._torch.cuda_driver import copy_bytes
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream, cut
 from cp_dtensor.comm import symm_mem_workspace as workspaces
@@ -41,12 +40,10 @@ from cp_dtensor.comm.transport import Contribution, GradTransfers, HeadBlocks, K
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step, TilePlan
 from cp_dtensor.spec.layouts import Span
+from cp_dtensor.spec.logs import log_once
 
 if TRITON_AVAILABLE:
     from cp_dtensor.comm.triton_kernels import launch_rows
-
-_log = logging.getLogger("cp_dtensor.comm")
-_logged = GroupCache[None]()
 
 
 @dataclass(frozen=True)
@@ -63,18 +60,14 @@ class SymmetricMemory(KVTransport):
         return self if self.is_available(group, device) else AllGather(self.staging)
 
     def is_available(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Return whether the ranks can share memory; log, once a group, that they cannot.
+        """Return whether the ranks can share memory; log once that they cannot.
 
         The first call for a group may be a collective.
         """
         obstacle = workspaces.p2p_obstacle(group, device)
         if obstacle is not None:
-            message = "symmetric memory is not available (%s): using all-gather instead"
-            _logged.get(group, None, lambda: _log.warning(message, obstacle))
+            log_once("comm", logging.WARNING, f"symmetric memory is not available ({obstacle}): using all-gather")
         return obstacle is None
-
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        workspaces.abandon(group)
 
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
         return self.staging.plan(spec, rank)
@@ -110,7 +103,7 @@ class _PulledKv(KvTransfers):
         self._widths = [(stop - start) * head_bytes for start, stop in stages]
         self._next_stage = 0
         with label("write K/V"):
-            workspace.follow(self._stream, "K/V", k)
+            workspace.follow(self._stream)
             workspace.flags.submit(self._stream, wait=Flag.KV_TAKEN)
             _write_rows(k, v, plan, stages, workspace.kv(k.dtype))
             workspace.flags.submit(self._stream, signal=Flag.KV_READY)
@@ -177,7 +170,7 @@ class _PulledGrads(GradTransfers):
 
     def buffer(self) -> torch.Tensor:
         plan, workspace = self._plan, self._workspace
-        workspace.follow(self._stream, "dK/dV", self._k)
+        workspace.follow(self._stream)
         workspace.flags.submit(self._stream, wait=Flag.GRAD_TAKEN)
         width = self._widths[0]
         return workspace.grads(self._k.dtype)[: plan.rows.total * width].view(-1, width)

@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,10 +24,10 @@ from cp_dtensor._torch.cuda_driver import fill_bytes
 from cp_dtensor.comm.calls import Calls, counted_calls
 from cp_dtensor.comm.faults import PeerError, described, named
 from cp_dtensor.comm.flags import Flag, Flags, WaitStatus
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.watchdog import WatchedWaits, watch
 from cp_dtensor.spec.cache import LRUCache
 
-T = TypeVar("T")
 _log = logging.getLogger("cp_dtensor.comm")
 
 GRANULE = 2 << 20
@@ -64,12 +64,13 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
     may_share = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if not (uses_nccl(group, device) or may_share):
         return "it needs a process group with an NCCL backend"
+    ranks = SequenceRanks(group)
     reason = None if cuda_driver.is_available() else "the CUDA driver has no stream memory operations"
     reason = reason or _unreachable_peer(device)
     boot = Path("/proc/sys/kernel/random/boot_id")  # different for different hosts that have the same hostname
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     facts = (host, str(torch.cuda.get_device_properties(device).uuid), reason)
-    hosts, devices, reasons = zip(*_of_ranks(facts, group), strict=True)
+    hosts, devices, reasons = zip(*ranks.gather_objects(facts, device), strict=True)
     if len(set(hosts)) > 1:
         return f"the ranks are on {len(set(hosts))} hosts"
     if len(set(devices)) < group.size() and not may_share:
@@ -79,15 +80,8 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
             symmetric_buffer(GRANULE, device, group)  # only that shows if processes in containers may share memory
         except RuntimeError as error:
             reason = f"mapping memory failed: {error}"
-        reasons = tuple(_of_ranks(reason, group))
+        reasons = tuple(ranks.gather_objects(reason, device))
     return next(filter(None, reasons), None)
-
-
-def _of_ranks(mine: T, group: dist.ProcessGroup) -> list[T]:
-    """All-gather an object of every rank."""
-    gathered = [mine] * group.size()
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered
 
 
 def _unreachable_peer(device: torch.device) -> str | None:
@@ -119,8 +113,6 @@ class Workspace:
         self.buffer: SymmetricBuffer = symmetric_buffer(_FLAG_BYTES + kv_bytes + grad_bytes, device, group)
         self.addresses = tuple(memory.data_ptr() for memory in self.buffer.bytes_of)  # as mapped on this device
         self.flags = Flags(self.rank, self.addresses, device, WaitStatus(device))
-        self.last_call: tuple[str, torch.Size, torch.dtype] | None = None
-        """Contents of the latest transfer, and the shape and dtype of a tensor of that call."""
         self.kv_stream, self.grad_stream = (torch.cuda.Stream(device, _BEFORE_ATTENTION) for _ in range(2))
         self.side_stream = torch.cuda.Stream(device)
         # Each event is waited for before it is recorded again.
@@ -144,13 +136,11 @@ class Workspace:
         _synchronize_ranks(group, device)
         watch(self._waits)
 
-    def follow(self, stream: torch.cuda.Stream, what: str, like: torch.Tensor) -> None:
+    def follow(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for earlier writes to the buffer on another stream.
 
-        Peers read in the order of calls, so rows have to be written in that order. An error names the call by `what`
-        is sent, and by the shape and dtype of `like`.
+        Peers read in the order of calls, so rows have to be written in that order.
         """
-        self.last_call = what, like.shape, like.dtype
         last, self._last_stream = self._last_stream or stream, stream
         if last != stream and _is_capturing(last) == _is_capturing(stream):  # a graph waits only for work in it
             stream.wait_stream(last)
@@ -219,15 +209,14 @@ class _Waits(WatchedWaits):
             f"{_LATE[flag]} {named(held.flags.setters_missing(words, flag, value), self._members)}"
             for flag, value in flags.items()
         )
-        latest = ""
-        if held.last_call is not None:
-            what, shape, dtype = held.last_call
-            latest = f" The latest call on this rank sends {what} of tensors {tuple(shape)}, {dtype}."
+        memory = memory_of(group)
+        calls = memory.calls
+        latest = "" if calls is None else f" The latest on this rank is {calls.texts[calls.number]}."
         failure = PeerError(
             f"rank {held.rank} of {self._described} waited {seconds:.3g} s in shared memory, longer than the timeout "
             f"of the group, for {waits}.{latest} The results of calls in flight are invalid."
         )
-        memory_of(group).failure = failure
+        memory.failure = failure
         _log.error("%s", failure)
         with torch.cuda.stream(self._stream):
             for address in held.addresses:
@@ -313,7 +302,10 @@ def workspace(group: dist.ProcessGroup, device: torch.device, kv_bytes: int, gra
 
 
 def abandon(group: dist.ProcessGroup) -> None:
-    """Drop the group's workspace, whose flags are in an unknown state, so that the next call maps another."""
+    """Drop the workspace of a group, a call of which has raised: its flags are in an unknown state.
+
+    All ranks call it, so that the next call maps another.
+    """
     memory = memory_of(group)
     if memory.failure is None and memory.current is not None:  # else ranks may be missing that mapping needs
         memory.abandoned.append(memory.current)

@@ -89,13 +89,6 @@ class KVTransport(TransportMethod):
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
         """Return the plan of a call on one rank, with its steps in the order that suits this transport."""
 
-    def abandon(self, group: dist.ProcessGroup) -> None:
-        """Discard what a call that raised an error left behind; collectives leave nothing.
-
-        All ranks call it, so that the next call works.
-        """
-        return
-
     @abstractmethod
     def start_kv(
         self, k: torch.Tensor, v: torch.Tensor, plan: TilePlan, backward: bool, group: dist.ProcessGroup

@@ -14,6 +14,7 @@ from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.comm.calls import Calls, Signature
 from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.symm_mem_workspace import abandon
 from cp_dtensor.engine.call import Call
 
 Result = tuple[Tensor, Tensor, Saved]
@@ -108,10 +109,6 @@ class Plan(ABC):
         """
         return q, k, v, out, lse
 
-    @abstractmethod
-    def abandon(self, ranks: SequenceRanks) -> None:
-        """Drop what a pass that raised left in flight, so that the next call works. All ranks call it."""
-
 
 class Done(NamedTuple):
     """What a forward leaves for its backward besides tensors. A context manager around each pass."""
@@ -145,8 +142,8 @@ class Done(NamedTuple):
         return
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is not None:  # a pass that raises leaves nothing in flight
-            self.plan.abandon(self.call.ranks)
+        for group in () if error is None else self.call.ranks.groups:  # a pass that raises leaves nothing in flight
+            abandon(group)
         if error is not None and issubclass(error, PeerError):
             for calls in self.calls:
                 calls.compare()  # this rank may have waited for another that is at another call, which this names

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,10 +23,11 @@ from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import in_words, on_device, wide_dtype
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.calls import Signature, begin_pass
-from cp_dtensor.comm.faults import all_to_all_single
+from cp_dtensor.comm.faults import exchanged
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
+from cp_dtensor.comm.symm_mem_workspace import abandon
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.comm.transports import gathers_by_symm_mem
 from cp_dtensor.plan.tiling import rows_in_order
@@ -110,9 +110,9 @@ class KVGather:
             return None
         heads = [x.flatten(0, 1).unsqueeze(1) for x in (k, v)]
         try:
-            ((all_k, all_v),) = exchange.to_heads([heads], [[rows]], group).receive()
+            ((all_k, all_v),) = exchange.to_heads([heads], [[rows]], group)()
         except BaseException:
-            exchange.abandon(group)
+            abandon(group)
             raise
         return all_k.squeeze(1).unflatten(0, k.shape[:2]), all_v.squeeze(1).unflatten(0, v.shape[:2])
 
@@ -196,18 +196,11 @@ def _sum_over_ranks(blocks: Tensor, ranks: SequenceRanks) -> Tensor:
     if ranks.inner is None:
         blocks = blocks.squeeze(1)
     else:  # the inner axis first, since its sums leave less to exchange over the outer one
-        blocks = _exchange(blocks.transpose(0, 1), ranks.inner).sum(0, dtype=wide)
-    return _exchange(blocks, ranks.outer).sum(0, dtype=wide)
+        blocks = exchanged(blocks.transpose(0, 1), ranks.inner, _SUM).sum(0, dtype=wide)
+    return exchanged(blocks, ranks.outer, _SUM).sum(0, dtype=wide)
 
 
-def _exchange(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange (ranks, ...): block i goes to rank i, and block i of the result comes from rank i."""
-    blocks = blocks.contiguous()
-    received = torch.empty_like(blocks)
-    all_to_all_single(received.flatten(), blocks.flatten(), group, "an exchange of dK/dV")
-    return received
-
-
+_SUM = "an exchange of dK/dV"
 _MAX_RANGES = 8
 """Ranges of one rank that the kernel reads from shared memory, each as pieces of its own."""
 

@@ -20,7 +20,6 @@ from cp_dtensor._torch.tensors import cut, on_device
 from cp_dtensor.attention.accumulate import Part, place_sums
 from cp_dtensor.attention.latent import contract_gradients, expand_latents
 from cp_dtensor.attention.modifiers import Modifiers
-from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers
 from cp_dtensor.engine.base import Gradients, Plan, Result, Values
 from cp_dtensor.engine.ring import KeyValueGradients, RingPlan
@@ -194,9 +193,6 @@ class ExpandedPlan(Plan):
 
     def remake_saved(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, values: Values) -> Tensors:
         return k, *self.inner.remake_saved(q, *self._expanded(q, k, v, values.modifiers), out, lse, values)
-
-    def abandon(self, ranks: SequenceRanks) -> None:
-        self.inner.abandon(ranks)
 
     def _expanded(self, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers) -> tuple[Tensor, Tensor]:
         assert modifiers.up is not None

@@ -47,11 +47,6 @@ class NestedRingPlan(Ring):
         grads = inner.backward(grad_out, saved, _within(shared.values), shared.grad_bias)
         return [_whole_part(shared.q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
 
-    def abandon(self, ranks: SequenceRanks) -> None:
-        super().abandon(ranks)
-        for inner in filter(None, self.inner):
-            inner.abandon(_inner_ranks(ranks))
-
     def keys_and_values(self, step: Step, transfers: KvTransfers | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return K and V of a step, with zeros for rows that were not sent: masked tiles may multiply them by zero."""
         step_k, step_v = super().keys_and_values(step, transfers, k, v)

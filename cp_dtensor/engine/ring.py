@@ -217,11 +217,6 @@ class Ring(Plan):
         """Return the axis around which K/V travel; None for one rank, whose K/V do not travel."""
         return None if self.tile_plan.world_size == 1 else ranks.outer
 
-    def abandon(self, ranks: SequenceRanks) -> None:
-        group = self.group(ranks)
-        if group is not None:
-            self.transport.abandon(group)
-
 
 @dataclass(frozen=True)
 class RingPlan(Ring):

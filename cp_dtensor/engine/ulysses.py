@@ -48,7 +48,7 @@ class StageBias:
         as_numbers = bias.view(torch.uint8) if bias.dtype == torch.bool else bias
         # Rows of one head go to the rank that has the head; rows of all heads go to every rank.
         kind = of_queries if bias.size(1) > 1 else HeadRows(of_queries.rows, ((0, 1),) * group.size())
-        ((arrived,),) = CollectiveHeads().to_heads([[as_numbers]], [[kind]], group).receive()
+        ((arrived,),) = CollectiveHeads().to_heads([[as_numbers]], [[kind]], group)()
         self.bias = arrived.view(torch.bool) if bias.dtype == torch.bool else arrived
 
     def add_gradient(self, grad: Tensor, total: Tensor) -> None:
@@ -103,7 +103,7 @@ class UlyssesPlan(Plan):
                 ):
                     is_last = index == len(self.stages) - 1
                     with _on_stream(streams[index % 2]):
-                        (stage_q,), (stage_k, stage_v) = arriving.receive()
+                        (stage_q,), (stage_k, stage_v) = arriving()
                         of_stage = Values(stage_modifiers, ring, values.scale)
                         stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, of_stage, True)
                         saved += stage_saved  # what the stage allocates lives until both streams have joined
@@ -153,7 +153,7 @@ class UlyssesPlan(Plan):
             for index, (stage, inner, stage_saved) in enumerate(
                 zip(self.stages, self.inner, saved_by_stage, strict=True)
             ):
-                ((stage_grad_out,),) = arriving.receive()
+                ((stage_grad_out,),) = arriving()
                 stage_modifiers, stage_bias = _of_stage(values.modifiers, stage[0], grad_out.size(0), group)
                 stage_grad_bias = None if grad_bias is None or stage_bias is None else zeros_for_sums(stage_bias.bias)
                 of_stage = Values(stage_modifiers, ring, values.scale)
@@ -174,9 +174,9 @@ class UlyssesPlan(Plan):
         with on_device(q.device):
             # One exchange after the other: they share the symmetric buffer.
             arriving = self.exchange.to_heads([[q], [k, v]], self.stages, group)
-            inputs = [[tensor for bundle in arriving.receive() for tensor in bundle] for _ in self.inner]
+            inputs = [[tensor for bundle in arriving() for tensor in bundle] for _ in self.inner]
             arriving = self.exchange.to_heads([[out], [self._as_rows(lse)]], results_stages, group)
-            results = [arriving.receive() for _ in self.inner]
+            results = [arriving() for _ in self.inner]
             saved: list[Tensor] = []
             for inner, (stage_q, stage_k, stage_v), ((stage_out,), (rows,)) in zip(
                 self.inner, inputs, results, strict=True
@@ -195,11 +195,6 @@ class UlyssesPlan(Plan):
         if not is_split(lse):
             return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
         return lse.repeat(1, 1, 1, max(1, self._lse_copies // 2))
-
-    def abandon(self, ranks: SequenceRanks) -> None:
-        group, ring = _axes(ranks)
-        self.exchange.abandon(group)
-        self.inner[0].abandon(ring)
 
     def _grad_of_units(self, like: Tensor, group: dist.ProcessGroup) -> Tensor:
         rows = sum(self.stages[0][1].rows.lengths[group.rank()])

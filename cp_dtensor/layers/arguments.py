@@ -10,7 +10,7 @@ from string import ascii_letters
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.extension import (
     Mesh,
@@ -35,7 +35,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.layers.call import SequenceCall, document_edges
 from cp_dtensor.layers.layer import Inputs, Moved, SequenceLayer, run_layer, traced_layer
-from cp_dtensor.layers.rows import SequenceLayout, Shift
+from cp_dtensor.layers.rows import Shift
 from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
 from cp_dtensor.spec.masks import Mask, is_integer
@@ -52,20 +52,21 @@ def checked_number(owner: str, name: str, value: Any, *, least: int | None = Non
     return index(value)
 
 
-def check_dims(owner: str, expected: Mapping[str, tuple[str, ...]], tensors: Mapping[str, torch.Tensor | None]) -> None:
+def check_dims(owner: str, expected: Mapping[str, str], tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Refuse what is no tensor, and tensors whose dims do not agree.
 
     Args:
-        expected: for each tensor by name, its possible dims as words; dims of one word are equal in all tensors.
-        tensors: in an order in which each has known dims and new ones; None for those that were not given.
+        expected: for each tensor by name, its dims as words; dims of one word are equal in all tensors. Other possible
+            dims follow a "|". After a "?" the tensor may be None.
+        tensors: in an order in which each has known dims and new ones.
     """
-    check_tensors(owner, **{name: tensor for name, tensor in tensors.items() if tensor is not None})
+    given = {name: x for name, x in tensors.items() if x is not None or not expected[name].startswith("?")}
+    check_tensors(owner, **given)
     known: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        for form in expected[name]:
-            words = form.split()
+    for name, tensor in given.items():
+        assert tensor is not None
+        forms = [form.split() for form in expected[name].removeprefix("?").split("|")]
+        for words in forms:
             fits = len(words) == tensor.dim()
             for word, size in zip(words, tensor.shape, strict=False):
                 fits = fits and known.get(word, size) == size
@@ -73,10 +74,10 @@ def check_dims(owner: str, expected: Mapping[str, tuple[str, ...]], tensors: Map
                 known.update(zip(words, tensor.shape, strict=True))
                 break
         else:
-            forms = " or ".join([f"({', '.join(form.split())})" for form in expected[name]])
+            possible = " or ".join([f"({', '.join(words)})" for words in forms])
             sizes = ", ".join([f"{word} {size}" for word, size in known.items()])
             where = f", where {sizes}" if known else ""
-            raise ValueError(f"{owner} expects {name} {forms}{where}; got {tuple(tensor.shape)}")
+            raise ValueError(f"{owner} expects {name} {possible}{where}; got {tuple(tensor.shape)}")
 
 
 def moved_rows(
@@ -85,25 +86,21 @@ def moved_rows(
 ) -> torch.Tensor:  # fmt: skip
     """Return the result of a public function, `owner`; `row_map` is the class of a row map and its fields."""
     check_tensors(owner, x=x)
-    check_devices(owner, [x])
     dim = checked_sequence_dim(owner, x, dim)
-    keeps_rows = row_map[0] is Shift
-    return layer(
-        owner, [x], [ascii_letters[: x.dim()]], (Moved, (row_map, keeps_rows, dim)), mesh, layout, cu_seqlens, seq_len,
-        dim=dim, keeps_rows=keeps_rows,
-    )[0]  # fmt: skip
+    dims = [ascii_letters[: x.dim()]]
+    return layer(owner, [x], dims, (Moved, (row_map, dim)), mesh, layout, cu_seqlens, seq_len, dim=dim)[0]
 
 
 def layer(
     owner: str, tensors: Inputs, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
-    cu_seqlens: Any, seq_len: int | None, *, dim: int = 1, keeps_rows: bool = True,
+    cu_seqlens: Any, seq_len: int | None, *, dim: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Return the output of a layer, and its final state if it has one; `operation` is its class and fields.
 
     Args:
         tensors: the first one has this rank's tokens along a dim, and so has the output.
         dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
-        dim, keeps_rows: of the operation.
+        dim: that of the operation.
     """
     x = tensors[0]
     check_devices(owner, tensors)
@@ -116,33 +113,47 @@ def layer(
         key, rows = _constants(
             owner, place.mesh, place.axes, parts_of(place.layout), place.seq_len, operation, cu_seqlens is None
         )
+        if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+            cu_seqlens = torch.tensor(ascending(cu_seqlens, owner, "cu_seqlens"), dtype=torch.int64, device="cpu")
         known = -1 if place.seq_len is None else place.seq_len
-        out, final = traced_layer(key, local, _edges_in_trace(owner, cu_seqlens), known, rows)
+        out, final = traced_layer(key, local, cu_seqlens, known, rows)
+        keeps_rows = rows < 0
     else:
-        call, edges = _call(owner, place, made_of(operation), cu_seqlens)
-        out, final = run_layer(call, local, place.seq_len, edges)
+        call = _call(owner, place, made_of(operation), cu_seqlens)
+        out, final = run_layer(call, local)
+        keeps_rows = call.operation.keeps_rows
     return place.global_result(out, x, dim, None if keeps_rows else out.size(dim)), final
 
 
 def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: int) -> list[tuple[int, int]]:
     """Return the runs of this rank within documents, for `local_runs`."""
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
-    call, edges = _call("local_runs", place, Moved(Shift(0), True, 0), cu_seqlens)
-    call.check_edges(edges, seq_len)
-    return SequenceLayout(call.layout, seq_len, call.ranks.size, 0, edges).pieces(call.ranks.rank)
+    call = _call("local_runs", place, Moved(Shift(0), 0), cu_seqlens)
+    call.check_edges(seq_len)
+    return call.sequences()[0][1].pieces(call.ranks.rank)
 
 
 # Ranks, layout and documents
 
 
-def _call(owner: str, place: _Place, operation: SequenceLayer, cu_seqlens: Any) -> tuple[SequenceCall, tuple[int, ...]]:
-    """Return the call with what it takes over from the context around it, and the edges of its documents."""
+def _call(
+    owner: str, place: _Place, operation: SequenceLayer, cu_seqlens: Any, *, traced: bool = False
+) -> SequenceCall:
+    """Return the call with what it takes over from the context around it.
+
+    `traced` code cannot take over what may be different at the next call.
+    """
     ranks, layout, mask = place.ranks(), place.layout, None
     lengths: tuple[int, ...] = ()
     edges = document_edges(owner, cu_seqlens)
     context = around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
     if context is not None:
         outer = context.call
+        if traced and context.varies and (cu_seqlens is None or outer.layout.only_length is not None):
+            raise NotImplementedError(
+                f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, "
+                "takes over neither: pass layout= and cu_seqlens= ([0] for one document)"
+            )
         layout = outer.layout if layout is None else layout
         lengths = outer.lengths
         if cu_seqlens is None and outer.mask is not None:
@@ -151,7 +162,9 @@ def _call(owner: str, place: _Place, operation: SequenceLayer, cu_seqlens: Any) 
     layout = checked_layout(layout)
     for each in (layout, *operation.layouts) if operation.dim == 0 else ():
         refuse_first_dim(owner, each)
-    return SequenceCall(ranks, layout, lengths, owner=owner, operation=operation, mask=mask), edges
+    return SequenceCall(
+        ranks, layout, lengths, owner=owner, operation=operation, mask=mask, seq_len=place.seq_len, edges=edges
+    )
 
 
 @constant_in_trace
@@ -162,15 +175,8 @@ def _constants(
     """Return the key of a call in compiled code, and the rows of its output, -1 for those of its first tensor."""
     refuse_traced_transforms()
     place = _Place(mesh, axes, made_of(layout), seq_len)
-    ranks = place.ranks()
-    context = around(owner, ranks, layout=layout is None, mask=inherits_documents)
-    if context is not None and context.varies and (inherits_documents or context.call.layout.only_length is not None):
-        raise NotImplementedError(
-            f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, takes "
-            "over neither: pass layout= and cu_seqlens= ([0] for one document)"
-        )
-    call, edges = _call(owner, place, made_of(operation), None if inherits_documents else (0,))
-    if edges:
+    call = _call(owner, place, made_of(operation), None if inherits_documents else (0,), traced=True)
+    if call.edges:
         raise NotImplementedError(
             f"{owner}, in compiled code, does not take over documents of a context: pass cu_seqlens="
         )
@@ -180,13 +186,7 @@ def _constants(
         raise NotImplementedError(
             f"{owner}, in compiled code, expects seq_len, by which its result has a shape; got None"
         )
-    return call.key, call.operation.row_map.rows_out(SequenceLayout(call.layout, seq_len, ranks.size), ranks.rank)
-
-
-def _edges_in_trace(owner: str, cu_seqlens: Any) -> torch.Tensor | None:
-    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
-        return cu_seqlens
-    return torch.tensor(ascending(cu_seqlens, owner, "cu_seqlens"), dtype=torch.int64, device="cpu")
+    return call.key, call.operation.row_map.rows_out(call.sequences()[0][1], call.ranks.rank)
 
 
 def _documents_of(owner: str, mask: Mask) -> tuple[int, ...]:
@@ -292,8 +292,5 @@ class _Place:
                 shape[placement.dim] = x.size(placement.dim)
         if rows is not None:
             shape[dim] = rows * math.prod([x.device_mesh.size(axis) for axis in self.axes or ()])
-        return from_local(out, x.device_mesh, _without_partial(x), tuple(shape))
-
-
-def _without_partial(x: DTensor) -> list[Placement]:
-    return [Replicate() if isinstance(each, Partial) else each for each in x.placements]
+        placements = [Replicate() if isinstance(each, Partial) else each for each in x.placements]
+        return from_local(out, x.device_mesh, placements, tuple(shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from cp_dtensor.api.extension import (
     compare,
     current_backward,
     length_of,
-    refuse_other_lengths,
 )
 from cp_dtensor.layers.rows import Edges, SequenceLayout
 from cp_dtensor.spec.cache import lru_cached
@@ -31,7 +30,7 @@ from cp_dtensor.spec.masks import Mask
 
 @dataclass(frozen=True)
 class SequenceCall(Sharding):
-    """A sequence operation without tensors, length and documents."""
+    """A sequence operation without tensors."""
 
     owner: str = ""
     """The public function, for messages."""
@@ -39,28 +38,35 @@ class SequenceCall(Sharding):
     """A `SequenceLayer`."""
     mask: Mask | None = None
     """The mask of the context whose documents the call takes over."""
+    seq_len: int | None = None
+    """The global length; None until it is found."""
+    edges: Edges = ()
+    """The documents."""
 
     @property
     def key(self) -> str:
         """Text of the call in compiled code, equal in every process, by which `sequence_call_of` finds it."""
         no_ranks: Any = None  # process groups end before compiled code does
-        return _keys.key_of((self.ranks.names, replace(self, ranks=no_ranks)))
+        return _keys.key_of((self.ranks.names, replace(self, ranks=no_ranks, seq_len=None, edges=())))
 
-    def length(self, x: Tensor, dim: int, seq_len: int | None, edges: Edges, others: Hashable = ()) -> int:
-        """Return the global length. The ranks compare the first call of each signature.
-
-        `others` describes other tensors, whose dtypes and dims the code determines.
+    def agreed(self, tensors: Sequence[Any]) -> SequenceCall:
+        """Return the call with its global length. The ranks compare the first call of each signature.
 
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
         """
+        x, dim, of_tokens = tensors[0], self.operation.dim, self.operation.of_tokens
+        given = [(index, each) for index, each in enumerate(tensors) if index and each is not None]
+        others = tuple(
+            [(index, str(each.dtype), *each.shape[2 if index < of_tokens else 1 :]) for index, each in given]
+        )
         known = refusal = None
         try:
-            known = self._known_length(x, dim, seq_len)
-            self.check_edges(edges, known)
+            known = length_of(self, x.size(dim), f"{self.owner}: sequence", self.seq_len)
+            self.check_edges(known)
         except ValueError as error:  # the others may be about to compare
             refusal = error
-        is_declared = seq_len is not None or self.layout.only_length is not None or known in self.lengths
+        is_declared = self.seq_len is not None or self.layout.only_length is not None or known in self.lengths
         shape = [size for each, size in enumerate(x.shape) if each != dim]
         signature = self.owner, type(self.layout), x.dtype, *shape[1:], others, is_declared or x.size(dim)
 
@@ -68,7 +74,7 @@ class SequenceCall(Sharding):
             return {
                 "function": self.owner, "operation": repr(self.operation), "layout": repr(self.layout),
                 "dtype": str(x.dtype), "shape": shape, "other tensors": others,
-                LENGTH: known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": edges,
+                LENGTH: known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": self.edges,
             }  # fmt: skip
 
         compare(self, signature, x, facts, refusal=refusal)
@@ -76,40 +82,26 @@ class SequenceCall(Sharding):
         # Compiled code and checkpoints compute layers again in backward, which not every rank need do.
         if current_backward() is None:
             begin_pass(self.ranks, _signature(self.owner, x.dtype, self.layout), x)
-        return known
+        return replace(self, seq_len=known)
 
-    def _known_length(self, x: Tensor, dim: int, seq_len: int | None) -> int:
-        """Return the length that the caller declared, or ranks x local tokens; refuse other shards."""
-        ranks, local = self.ranks, x.size(dim)
-        if seq_len is None:
-            return length_of(self, local)
-        refuse_other_lengths(self.layout, seq_len, self.owner)
-        expected = self.layout.local_length(seq_len, ranks.rank, ranks.size)
-        if local != expected:
-            raise ValueError(
-                f"{self.owner}: got {local} local tokens (dim {dim} of {tuple(x.shape)}) on rank {ranks.rank} of "
-                f"{ranks.size}, expected {expected} of {seq_len} tokens in {self.layout}"
-            )
-        return seq_len
-
-    def check_edges(self, edges: Edges, seq_len: int) -> None:
+    def check_edges(self, seq_len: int) -> None:
         """Refuse documents beyond the sequence, and what looks like their ids or lengths."""
         if self.mask is not None:  # refuses what attention refuses: positions may look like lengths, and be none
             edges_of_documents(self.mask, seq_len)
             return
-        if edges and edges[-1] > seq_len:
+        if self.edges and self.edges[-1] > seq_len:
             raise ValueError(
-                f"{self.owner}: got cu_seqlens up to {edges[-1]}, expected at most the length of the sequence, "
+                f"{self.owner}: got cu_seqlens up to {self.edges[-1]}, expected at most the length of the sequence, "
                 f"{seq_len}"
             )
-        if edges:
-            refuse_ids_and_lengths(edges, seq_len, self.owner, "cu_seqlens")
+        if self.edges:
+            refuse_ids_and_lengths(self.edges, seq_len, self.owner, "cu_seqlens")
 
-    def sequences(self, seq_len: int, batch_size: int, edges: Edges) -> list[tuple[Span, SequenceLayout]]:
+    def sequences(self, batch_size: int = 1) -> list[tuple[Span, SequenceLayout]]:
         """Return the sequence for each group of batch rows that are divided alike."""
-        size = self.ranks.size
+        assert self.seq_len is not None
         return [
-            (rows, SequenceLayout(self.layout, seq_len, size, group, edges))
+            (rows, SequenceLayout(self.layout, self.seq_len, self.ranks.size, group, self.edges))
             for group, rows in enumerate(self.layout.batch_groups(batch_size))
         ]
 
@@ -138,7 +130,8 @@ def operation_of(key: str) -> Any:
     return _keys.value_of(key)[1].operation
 
 
-def sequence_call_of(key: str) -> SequenceCall:
-    """Return the call of a key, on this process's groups."""
+def sequence_call_of(key: str, seq_len: int, cu_seqlens: Tensor | None) -> SequenceCall:
+    """Return the call of a key, on this process's groups; -1 for a length that is not known."""
     names, call = _keys.value_of(key)
-    return replace(call, ranks=SequenceRanks.of_names(names))
+    edges, known = document_edges(call.owner, cu_seqlens), None if seq_len < 0 else seq_len
+    return replace(call, ranks=SequenceRanks.of_names(names), seq_len=known, edges=edges)

@@ -103,15 +103,10 @@ class ChunkedRecurrence:
 
     def maps(self, pieces: Sequence[int]) -> Maps:
         """Return maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
-        found = [self._map(self.chunks[piece]) for piece in pieces]
-        transitions, states = zip(*found, strict=True) if found else ((), ())
-        _, batch, heads, _, width = self.q.shape
-        if not found:
-            shape = (0, batch, heads, width) if self.erased is None else (0, batch, heads, width, width)
-            nothing = zero_of(self.k, self.v, self.decay)
-            return self.q.new_zeros(shape) + nothing, self.q.new_zeros(
-                0, batch, heads, width, self.v.size(-1)
-            ) + nothing
+        if not pieces:
+            sizes = self.q.size(1), self.q.size(2), self.q.size(-1), self.v.size(-1)
+            return no_maps(*sizes, self.erased is not None, (self.k, self.v, self.decay))
+        transitions, states = zip(*(self._map(self.chunks[piece]) for piece in pieces), strict=True)
         return torch.stack(transitions), torch.stack(states)
 
     def _map(self, chunks: range) -> Maps:
@@ -160,6 +155,12 @@ class ChunkedRecurrence:
 def zero_of(*arguments: Tensor) -> Tensor:
     """Return zero that depends on the arguments, so that backward of a rank without tokens joins the collectives."""
     return torch.stack([x.flatten()[:0].sum() for x in arguments]).sum()
+
+
+def no_maps(batch: int, heads: int, width: int, columns: int, is_delta: bool, arguments: Sequence[Tensor]) -> Maps:
+    """Return the maps of no pieces: a rank that sends nothing has the gradients of those that do."""
+    zero, shape = zero_of(*arguments).to(wide_dtype(arguments[0])), (0, batch, heads, width)
+    return zero.expand(*shape, *[width] * is_delta), zero.expand(*shape, columns)
 
 
 def _grid(lengths: Sequence[int], chunk: int, device: torch.device) -> tuple[Tensor, Tensor, tuple[range, ...]]:

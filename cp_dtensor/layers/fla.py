@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cp_dtensor.api.extension import autograd_recorded, first_use, quiet, wrong_result
-from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, zero_of
-from cp_dtensor.layers.exchange import TableCache
+from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, no_maps
+from cp_dtensor.layers.exchange import tables_on
 
 _FLA_AVAILABLE = find_spec("fla") is not None
 LARGEST_ERROR = 3e-2
@@ -73,12 +73,10 @@ class FlaRecurrence:
 
     def maps(self, pieces: Sequence[int]) -> Maps:
         """Return maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
-        heads, width, columns = self.q.size(2), self.k.size(-1), self.v.size(-1)
-        if not pieces:  # a rank that sends nothing has the gradients of those that do
-            zero = zero_of(*[x for x in (self.k, self.v, self.g, self.beta) if x is not None]).float()
-            shape = (0, self.batch, heads, width) if self.beta is None else (0, self.batch, heads, width, width)
-            state = torch.zeros(0, self.batch, heads, width, columns, device=self.v.device)
-            return torch.zeros(shape, device=self.v.device) + zero, state + zero
+        if not pieces:
+            sizes = self.batch, self.q.size(2), self.k.size(-1), self.v.size(-1)
+            given = [x for x in (self.k, self.v, self.g, self.beta) if x is not None]
+            return no_maps(*sizes, self.beta is not None, given)
         some = self._of_pieces(pieces)
         static, entered = (some.scale, some.batch, some.lengths), list[Tensor | None]()
         out, ends, queries, transition = _FromZero.apply(static, entered, some.q, some.k, some.v, some.g, some.beta)
@@ -215,13 +213,10 @@ def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     All layers get one object: its upload makes the host wait for the device, and the package reads each new one back.
     """
 
-    def made() -> Tensor:
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
+    def made() -> tuple[Tensor]:
+        return (torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device),)
 
-    return _cached_edges.read(lengths, device, made)
-
-
-_cached_edges = TableCache[Tensor](lambda tensor: (tensor,))
+    return tables_on(device, lengths, made)[0]
 
 
 def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor.api.extension import (
@@ -21,14 +22,13 @@ from cp_dtensor.api.extension import (
     no_autocast,
     wide_dtype,
 )
-from cp_dtensor.layers.call import SequenceCall, document_edges, operation_of, sequence_call_of
+from cp_dtensor.layers.call import SequenceCall, operation_of, sequence_call_of
 from cp_dtensor.layers.chunked import ChunkedRecurrence
-from cp_dtensor.layers.convolution import causal_convolution
 from cp_dtensor.layers.cost import recurrence_estimates
 from cp_dtensor.layers.exchange import rows_of
 from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
 from cp_dtensor.layers.methods import METHODS, Rows, axis_of_heads
-from cp_dtensor.layers.rows import Edges, Extended, Relayout, RowMap, SequenceLayout
+from cp_dtensor.layers.rows import Extended, Relayout, RowMap, SequenceLayout
 from cp_dtensor.layers.scan import scan_plan, scanned
 from cp_dtensor.spec.layouts import Layout, Span
 from cp_dtensor.spec.logs import log_once
@@ -59,30 +59,24 @@ class SequenceLayer(ABC):
         return ()
 
     @abstractmethod
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         """Compute the result; differentiable."""
 
     def gradients(
-        self, call: SequenceCall, tensors: Inputs, grads: tuple[Tensor, Tensor], needed: Sequence[bool], seq_len: int,
-        edges: Edges,
-    ) -> list[Tensor]:  # fmt: skip
+        self, call: SequenceCall, tensors: Inputs, grads: tuple[Tensor, Tensor], needed: Sequence[bool]
+    ) -> list[Tensor]:
         """Return gradients of the needed tensors, given those of the result: by a forward, computed again."""
         leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
         with autograd_recorded():
-            results = _result(call, leaves, seq_len, edges)
+            results = _result(call, leaves)
             pairs = [(y, grad) for y, grad in zip(results, grads, strict=True) if y.requires_grad]
             outs, of_outs = [y for y, _ in pairs], [grad for _, grad in pairs]
             wanted = [x for x in leaves if x is not None and x.requires_grad]
             return [*torch.autograd.grad(outs, wanted, of_outs, materialize_grads=True)]
 
-    def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
-        """Return the global length, checked or found."""
-        others = [
-            (index, str(x.dtype), *x.shape[2 if index < self.of_tokens else 1 :])
-            for index, x in enumerate(tensors)
-            if index and x is not None
-        ]
-        return call.length(tensors[0], self.dim, seq_len, edges, tuple(others))
+    def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
+        """Return the call with its global length, checked or found."""
+        return call.agreed(tensors)
 
     def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         """Return shape and dtype of the final state, None if there is none."""
@@ -95,36 +89,36 @@ class Moved(SequenceLayer):
 
     saves_tensors = False
     row_map: RowMap
-    keeps_rows: bool
     dim: int
+
+    @property
+    def keeps_rows(self) -> bool:  # type: ignore[override]
+        return self.row_map.keeps_rows
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         return (self.row_map.target,) if isinstance(self.row_map, Relayout) else ()
 
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         x = tensors[0]
-        out = self._moved(call, x if x.requires_grad else indexable(x), seq_len, edges, transposed=False)
+        out = self._moved(call, x if x.requires_grad else indexable(x), transposed=False)
         return out if out.dtype == x.dtype else out.view(x.dtype), None
 
     def gradients(
-        self, call: SequenceCall, tensors: Inputs, grads: tuple[Tensor, Tensor], needed: Sequence[bool], seq_len: int,
-        edges: Edges,
-    ) -> list[Tensor]:  # fmt: skip
-        return [self._moved(call, grads[0], seq_len, edges, transposed=True)]
+        self, call: SequenceCall, tensors: Inputs, grads: tuple[Tensor, Tensor], needed: Sequence[bool]
+    ) -> list[Tensor]:
+        return [self._moved(call, grads[0], transposed=True)]
 
-    def _moved(self, call: SequenceCall, x: Tensor, seq_len: int, edges: Edges, *, transposed: bool) -> Tensor:
+    def _moved(self, call: SequenceCall, x: Tensor, *, transposed: bool) -> Tensor:
         parts = [
             rows_of(x[start:stop], self.dim, row_map, sequence, call.ranks, transposed=transposed)
-            for (start, stop), sequence, row_map in self._groups(call, x.size(0), seq_len, edges)
+            for (start, stop), sequence, row_map in self._groups(call, x.size(0))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _groups(
-        self, call: SequenceCall, batch_size: int, seq_len: int, edges: Edges
-    ) -> Iterator[tuple[Span, SequenceLayout, RowMap]]:
+    def _groups(self, call: SequenceCall, batch_size: int) -> Iterator[tuple[Span, SequenceLayout, RowMap]]:
         """Yield batch rows that are divided alike, in both layouts if there are two, with sequence and row map."""
-        for (start, stop), sequence in call.sequences(seq_len, batch_size, edges):
+        for (start, stop), sequence in call.sequences(batch_size):
             if not isinstance(self.row_map, Relayout):
                 yield (start, stop), sequence, self.row_map
                 continue
@@ -140,14 +134,41 @@ class CausalConv1d(SequenceLayer):
 
     activation: str | None
 
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         x, weight, bias, *_ = tensors
         rows, outs = Extended(weight.size(1) - 1), []
-        for (start, stop), sequence in call.sequences(seq_len, x.size(0), edges):
+        for (start, stop), sequence in call.sequences(x.size(0)):
             extended = rows_of(x[start:stop], 1, rows, sequence, call.ranks)
             tokens = list(rows.tokens(sequence, call.ranks.rank))
-            outs.append(causal_convolution(extended, tokens, weight, bias, self.activation))
+            outs.append(_causal_convolution(extended, tokens, weight, bias, self.activation))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
+
+
+def _causal_convolution(
+    extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Return act(bias + sum_k weight[:, k] x[t - K + 1 + k]) of some rows t.
+
+    Args:
+        extended: (B, E, C), rows with at least K - 1 rows before each of `tokens`.
+        tokens: ranges of rows of `extended`.
+        weight: (C, K).
+        bias: (C,) or None.
+        activation: None or "silu".
+
+    Returns:
+        (B, rows of all ranges, C).
+    """
+    before = weight.size(1) - 1
+    count = sum(stop - start for start, stop in tokens)
+    if not count:  # torch refuses fewer rows than K; the gradients are zeros
+        out = extended[:, :0] * weight[:, 0]
+        out = out if bias is None else out + bias
+        return out * out  # saves a tensor: a checkpoint recomputes up to here, past the exchange
+    out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
+    if out.size(1) > count:
+        out = torch.cat([out[:, start - before : stop - before] for start, stop in tokens], 1)
+    return out if activation is None else F.silu(out)
 
 
 @dataclass(frozen=True)
@@ -167,25 +188,26 @@ class LinearRecurrence(SequenceLayer):
     method: str = "auto"
     """Key of `METHODS`, or "auto"."""
 
-    def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
-        self._check_states(call.owner, tensors[0], tensors[-1], edges)
+    def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
+        self._check_states(call, tensors[0], tensors[-1])
         self._check_heads(call.owner, tensors[0], call.ranks)
-        return super().length(call, tensors, seq_len, edges)
+        return super().agreed(call, tensors)
 
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         *given, initial = tensors
         outs, finals = [], []
-        for (start, stop), sequence in call.sequences(seq_len, given[0].size(0), edges):
+        for (start, stop), sequence in call.sequences(given[0].size(0)):
             some: list[Any] = [x if x is None else x[start:stop] for x in given]
             rows = Rows(*some)
             states = None
             if initial is not None:  # (documents, B, H, K, V)
-                states = (initial.unsqueeze(1) if edges else initial[start:stop].unsqueeze(0)).to(wide_dtype(rows.v))
+                states = initial.unsqueeze(1) if call.edges else initial[start:stop].unsqueeze(0)
+                states = states.to(wide_dtype(rows.v))
             by_method = METHODS[self._method(call, rows, sequence)]
             out, ends = by_method(self._prepared, rows, sequence, call.ranks, states, self.returns_state)
             outs.append(out.to(rows.v.dtype))
             if ends is not None:
-                finals.append(ends.squeeze(1) if edges else ends.squeeze(0))
+                finals.append(ends.squeeze(1) if call.edges else ends.squeeze(0))
         return torch.cat(outs), torch.cat(finals) if finals else None
 
     def _prepared(self, rows: Rows, lengths: Sequence[int]) -> ChunkedRecurrence | FlaRecurrence:
@@ -230,8 +252,9 @@ class LinearRecurrence(SequenceLayer):
                 f'heads, got {v.size(2)} heads and {ranks.size} ranks along {1 + (axis is None)}: use method="auto"'
             )
 
-    def _check_states(self, owner: str, v: Tensor, initial: Tensor | None, edges: Edges) -> None:
+    def _check_states(self, call: SequenceCall, v: Tensor, initial: Tensor | None) -> None:
         """Refuse states of documents in several batch rows, and another number of them."""
+        owner, edges = call.owner, call.edges
         if edges and v.size(0) != 1 and (initial is not None or self.returns_state):
             raise ValueError(f"{owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
         states = len(edges) - 1 if edges else v.size(0)
@@ -248,18 +271,18 @@ class AffineScan(SequenceLayer):
 
     returns_state: bool
 
-    def length(self, call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> int:
-        assert seq_len is not None
-        call.check_edges(edges, seq_len)
-        return seq_len
+    def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
+        assert call.seq_len is not None
+        call.check_edges(call.seq_len)
+        return call
 
-    def forward(self, call: SequenceCall, tensors: Inputs, seq_len: int, edges: Edges) -> Result:
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         state, transition, initial, *_ = tensors
         if len(call.layout.batch_groups(2)) > 1:
             raise NotImplementedError(
                 f"{call.owner} expects a layout that divides all batch rows alike, got {call.layout}"
             )
-        ((_, sequence),) = call.sequences(seq_len, 1, edges)
+        ((_, sequence),) = call.sequences()
         plan = scan_plan(sequence, call.ranks.rank, self.returns_state)
         if state.size(0) != len(plan.documents):
             raise ValueError(
@@ -290,11 +313,11 @@ def _normalized(x: Tensor) -> Tensor:
 # Calls, eager and as an operator of compiled code
 
 
-def run_layer(call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> Result:
-    """Compute the result of a call; differentiable. `seq_len` None: the layer finds the length."""
-    length = call.operation.length(call, tensors, seq_len, edges)
+def run_layer(call: SequenceCall, tensors: Inputs) -> Result:
+    """Compute the result of a call; differentiable."""
+    agreed = call.operation.agreed(call, tensors)
     with no_autocast(tensors[0]):
-        result: Result = call.operation.forward(call, tensors, length, edges)
+        result: Result = call.operation.forward(agreed, tensors)
     return result
 
 
@@ -311,17 +334,16 @@ def traced_layer(key: str, tensors: Inputs, cu_seqlens: Tensor | None, seq_len: 
     return out, final if final.numel() else None
 
 
-def _result(call: SequenceCall, tensors: Inputs, seq_len: int | None, edges: Edges) -> tuple[Tensor, Tensor]:
+def _result(call: SequenceCall, tensors: Inputs) -> tuple[Tensor, Tensor]:
     """Return both results of the operator; the final state is empty if there is none."""
-    out, final = run_layer(call, tensors, seq_len, edges)
+    out, final = run_layer(call, tensors)
     return out, out.new_empty(0) if final is None else final
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, cu_seqlens, key, seq_len, _ = arguments
-    call = sequence_call_of(key)
     with torch.no_grad():
-        out, final = _result(call, tensors, None if seq_len < 0 else seq_len, document_edges(call.owner, cu_seqlens))
+        out, final = _result(sequence_call_of(key, seq_len, cu_seqlens), tensors)
     return out.contiguous(), final.contiguous()
 
 
@@ -342,11 +364,10 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(grad_out: Tensor, grad_final: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return gradients of all tensors, empty ones for those that are not needed. Only arguments were saved."""
     *tensors, cu_seqlens, key, seq_len, _, needed = arguments
-    call = sequence_call_of(key)
-    edges = document_edges(call.owner, cu_seqlens)
-    if seq_len < 0:  # without saved tensors the output has as many rows as the first one
-        seq_len = call.operation.length(call, tensors if tensors[0] is not None else [grad_out], None, edges)
-    grads = iter(call.operation.gradients(call, tensors, (grad_out, grad_final), needed, seq_len, edges))
+    call = sequence_call_of(key, seq_len, cu_seqlens)
+    if call.seq_len is None:  # without saved tensors the output has as many rows as the first one
+        call = call.operation.agreed(call, tensors if tensors[0] is not None else [grad_out])
+    grads = iter(call.operation.gradients(call, tensors, (grad_out, grad_final), needed))
     return tuple(next(grads).contiguous() if need else grad_out.new_empty(0) for need in needed)
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cp_dtensor.api.extension import SequenceRanks, positions_of, wide_dtype
 from cp_dtensor.layers.chunked import ChunkedRecurrence
-from cp_dtensor.layers.exchange import TableCache, rows_of, swapped
+from cp_dtensor.layers.exchange import gathered, rows_of, swapped, tables_on
 from cp_dtensor.layers.fla import FlaRecurrence
 from cp_dtensor.layers.rows import Relayout, SequenceLayout
-from cp_dtensor.layers.scan import gathered, scan_plan, scanned
+from cp_dtensor.layers.scan import scan_plan, scanned
 from cp_dtensor.spec.layouts import Contiguous, shard_lengths
 
 
@@ -109,7 +109,7 @@ def by_heads(
     group, size = axis_of_heads(ranks), ranks.size
     assert group is not None
     of_layout = replace(sequence, edges=())  # documents do not matter, and may be new in each step
-    places = _places.read(of_layout, rows.v.device, lambda: _Places(of_layout, rows.v.device))
+    positions, by_position = tables_on(rows.v.device, of_layout, lambda: _places(of_layout, rows.v.device))
     lengths = list(shard_lengths(sequence.layout, sequence.seq_len, size))
     of_every_rank = [lengths[ranks.rank]] * size
     times = rows.copies_of_keys(size)
@@ -119,7 +119,7 @@ def by_heads(
     def to_heads(x: Tensor) -> Tensor:
         by_rank = x.permute(2, 1, 0, 3).flatten(0, 1)  # (B, T, ranks, D): the rows for each rank, one after the other
         arrived = swapped(by_rank, of_every_rank, lengths, group)
-        return arrived.index_select(0, places.by_position).transpose(0, 1)
+        return arrived.index_select(0, by_position).transpose(0, 1)
 
     mine = Rows(*_together(rows, size, to_heads))
     whole = SequenceLayout(Contiguous(), sequence.seq_len, 1, 0, sequence.edges)
@@ -130,7 +130,7 @@ def by_heads(
     if states is not None and all(each is None for each in entering):  # zeros, with a gradient of zero
         entering[0] = states[:0].sum(0)
     out, ends = prepare(mine, [stop - start for start, stop in whole.pieces(0)]).outputs(entering, final)
-    by_rank = out.transpose(0, 1).index_select(0, places.positions)
+    by_rank = out.transpose(0, 1).index_select(0, positions)
     back = swapped(by_rank, lengths, of_every_rank, group)
     back = back.unflatten(0, (size, lengths[ranks.rank])).permute(2, 1, 0, 3, 4).flatten(2, 3)
     if not final:
@@ -166,21 +166,13 @@ def _together(rows: Rows, parts: int, move: Callable[[Tensor], Tensor]) -> list[
     return moved
 
 
-class _Places:
-    """The order of the rows of all ranks, one rank after the other, on a device."""
-
-    def __init__(self, sequence: SequenceLayout, device: torch.device) -> None:
-        layout, size = sequence.layout, sequence.world_size
-        by_rank = (layout.segments(sequence.seq_len, rank, size, sequence.group) for rank in range(size))
-        self.positions = positions_of([segment for segments in by_rank for segment in segments], device)
-        """Of these rows in the sequence."""
-        self.by_position = self.positions.argsort()
-        """The row of each position."""
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.positions, self.by_position
+def _places(sequence: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions of the rows of all ranks, one rank after the other, and the row of each position."""
+    layout, size = sequence.layout, sequence.world_size
+    by_rank = (layout.segments(sequence.seq_len, rank, size, sequence.group) for rank in range(size))
+    positions = positions_of([segment for segments in by_rank for segment in segments], device)
+    return positions, positions.argsort()
 
 
-_places = TableCache(_Places.tensors)
 METHODS = {"scan": by_scan, "relayout": by_relayout, "heads": by_heads}
 """By the value of `method=`."""

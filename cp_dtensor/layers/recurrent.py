@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_dtensor.api.extension import Mesh, check_devices, check_tensors, softmax_scale
+from cp_dtensor.api.extension import Mesh, check_devices, softmax_scale
 from cp_dtensor.layers.arguments import check_dims, layer
 from cp_dtensor.layers.layer import LinearRecurrence
 from cp_dtensor.layers.methods import METHODS
@@ -78,8 +78,6 @@ def gated_delta_rule(
 
     Source: Gated Delta Networks (arXiv 2412.06464). Arguments as `chunk_gated_delta_rule` of flash-linear-attention.
     """
-    check_tensors("gated_delta_rule", beta=beta)
-    _check("gated_delta_rule", q, k, v, g, beta, initial_state, of_decays=("batch tokens heads",))
     return _recurrence(
         "gated_delta_rule", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh,
         layout, cu_seqlens, seq_len, method,
@@ -115,8 +113,6 @@ def kda(
 
     Source: Kimi Linear (arXiv 2510.26692). Arguments as `chunk_kda` of flash-linear-attention.
     """
-    check_tensors("kda", g=g, beta=beta)
-    _check("kda", q, k, v, g, beta, initial_state, of_decays=("batch tokens heads K",))
     return _recurrence(
         "kda", q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, mesh, layout,
         cu_seqlens, seq_len, method,
@@ -155,9 +151,6 @@ def linear_attention(
     Source: Linear Transformers (arXiv 2006.16236); GLA (arXiv 2312.06635). Arguments as `chunk_simple_gla` and
     `chunk_gla` of flash-linear-attention.
     """
-    _check(
-        "linear_attention", q, k, v, g, None, initial_state, of_decays=("batch tokens heads", "batch tokens heads K")
-    )
     return _recurrence(
         "linear_attention", q, k, v, g, None, scale, initial_state, output_final_state, False, mesh, layout, cu_seqlens,
         seq_len, method,
@@ -203,7 +196,6 @@ def mamba2(
 
     Source: Mamba-2 (arXiv 2405.21060). Arguments as `mamba_chunk_scan_combined` of mamba_ssm.
     """
-    check_tensors("mamba2", x=x, dt=dt, A=A, B=B, C=C)
     given = {"x": x, "B": B, "C": C, "dt": dt, "A": A, "dt_bias": dt_bias, "D": D, "initial_states": initial_states}
     check_dims("mamba2", _DIMS_OF_MAMBA2, given)
     _check_kinds("mamba2", {"B": B, "C": C}, {"x": x}, "N")
@@ -228,25 +220,19 @@ def mamba2(
     return out if final is None else (out, final.transpose(-1, -2))
 
 
-_STATES = ("states heads K V",)
+_KEYS, _VALUES = "batch tokens groups K", "batch tokens heads V"
+_OF_HEADS, _OF_CHANNELS = "batch tokens heads", "batch tokens heads K"
+_COMMON = {"q": _KEYS, "k": _KEYS, "v": _VALUES, "initial_state": "?states heads K V"}
+_DIMS = {
+    "gated_delta_rule": {**_COMMON, "g": f"?{_OF_HEADS}", "beta": _OF_HEADS},
+    "kda": {**_COMMON, "g": _OF_CHANNELS, "beta": _OF_HEADS},
+    "linear_attention": {**_COMMON, "g": f"?{_OF_HEADS}|{_OF_CHANNELS}", "beta": "?"},
+}
 _DIMS_OF_MAMBA2 = {
-    "x": ("batch tokens heads P",), "B": ("batch tokens groups N",), "C": ("batch tokens groups N",),
-    "dt": ("batch tokens heads",), "A": ("heads",), "dt_bias": ("heads",), "D": ("heads", "heads P"),
-    "initial_states": ("states heads P N",),
+    "x": "batch tokens heads P", "B": "batch tokens groups N", "C": "batch tokens groups N",
+    "dt": "batch tokens heads", "A": "heads", "dt_bias": "?heads", "D": "?heads|heads P",
+    "initial_states": "?states heads P N",
 }  # fmt: skip
-
-
-def _check(
-    owner: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, beta: torch.Tensor | None,
-    initial: torch.Tensor | None, *, of_decays: tuple[str, ...],
-) -> None:  # fmt: skip
-    """Refuse tensors that do not fit; `of_decays` are the possible dims of g."""
-    check_tensors(owner, q=q, k=k, v=v)
-    keys, values = ("batch tokens groups K",), ("batch tokens heads V",)
-    expected = {"q": keys, "k": keys, "v": values, "g": of_decays, "beta": ("batch tokens heads",)}
-    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial}
-    check_dims(owner, {**expected, "initial_state": _STATES}, given)
-    _check_kinds(owner, {"q": q, "k": k}, {"v": v}, "K")
 
 
 def _check_kinds(owner: str, keys: dict[str, torch.Tensor], values: dict[str, torch.Tensor], channels: str) -> None:
@@ -282,6 +268,10 @@ def _recurrence(
     scale: float | None, initial: torch.Tensor | None, returns_state: bool, normalizes: bool, mesh: Mesh | None,
     layout: Layout | None, cu_seqlens: Any, seq_len: int | None, method: str,
 ) -> Result:  # fmt: skip
+    if owner in _DIMS:  # mamba2 has checked arguments of other names
+        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial}
+        check_dims(owner, _DIMS[owner], given)
+        _check_kinds(owner, {"q": q, "k": k}, {"v": v}, "K")
     if method not in ("auto", *METHODS):
         raise ValueError(f"{owner} expects method to be one of {('auto', *METHODS)}, got {method!r}")
     if isinstance(v, DTensor) and (initial is not None or returns_state):

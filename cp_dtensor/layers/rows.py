@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import CachedHash, Layout, Span
@@ -74,6 +74,9 @@ class SequenceLayout(CachedHash):
 class RowMap(ABC):
     """The position that each row of a result comes from. Its `repr` names it in compiled code."""
 
+    keeps_rows: ClassVar[bool] = False
+    """True if every rank's result has as many rows as its shard."""
+
     @abstractmethod
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
         """Yield ranges of positions, in the order of the rank's result. Rows of (-n, 0) are n rows of zeros."""
@@ -126,6 +129,7 @@ class Shift(RowMap):
     """Token i gets token i - by of its document, zeros where there is none."""
 
     by: int
+    keeps_rows = True
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
         for start, stop in sequence.pieces(rank):
@@ -190,6 +194,12 @@ class RowRoute(CachedHash):
     def rows_received(self) -> tuple[int, ...]:
         """By rank: the rows that this rank receives from it."""
         return tuple(sum(copy.rows for copy in copies) for copies in self.received)
+
+    @cached_property
+    def has_several_copies(self) -> bool:
+        """True if some row of this rank has copies in two places."""
+        spans = sorted((copy.source, copy.source + copy.rows) for copies in (self.own, *self.sent) for copy in copies)
+        return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
 
 @lru_cached

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cp_dtensor.api.extension import RankFunction, SequenceRanks
+from cp_dtensor.api.extension import SequenceRanks
+from cp_dtensor.layers.exchange import gathered
 from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import CachedHash
@@ -137,27 +138,8 @@ def scanned(
     return entering, torch.stack([end.expand(state.shape[1:]) for end in ends])
 
 
-def gathered(x: Tensor, ranks: SequenceRanks) -> Tensor:
-    """All-gather a tensor of every rank, (ranks, ...); the gradient is the sum over ranks of those of the results."""
-    result: Tensor = _Gathered.apply(x, ranks, False)
-    return result
-
-
 def _applied(transition: Tensor, state: Tensor) -> Tensor:
     """Return M S, where M is a matrix, a diagonal or a number."""
     if transition.dim() == state.dim():
         return transition @ state
     return transition[(..., *[None] * (state.dim() - transition.dim()))] * state
-
-
-class _Gathered(RankFunction):
-    """All-gather of a tensor of each rank, or its transpose: the sums over ranks, each on its rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: SequenceRanks, transposed: bool) -> Tensor:
-        ctx.arguments = ranks, not transposed
-        return ranks.reduce_scatter(x) if transposed else ranks.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gathered.apply(grad, *ctx.arguments), None, None

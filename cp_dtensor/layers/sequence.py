@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.extension import Mesh, cast_by_autocast, check_tensors, checked_length, parts_of
 from cp_dtensor.layers.arguments import check_dims, checked_number, layer, moved_rows, runs_of_rank
-from cp_dtensor.layers.convolution import ACTIVATIONS
 from cp_dtensor.layers.layer import AffineScan, CausalConv1d
 from cp_dtensor.layers.rows import Halo, Relayout, Shift
 from cp_dtensor.spec.layouts import Layout
@@ -147,12 +146,11 @@ def causal_conv1d(
 
     Source: Mamba (arXiv 2312.00752), section 3.4; Qwen3-Next and LFM2 have it too.
     """
-    check_tensors("causal_conv1d", x=x, weight=weight)
     check_dims("causal_conv1d", _DIMS_OF_CONVOLUTION, {"x": x, "weight": weight, "bias": bias})
     if 0 in weight.shape:
         raise ValueError(f"causal_conv1d expects a weight of at least one channel and width, got {tuple(weight.shape)}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"causal_conv1d expects activation to be one of {ACTIVATIONS}, got {activation!r}")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"causal_conv1d expects activation to be one of {_ACTIVATIONS}, got {activation!r}")
     x, weight = cast_by_autocast(x, weight)
     bias = bias if bias is None else cast_by_autocast(bias)[0]
     dtypes = [each.dtype for each in (x, weight, bias) if each is not None]
@@ -164,7 +162,8 @@ def causal_conv1d(
     )[0]  # fmt: skip
 
 
-_DIMS_OF_CONVOLUTION = {"x": ("batch tokens channels",), "weight": ("channels width",), "bias": ("channels",)}
+_ACTIVATIONS = (None, "silu", "swish")
+_DIMS_OF_CONVOLUTION = {"x": "batch tokens channels", "weight": "channels width", "bias": "?channels"}
 
 
 def local_runs(

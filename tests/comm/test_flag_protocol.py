@@ -212,9 +212,9 @@ def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[P
 def test_writes_wait_for_earlier_writes_in_graphs_too(ranks: int) -> None:
     follow = Workspace.follow
 
-    def unless_capturing(workspace: Workspace, stream: Any, *call: Any) -> None:
+    def unless_capturing(workspace: Workspace, stream: Any) -> None:
         if not stream.is_capturing:
-            follow(workspace, stream, *call)
+            follow(workspace, stream)
 
     with mock.patch.object(Workspace, "follow", unless_capturing):
         check_that_it_goes_wrong(ranks, in_graphs(ulysses(4, True, backward=False)))

@@ -98,7 +98,7 @@ def there_and_back(
     ]
     head_rows = [kind.head_rows for kind in kinds]
     exchange = CollectiveHeads()
-    by_heads = exchange.to_heads(mine, [head_rows], group).receive()
+    by_heads = exchange.to_heads(mine, [head_rows], group)()
     for kind, got, tensors in zip(kinds, by_heads, whole, strict=True):
         start, stop = kind.heads[rank]
         for actual, tensor in zip(got, tensors, strict=True):

@@ -151,6 +151,7 @@ def test_ranks_share_a_device_and_its_memory_if_torch_allows_it(allowed: bool, m
     monkeypatch.setattr(workspaces.cuda_driver, "is_available", lambda: True)
     monkeypatch.setattr(workspaces, "symmetric_buffer", lambda *_: None)
     monkeypatch.setattr(workspaces, "uses_nccl", lambda *_: not allowed)
+    monkeypatch.setattr(workspaces.SequenceRanks, "have_cpu_backend", True)  # CUDA is not there
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="the only one"))
     obstacle = run_ranks(2, lambda rank: workspaces.probe_p2p(dist.group.WORLD, torch.device("cuda", 0)))

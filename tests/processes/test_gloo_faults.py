@@ -264,7 +264,7 @@ def _check_arguments_keep_their_error(rank: int) -> None:
     """All ranks report them at once, and no connection is lost. Errors that come later name the rank."""
     group = dist.new_group(timeout=timedelta(seconds=SECONDS), group_desc="cp")
     with pytest.raises(RuntimeError, match=r"(?i)split sizes") as raised:
-        faults.all_to_all_single(torch.zeros(4), torch.zeros(4), group, "an exchange", ([1] * RANKS, [2] * RANKS))
+        faults.exchanged(torch.zeros(4), group, "an exchange", ([2] * RANKS, [1] * RANKS))
     assert not isinstance(raised.value, PeerError)
     _check_right(rank, group, "alltoall")
     if rank != FAULTY:

@@ -53,9 +53,6 @@ class Stage(Plan):
         self.rank.use(*tensors[:4])  # lse is a copy of what came with out
         return ()
 
-    def abandon(self, *_: Any) -> None:
-        raise AssertionError("no pass raises")
-
 
 @dataclass(frozen=True)
 class Tiles(AttentionBackend):
