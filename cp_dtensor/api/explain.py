@@ -12,10 +12,9 @@ from cp_dtensor import _torch
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ranks
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.engine.call import Call, checked_mask
-from cp_dtensor.engine.choose import Estimate, estimates, fastest
+from cp_dtensor.engine.choose import Estimate, counted, estimates, fastest
 from cp_dtensor.engine.contexts import inherited
 from cp_dtensor.engine.planner import call_spec
-from cp_dtensor.engine.traffic import counted
 from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardware, Tier, named
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer

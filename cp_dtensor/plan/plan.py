@@ -61,6 +61,11 @@ class Step:
         """That of the transfer; 0 for tiles against this rank's own shard, and where rows come from all ranks."""
         return 0 if self.transfer is None or self.transfer.hop is None else self.transfer.hop
 
+    @property
+    def spans_read(self) -> list[Span]:
+        """Ranges of key rows that the tiles read."""
+        return joined_spans(tile.kv for tile in self.tiles)
+
 
 Steps = tuple[Step, ...]
 

@@ -15,8 +15,7 @@ from cp_dtensor.api import explain as api
 from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transports import ROTATE_METHODS
-from cp_dtensor.engine.choose import Estimate, _by_heads, estimates, ring_estimate
-from cp_dtensor.engine.traffic import attention_bytes
+from cp_dtensor.engine.choose import Estimate, _by_heads, attention_bytes, estimates, ring_estimate
 from cp_dtensor.plan.cost import Cluster, Hardware, Step, Tier, seconds
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, head_stages
 from cp_dtensor.plan.tiling import Masking
