@@ -13,10 +13,9 @@ from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ran
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.engine.arguments import expect
 from cp_dtensor.engine.call import Call, checked_mask
-from cp_dtensor.engine.choose import Estimate, estimates, fastest
+from cp_dtensor.engine.choose import Estimate, attention_bytes, counted, estimates, fastest
 from cp_dtensor.engine.contexts import inherited
 from cp_dtensor.engine.planner import call_spec
-from cp_dtensor.engine.traffic import attention_bytes, counted
 from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardware, Tier, named
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer

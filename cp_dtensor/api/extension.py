@@ -46,11 +46,10 @@ from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
 from cp_dtensor.engine.arguments import check_devices, check_tensors, refuse_unsupported_sdpa
 from cp_dtensor.engine.call import Call, Sharding, checked_layout, checked_length, refuse_other_lengths, softmax_scale
-from cp_dtensor.engine.choose import Estimate, fastest
+from cp_dtensor.engine.choose import Estimate, counted, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
-from cp_dtensor.engine.run import CallMask, NamedMask
-from cp_dtensor.engine.traffic import counted
+from cp_dtensor.engine.run import CallMask
 from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
 from cp_dtensor.plan.plan import ring_plan
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
@@ -73,7 +72,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # contexts of models, and masks that travel through them as tensors
     "ContextHook", "hooks_held", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
-    "Call", "CallMask", "NamedMask", "is_handle", "handle_of", "value_of",
+    "Call", "CallMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare
     "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts",
     "LENGTH", "Signature",

@@ -189,7 +189,7 @@ def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
     if mask is not None and of_mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Gather first: the host makes tables and launches attention while K/V are in flight.
-    gather = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug)
+    gather = KVGather(call, kv_len)
     keys, values = GatherKV.apply(flex.k, flex.v, gather)
     local_mask = partial(cached_block_mask, kv_len=kv_len, rows=rows)
     return flex.attend_rows(keys, values, rows.positions(flex.q.device), local_mask)

@@ -83,7 +83,7 @@ def _keys(
             "compiled FlexAttention takes layouts that are made for one length if they divide batch rows alike, got "
             f"{layout}"
         )
-    keys, values = KVGather(ranks, layout, kv_len, kv_len, call.transport, call.debug).gather(k, v)
+    keys, values = KVGather(call, kv_len).gather(k, v)
     positions = LocalRows.of(layout, q_len, ranks.rank, ranks.size, q.size(0)).positions(q.device)
     return keys, values, positions.clone(), found.handle(needs_backward)
 
@@ -105,9 +105,7 @@ def _keys_backward(grad_k: torch.Tensor, grad_v: torch.Tensor, left: torch.Tenso
     """Return the gradients of this rank's keys and values: sums over the ranks of those of the gathered rows."""
     found = Left.of(left, in_backward=True)
     assert found is not None
-    call, kv_len = found.call, grad_k.size(2)
-    gather = KVGather(call.ranks, call.layout, kv_len, kv_len, call.transport, call.debug)
-    return gather.reduce_gradients(grad_k, grad_v, local)
+    return KVGather(found.call, grad_k.size(2)).reduce_gradients(grad_k, grad_v, local)
 
 
 def _fake_keys_backward(

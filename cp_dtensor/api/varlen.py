@@ -16,7 +16,7 @@ from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, Options
 from cp_dtensor.engine.contexts import OpenContext, current, queries_alone
 from cp_dtensor.engine.handles import Keys, fake_handle, handle_of
-from cp_dtensor.engine.run import CallMask, NamedMask
+from cp_dtensor.engine.run import CallMask
 from cp_dtensor.spec.documents import Documents, ascending, checked_lengths, packed_mask
 from cp_dtensor.spec.masks import Causal, Full, Mask, SlidingWindow
 
@@ -198,7 +198,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedDocuments(NamedMask):
+class PackedDocuments:
     """Documents of whole sequences of batch rows, one after the other; arguments as of `packed_mask`."""
 
     queries: tuple[int, ...]

@@ -209,10 +209,11 @@ class Staging:
     def stages(self, spec: CallSpec) -> tuple[Stages, Stages]:
         """Return the groups of heads of forward and of backward."""
         tiling = spec.tiling
-        groups, world_size, gathered = tiling.groups, tiling.world_size, tiling.most_rows()
+        groups, world_size, rows = tiling.groups, tiling.world_size, tiling.gathered_rows(0)
+        # Limits of masks by shape were measured against the rows of all ranks, of which a rank gathers nearly all.
+        gathered = sum(map(sum, rows.lengths)) if spec.masking is Masking.BY_SHAPE else tiling.most_rows()
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
-        own = tiling.gathered_rows(0).longest * spec.head_bytes * spec.kv_heads
-        total = gathered * spec.head_bytes * spec.kv_heads
+        own, total = (count * spec.head_bytes * spec.kv_heads for count in (rows.longest, gathered))
         flops = spec.flops(groups) / world_size
         filling = queries // world_size * spec.batch_size * spec.q_heads // self.queries_per_stage
         if spec.masking is not Masking.BY_SHAPE:
@@ -290,8 +291,7 @@ class AllToAll(CollectiveTransport):
         def head_groups(limit: int) -> int:
             return max(1, min(-(-shard // limit), worthwhile, _MOST_HEAD_GROUPS))
 
-        groups = head_groups(self.shard_bytes), head_groups(self.grad_shard_bytes)
-        return ring_plan(tiling, rank, spec.kv_heads, *groups)
+        return ring_plan(tiling, rank, spec.kv_heads, *map(head_groups, (self.shard_bytes, self.grad_shard_bytes)))
 
 
 OUTER_TRANSPORT = AllToAll(transfers_ahead=1)

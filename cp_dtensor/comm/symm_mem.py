@@ -127,10 +127,10 @@ class _PulledKv(KvTransfers):
             workspace.kv_stream.wait_event(workspace.memory_is_free)
             if self._next_stage == 0:
                 workspace.flags.submit(workspace.kv_stream, wait=Flag.KV_READY, overlaps=True)
-            stream, target = workspace.kv_stream.cuda_stream, self._next_rows.data_ptr()
-            for peer, row, peer_row, count in self._plan.pulls:
-                stage = workspace.kv_address(peer) + stage_start
-                copy_bytes(stream, target + row * width, stage + peer_row * width, count * width)
+            stream, target, route = workspace.kv_stream.cuda_stream, self._next_rows.data_ptr(), self._plan.routes[None]
+            for (_, peer, (start, stop)), row in zip(route.recv, route.recv_from, strict=True):
+                source = workspace.kv_address(peer) + stage_start + row * width
+                copy_bytes(stream, target + start * width, source, (stop - start) * width)
             self._next_stage += 1
             if self._next_stage == len(self._widths):
                 workspace.flags.submit(workspace.kv_stream, signal=Flag.KV_TAKEN, overlaps=True)
@@ -176,13 +176,13 @@ class _PulledGrads(GradTransfers):
         return workspace.grads(self._k.dtype)[: plan.rows.total * width].view(-1, width)
 
     def send(self) -> None:
-        plan, workspace = self._plan, self._workspace
+        route, workspace = self._plan.routes[None], self._workspace
         columns = self._widths.popleft()
         width = columns * self._k.itemsize
         workspace.flags.submit(self._stream, signal=Flag.GRAD_READY)
         contributions = [
-            Contribution(rows, self._k.new_empty(len(places), rows[1] - rows[0], columns))
-            for rows, places in plan.grad_pulls
+            Contribution(rows := pieces[0].rows, self._k.new_empty(len(pieces), rows[1] - rows[0], columns))
+            for pieces in route.grads
         ]
         # The stage before this one is received before this one, so two events in turns are enough.
         arrived = workspace.grads_arrived[len(self._widths) % 2]
@@ -193,9 +193,9 @@ class _PulledGrads(GradTransfers):
             workspace.grad_stream.wait_event(workspace.memory_is_free)
             workspace.flags.submit(workspace.grad_stream, wait=Flag.GRAD_READY, overlaps=True)
             stream = workspace.grad_stream.cuda_stream
-            for (rows, places), (_, stack) in zip(plan.grad_pulls, contributions, strict=True):
-                target, count = stack.data_ptr(), (rows[1] - rows[0]) * width
-                for peer, first_row in places:
+            for pieces, firsts, (_, stack) in zip(route.grads, route.grads_from, contributions, strict=True):
+                target, count = stack.data_ptr(), stack.size(1) * width
+                for (_, peer, _), first_row in zip(pieces, firsts, strict=True):
                     copy_bytes(stream, target, workspace.grads_address(peer) + first_row * width, count)
                     target += count
             workspace.flags.submit(workspace.grad_stream, signal=Flag.GRAD_TAKEN, overlaps=True)

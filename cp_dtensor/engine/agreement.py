@@ -335,11 +335,7 @@ def _facts_of_options(call: Call) -> Facts:
 
 
 def end_context(call: Call) -> None:
-    """Count the end of a context, which is the end of a step.
-
-    Raises:
-        PeerError: the ranks have made different calls.
-    """
+    """Count the end of a context, which is the end of a step (see `Calls.begin`)."""
     for calls in calls_of(call.ranks):
         calls.begin(END_OF_CONTEXT, ends_step=True, debug=call.debug)
 

@@ -126,17 +126,9 @@ class Done(NamedTuple):
     """Batch rows that make up the one row of packed tensors."""
 
     def begin(self, x: Tensor, *, backward: bool = False) -> None:
-        """Count a pass before it exchanges anything; `x` is a tensor of the pass.
-
-        Raises:
-            PeerError: the ranks have made different calls.
-        """
+        """Count a pass before it exchanges anything (see `Calls.begin`); `x` is a tensor of the pass."""
         for calls in self.calls:
             calls.begin(self.signature, backward=backward, on_cpu=not x.is_cuda, debug=self.call.debug)
-
-    def values(self, modifiers: Modifiers = NO_MODIFIERS) -> Values:
-        """Return the values of a pass."""
-        return Values(modifiers, self.call.ranks, self.scale)
 
     def __enter__(self) -> None:
         return

@@ -1,7 +1,8 @@
-"""Choice of a method: the work of each, by plans, and its time and memory. The same on every rank."""
+"""Choice of a method: the work of each by its plans, its time and memory, and its bytes. The same on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
@@ -25,6 +26,8 @@ from cp_dtensor.plan.cost import (
 )
 from cp_dtensor.plan.partition import (
     CallSpec,
+    HeadPartition,
+    InnerPartition,
     MergedPartition,
     OuterPartition,
     head_stages,
@@ -35,6 +38,7 @@ from cp_dtensor.plan.partition import (
 )
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import rows_in_order
+from cp_dtensor.spec.layouts import Span
 
 EXPANDED = "expanded "
 """Prefix of a method that sends K/V, where ranks have latents."""
@@ -52,7 +56,7 @@ class Estimate:
     memory: float
     """Bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels."""
     outer_bytes: int = 0
-    """Bytes that the busiest rank receives over the outer axis in both passes; 0 until `engine.traffic` counts them."""
+    """Bytes that the busiest rank receives over the outer axis in both passes; 0 until `counted`."""
     inner_bytes: int = 0
     """Bytes over the inner axis; those of Ulysses, if there is one axis."""
 
@@ -68,16 +72,11 @@ def estimates(spec: CallSpec, cluster: Cluster, transport_method: TransportMetho
     For latents also of each method (with the prefix `EXPANDED`) if ranks expand their own latents and send K/V: that is
     n times fewer rows to expand on n ranks, and none again in backward.
     """
+    by_heads = ulysses_estimate(spec, cluster, transport_method)
     if len(cluster.tiers) == 1:
-        found = {
-            "ring": ring_estimate(spec, cluster, transport_method),
-            "ulysses": ulysses_estimate(spec, cluster, transport_method),
-        }
+        found = {"ring": ring_estimate(spec, cluster, transport_method), "ulysses": by_heads}
     else:
-        found = {
-            "hybrid": ulysses_estimate(spec, cluster, transport_method),
-            "ring": nested_ring_estimate(spec, cluster, transport_method),
-        }
+        found = {"hybrid": by_heads, "ring": nested_ring_estimate(spec, cluster, transport_method)}
     if spec.latent_dims is not None:
         own_rows = rows_in_order(spec.partition.groups()[0].kv_by_rank).longest
         expanding = seconds((expansion(own_rows, spec, 1),), cluster)
@@ -211,3 +210,75 @@ def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> floa
     held = min(1 + transport.transfers_ahead, len(transfers)) + 3
     buffer = max(plan.buffer_rows(transfer) * (transfer.heads[1] - transfer.heads[0]) for transfer in transfers)
     return group + float(own + held * buffer * spec.head_bytes)
+
+
+# Bytes over each axis, of the rank that receives most over it. What a rank keeps does not travel.
+
+
+def counted(found: dict[str, Estimate], bytes_of: Callable[[str], Span]) -> dict[str, Estimate]:
+    """Add bytes to the estimates of methods: those over the outer and the inner axis, by the name of a method."""
+    spans = {name: bytes_of(name) for name in found}
+    return {name: replace(each, outer_bytes=spans[name][0], inner_bytes=spans[name][1]) for name, each in found.items()}
+
+
+def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None = None) -> Span:
+    """Return the bytes over the outer and the inner axis of a method of attention, a key of `estimates`."""
+    if method.startswith(EXPANDED):
+        return attention_bytes(expanded(spec), method.removeprefix(EXPANDED), outer_size, inner_size)
+    if method == "ulysses":
+        return 0, _exchanged_bytes(spec, partition_call(spec, outer_size, 1), 1)
+    if inner_size is None:
+        return max(_ring_rows(spec)) * spec.kv_heads * spec.head_bytes, 0
+    if method == "hybrid":
+        heads = partition_call(spec, inner_size, 1)
+        most_heads = max(stop - start for start, stop in map(heads.kv_groups, range(inner_size)))
+        merged = replace(spec, partition=MergedPartition(spec.partition, inner_size))
+        return max(_ring_rows(merged)) * most_heads * spec.head_bytes, _exchanged_bytes(spec, heads, outer_size)
+    over_outer, over_inner = _nested_rows(spec, outer_size, inner_size)
+    return over_outer * spec.kv_heads * spec.head_bytes, over_inner * spec.kv_heads * spec.head_bytes
+
+
+def _ring_rows(spec: CallSpec) -> list[int]:
+    """Return by rank the rows of K/V, in forward and again in backward, and of gradients, which come from readers."""
+    reading = spec.tiling.reading
+    return [2 * come + back for come, back in zip(reading.received_rows(), reading.sent_rows(), strict=True)]
+
+
+def _nested_rows(spec: CallSpec, outer_size: int, inner_size: int) -> Span:
+    """Return the most rows over each axis: each outer rank's K/V go around a ring within the inner axis."""
+    by_place = [
+        replace(spec, partition=OuterPartition(spec.partition, inner_size, place)) for place in range(inner_size)
+    ]
+    readings = [each.tiling.reading for each in by_place]
+    most = 0
+    for outer_rank in range(outer_size):
+        sources = [
+            source
+            for source in range(outer_size)
+            if source == outer_rank or any(reading.parts(outer_rank, source) for reading in readings)
+        ]
+        partitions = (InnerPartition(spec.partition, inner_size, outer_rank, source) for source in sources)
+        by_source = [_ring_rows(replace(spec, partition=each)) for each in partitions]
+        most = max(most, *map(sum, zip(*by_source, strict=True)))
+    return max(max(_ring_rows(each)) for each in by_place), most
+
+
+def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> int:
+    """Return the bytes over the axis on which rows are exchanged for heads, of the busiest of all ranks."""
+    group = spec.partition.groups()[0]
+    queries, keys = (
+        [sum(segment.length for segment in segments) for segments in by_rank]
+        for by_rank in (group.q_by_rank, group.kv_by_rank)
+    )
+    size, most = heads.world_size, 0
+    for outer_rank in range(outer_size):
+        here = slice(outer_rank * size, (outer_rank + 1) * size)
+        for rank, (q_rows, kv_rows) in enumerate(zip(queries[here], keys[here], strict=True)):
+            groups = heads.kv_groups(rank)
+            first, last = heads.query_heads(groups)
+            of_q, of_kv = last - first, groups[1] - groups[0]
+            # Of forward and of backward: rows of others to this rank's heads, and own rows from the heads of others.
+            q_heads = (sum(queries[here]) - q_rows) * of_q + q_rows * (spec.q_heads - of_q)
+            kv_heads = (sum(keys[here]) - kv_rows) * of_kv + kv_rows * (heads.kv_group_count - of_kv)
+            most = max(most, q_heads * (spec.head_dim + spec.v_head_dim) + kv_heads * sum(spec.kv_dims))
+    return most * spec.batch_size * spec.itemsize

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
@@ -28,8 +27,8 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import whole_heads
 from cp_dtensor.comm.symm_mem_workspace import abandon
-from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.comm.transports import gathers_by_symm_mem
+from cp_dtensor.engine.call import Call
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
@@ -41,30 +40,21 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class KVGather:
-    """The layout of a sharded K/V, and how to gather it."""
+    """A call whose K/V are gathered: by symmetric memory, if its transport may be that and the ranks share it."""
 
-    ranks: SequenceRanks
-    layout: Layout
+    call: Call
     seq_len: int
     """Global number of keys."""
-    rows: int
-    """Rows of the gathered tensors, at least `seq_len`; rows after the last key are zero."""
-    method: TransportMethod
-    """The caller's KV transport: symmetric memory, where the ranks share it, else all-gather."""
-    debug: bool = False
-    """True if the ranks compare at every pass that they make the same calls."""
 
     def gather(self, k: Tensor, v: Tensor) -> Pair:
-        """Gather local (B, H, T, D) and (B, H, T, Dv) to contiguous (B, H, rows, D) and (B, H, rows, Dv)."""
+        """Gather local (B, H, T, D) and (B, H, T, Dv) to those of all keys, contiguous."""
         if self._is_empty(k):
-            return k.new_zeros(*k.shape[:2], self.rows, k.size(3)), v.new_zeros(*v.shape[:2], self.rows, v.size(3))
+            return tuple(x.new_empty(*x.shape[:2], self.seq_len, x.size(3)) for x in (k, v))  # type: ignore[return-value]
         self._begin(k, v, backward=False)
         with on_device(k.device):
             words = in_words(k, v)
             # FlexAttention reads K and V that are contiguous 2% faster than K and V that share the rows of one tensor.
             all_k, all_v = self._read_shared_memory(*words) or self._all_gather(*words)
-            if self.rows > self.seq_len:
-                all_k, all_v = (F.pad(x, (0, 0, 0, self.rows - self.seq_len)) for x in (all_k, all_v))
             return all_k.view(k.dtype), all_v.view(v.dtype)
 
     def reduce_gradients(self, grad_k: Tensor, grad_v: Tensor, local: int) -> Pair:
@@ -74,19 +64,19 @@ class KVGather:
             return out_k, out_v
         self._begin(grad_k, grad_v, backward=True)
         with on_device(grad_k.device):
-            k, v = in_words(grad_k[:, :, : self.seq_len], grad_v[:, :, : self.seq_len])
-            blocks = k.new_empty(self.ranks.size, self._longest, *k.shape[:2], k.size(3) + v.size(3))
+            k, v = in_words(grad_k, grad_v)
+            blocks = k.new_empty(self.call.ranks.size, self._longest, *k.shape[:2], k.size(3) + v.size(3))
             for source, rows in zip((k, v), _split_kv(blocks.flatten(0, 1), k.size(3)), strict=True):
                 self._select_rows(source, rows, to_shards=True)
-            summed = _sum_over_ranks(blocks.view(grad_k.dtype), self.ranks)[:local]
+            summed = _sum_over_ranks(blocks.view(grad_k.dtype), self.call.ranks)[:local]
             for out, rows in zip((out_k, out_v), _split_kv(summed, grad_k.size(3)), strict=True):
                 out.copy_(rows)
         return out_k, out_v
 
     def _begin(self, k: Tensor, v: Tensor, backward: bool) -> None:
         """Count a pass before it exchanges anything."""
-        signature = _signature(self.layout, self.seq_len, k.shape[:2], (k.size(3), v.size(3)), k.dtype)
-        begin_pass(self.ranks, signature, k, backward=backward, debug=self.debug)
+        signature = _signature(self.call.layout, self.seq_len, k.shape[:2], (k.size(3), v.size(3)), k.dtype)
+        begin_pass(self.call.ranks, signature, k, backward=backward, debug=self.call.debug)
 
     def _is_empty(self, k: Tensor) -> bool:
         """Return whether no element is gathered, on any rank."""
@@ -95,15 +85,15 @@ class KVGather:
     @property
     def _longest(self) -> int:
         """Return the tokens of the longest shard."""
-        return max(shard_lengths(self.layout, self.seq_len, self.ranks.size))
+        return max(shard_lengths(self.call.layout, self.seq_len, self.call.ranks.size))
 
     def _read_shared_memory(self, k: Tensor, v: Tensor) -> Pair | None:
         """Gather by the first way of the module's docstring; None, on every rank alike, where it does not apply."""
-        if self.ranks.inner is not None or len(self.layout.batch_groups(k.size(0))) > 1:
+        layout, group = self.call.layout, self.call.ranks.outer
+        if self.call.ranks.inner is not None or len(layout.batch_groups(k.size(0))) > 1:
             return None
-        group = self.ranks.outer
-        rows = _rows_of_every_rank(self.layout, self.seq_len, group.size())
-        if rows is None or not gathers_by_symm_mem(self.method, group, k.device):
+        rows = _rows_of_every_rank(layout, self.seq_len, group.size())
+        if rows is None or not gathers_by_symm_mem(self.call.transport, group, k.device):
             return None
         exchange = whole_heads((k, v), rows)
         if exchange is None:
@@ -122,15 +112,16 @@ class KVGather:
         for rows, shard in zip(_split_kv(packed[: k.size(2)], k.size(3)), (k, v), strict=True):
             rows.copy_(shard)
         all_k, all_v = (x.new_empty(*x.shape[:2], self.seq_len, x.size(3)) for x in (k, v))
-        gathered = _split_kv(self.ranks.gather(packed).flatten(0, 1), k.size(3))
+        gathered = _split_kv(self.call.ranks.gather(packed).flatten(0, 1), k.size(3))
         for source, out in zip(gathered, (all_k, all_v), strict=True):
             self._select_rows(source, out, to_shards=False)
         return all_k, all_v
 
     def _select_rows(self, source: Tensor, out: Tensor, to_shards: bool) -> None:
         """Copy rows (dim 2) of `source` to `out` by `_row_index`, which may differ between batch groups."""
-        for group, (start, stop) in enumerate(self.layout.batch_groups(source.size(0))):
-            index = cached(_row_index, source.device, self.layout, self.seq_len, self.ranks.size, group, to_shards)
+        layout, size = self.call.layout, self.call.ranks.size
+        for group, (start, stop) in enumerate(layout.batch_groups(source.size(0))):
+            index = cached(_row_index, source.device, layout, self.seq_len, size, group, to_shards)
             torch.index_select(source[start:stop], 2, index, out=out[start:stop])
 
 

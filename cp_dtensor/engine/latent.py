@@ -23,8 +23,9 @@ from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.transport import GradTransfers, KvTransfers
 from cp_dtensor.engine.base import Gradients, Plan, Result, Values
 from cp_dtensor.engine.ring import KeyValueGradients, RingPlan
+from cp_dtensor.plan.cost import rows_read
 from cp_dtensor.plan.plan import Step, Steps, head_spans
-from cp_dtensor.spec.layouts import Span, joined_spans
+from cp_dtensor.spec.layouts import Span
 
 EXPANDED_BYTES = 256 << 20
 """Most bytes of the keys and values of a group of heads, unless a single head has more."""
@@ -36,7 +37,7 @@ class ExpandedStep(Step):
 
     whole: Step
     """The step of all heads."""
-    rows: tuple[Span, ...]
+    rows: list[Span]
     """The rows of the step that tiles read. Tiles of this step refer to these rows, one range after the other."""
     latent: Tensor
     """(B, 1, T, R), the latents of these rows."""
@@ -44,11 +45,6 @@ class ExpandedStep(Step):
     """(B, 1, T, Dr), their rotary keys."""
     up: Tensor
     """(h, Dn + Dv, R), of these heads."""
-
-
-def rows_of_tiles(step: Step) -> tuple[Span, ...]:
-    """Return the ranges of key rows that the tiles of a step read."""
-    return tuple(joined_spans(tile.kv for tile in step.tiles))
 
 
 def expanded_steps(steps: Steps, latents: Iterable[tuple[Tensor, Tensor]], up: Tensor) -> Iterator[ExpandedStep]:
@@ -59,12 +55,12 @@ def expanded_steps(steps: Steps, latents: Iterable[tuple[Tensor, Tensor]], up: T
         latents: the latents and rotary keys of each step.
         up: (H, Dn + Dv, R).
     """
-    by_step = [rows_of_tiles(step) for step in steps]
-    most_rows = max(map(_length, by_step), default=0)
-    for step, rows, (latent, rotary) in zip(steps, by_step, latents, strict=True):
+    most_rows = max(map(rows_read, steps), default=0)
+    for step, (latent, rotary) in zip(steps, latents, strict=True):
+        rows = step.spans_read
         width = latent.size(0) * (up.size(1) + rotary.size(3)) * latent.itemsize
         tiles = step.tiles
-        if rows != ((0, latent.size(2)),):
+        if rows != [(0, latent.size(2))]:
             tiles = tuple(replace(tile, kv=_place(tile.kv, rows)) for tile in tiles)
             latent, rotary = (
                 torch.cat([cut(x, None, None, span) for span in rows or ((0, 0),)], dim=2) for x in (latent, rotary)
@@ -77,14 +73,10 @@ def expanded_steps(steps: Steps, latents: Iterable[tuple[Tensor, Tensor]], up: T
             )  # fmt: skip
 
 
-def _length(rows: tuple[Span, ...]) -> int:
-    return sum(stop - start for start, stop in rows)
-
-
-def _place(span: Span, rows: tuple[Span, ...]) -> Span:
+def _place(span: Span, rows: list[Span]) -> Span:
     """Return the place of a span among some rows, one of which contains it.
 
-    >>> _place((6, 8), ((0, 2), (5, 9)))
+    >>> _place((6, 8), [(0, 2), (5, 9)])
     (3, 5)
     """
     before = 0

@@ -70,11 +70,7 @@ def planned(
 
     Args:
         rows: batch rows that make up the one row of packed tensors.
-        needs_lse, needs_grads: as for `run`.
-
-    Raises:
-        ValueError: local tensors that do not fit; calls that differ between ranks, on every rank alike.
-        NotImplementedError: no allowed backend can compute it.
+        needs_lse, needs_grads, and what is raised: as for `run`.
     """
     q, k, v, ranks = t.q, t.k, t.v, call.ranks
     allowed = call.backends or allowed_backends()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.arguments import check_bias
-from cp_dtensor.engine.base import Done, Tensors, modifiers_of, zeros_for_sums
+from cp_dtensor.engine.base import Done, Tensors, Values, modifiers_of, zeros_for_sums
 from cp_dtensor.engine.call import Call, both_masks
 from cp_dtensor.engine.handles import value_of
 from cp_dtensor.engine.planner import planned
@@ -24,7 +23,10 @@ from cp_dtensor.spec.masks import Mask
 
 
 class CallMask(NamedTuple):
-    """The mask that a handle names, for a call."""
+    """The mask of a call that a handle names: what `of_call(call)` of the named object returns, maybe by a collective.
+
+    What it is may be known only when the call runs.
+    """
 
     mask: Mask
     """Of the whole sequence; together with that of the call."""
@@ -32,14 +34,6 @@ class CallMask(NamedTuple):
     """The global (queries, keys), if the mask tells them."""
     rows: int = 1
     """Batch rows whose tokens make up the one row of packed tensors, one after the other."""
-
-
-class NamedMask(ABC):
-    """A mask that a handle names: what it is may be known only when the call runs."""
-
-    @abstractmethod
-    def of_call(self, call: Call) -> CallMask:
-        """Return the mask for a call; the first call over some ranks may be a collective."""
 
 
 def run(
@@ -75,7 +69,7 @@ def run(
     done.begin(q)
     # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
     with no_autocast(q), _torch.below_autograd(), done:
-        values = done.values(modifiers_of(call, t))
+        values = Values(modifiers_of(call, t), call.ranks, done.scale)
         out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
     if rows > 1:
         out, lse = joined_rows(out, rows), joined_rows(lse, rows) if needs_lse else lse
@@ -111,7 +105,7 @@ def run_backward(
         grad_out, out, lse = split_rows(grad_out, rows), split_rows(out, rows), split_rows(lse, rows)
     done.begin(grad_out, backward=True)
     with no_autocast(grad_out), _torch.below_autograd(), done:
-        values = done.values(modifiers)
+        values = Values(modifiers, done.call.ranks, done.scale)
         if not saved:
             q, k, v = split_rows(t.q, rows), split_rows(t.k, rows), split_rows(t.v, rows)
             saved = done.plan.remake_saved(q, k, v, out, dense_lse(lse), values)

@@ -16,7 +16,7 @@ from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import Step as TileStep
 from cp_dtensor.plan.plan import TilePlan, Transfer
 from cp_dtensor.plan.tiles import ShapedMask, Tile
-from cp_dtensor.spec.layouts import Span, joined_spans
+from cp_dtensor.spec.layouts import Span
 
 # Constants of the model, beside `Hardware.launch` and `Hardware.link_latency`. The first three are parts of the
 # vendors' peaks, measured on H200s with NVLink 4 (2xH200 in docs/benchmarks/measured.csv) and assumed of all others.
@@ -327,7 +327,7 @@ def expansion(rows: int, spec: CallSpec, products: int) -> Step:
 
 def rows_read(step: TileStep) -> int:
     """Return the number of key rows that the tiles of a step read."""
-    return sum(map(_length, joined_spans(tile.kv for tile in step.tiles)))
+    return sum(map(_length, step.spans_read))
 
 
 def _pairs(tile: Tile) -> float:

@@ -30,12 +30,17 @@ class Transfer:
     hop: int | None
 
     def sources(self, rank: int, world_size: int) -> Sequence[int]:
-        """Return the ranks that `rank` may receive rows from (no rows come from itself)."""
-        return range(world_size) if self.hop is None else ((rank - self.hop) % world_size,)
+        """Return the ranks that `rank` may receive rows from."""
+        return others(rank, world_size) if self.hop is None else ((rank - self.hop) % world_size,)
 
     def readers(self, rank: int, world_size: int) -> Sequence[int]:
         """Return the ranks that may receive rows of `rank`."""
-        return range(world_size) if self.hop is None else ((rank + self.hop) % world_size,)
+        return others(rank, world_size) if self.hop is None else ((rank + self.hop) % world_size,)
+
+
+def others(rank: int, world_size: int) -> list[int]:
+    """Return all other ranks; each rank begins with another one, so that links are used evenly."""
+    return [(rank + hop) % world_size for hop in range(1, world_size)]
 
 
 @dataclass(frozen=True)
@@ -56,25 +61,13 @@ class Step:
         """That of the transfer; 0 for tiles against this rank's own shard, and where rows come from all ranks."""
         return 0 if self.transfer is None or self.transfer.hop is None else self.transfer.hop
 
+    @property
+    def spans_read(self) -> list[Span]:
+        """Ranges of key rows that the tiles read."""
+        return joined_spans(tile.kv for tile in self.tiles)
+
 
 Steps = tuple[Step, ...]
-
-
-class Pull(NamedTuple):
-    """Consecutive rows of a peer's shard, and their place in the gathered buffer."""
-
-    peer: int
-    row: int
-    peer_row: int
-    rows: int
-
-
-class GradPulls(NamedTuple):
-    """Some rows of this rank's shard, and the places of their gradients in other ranks' symmetric buffers."""
-
-    rows: Span
-    places: tuple[tuple[int, int], ...]
-    """Rank, and the first row in its gathered buffer."""
 
 
 class RoutePiece(NamedTuple):
@@ -88,7 +81,7 @@ class RoutePiece(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The rows of a transfer by all-to-all collectives, whatever its heads."""
+    """The rows of a transfer, whatever its heads, by all-to-all collectives or by copies of other ranks' memory."""
 
     rows: int
     """Rows of the transfer's buffer."""
@@ -96,10 +89,14 @@ class Route(NamedTuple):
     """Number of collectives, equal on all ranks."""
     recv: tuple[RoutePiece, ...]
     """In rows of the transfer's buffer."""
+    recv_from: tuple[int, ...]
+    """The first row of each of `recv` in the shard of its rank, where rows come from all ranks."""
     send: tuple[RoutePiece, ...]
     """In rows of this rank's shard."""
     grads: tuple[tuple[RoutePiece, ...], ...]
     """`send` grouped by slot and rows: each of these ranks returns gradients of the same rows."""
+    grads_from: tuple[tuple[int, ...], ...]
+    """The first row of each of `grads` in the gathered buffer of its rank, as `recv_from`."""
 
 
 @dataclass(frozen=True)
@@ -152,29 +149,6 @@ class TilePlan:
         return tuple(spans) if len(spans) <= _MOST_SPANS else ((spans[0][0], spans[-1][1]),)
 
     @cached_property
-    def pulls(self) -> tuple[Pull, ...]:
-        """All copies into the gathered buffer."""
-        rows = self.rows
-        return tuple(
-            Pull(peer, rows.starts[peer][part], rows.local_span(peer, part)[0], rows.lengths[peer][part])
-            for peer in self._peers
-            for part in self.recv_parts[peer]
-            if rows.lengths[peer][part]
-        )
-
-    @cached_property
-    def grad_pulls(self) -> tuple[GradPulls, ...]:
-        """For each part that this rank sends, the places of its gradients."""
-        places: dict[int, list[tuple[int, int]]] = {}
-        for peer in self._peers:
-            for part, start in zip(self.send_parts[peer], self.send_starts[peer], strict=True):
-                places.setdefault(part, []).append((peer, start))
-        spans = {part: self.rows.local_span(self.rank, part) for part in sorted(places)}
-        return tuple(
-            GradPulls((start, stop), tuple(places[part])) for part, (start, stop) in spans.items() if start < stop
-        )
-
-    @cached_property
     def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
         """The transfers of forward and of backward, in the order of their steps."""
         return tuple(tuple(step.transfer for step in steps if step.transfer) for steps in (self.forward, self.backward))
@@ -195,14 +169,17 @@ class TilePlan:
             send += _pieces(reader, {part: rows.local_span(rank, part) for part in self.send_parts[reader]}, is_hop)
         for piece in send:
             grads.setdefault((piece.slot, piece.rows), []).append(piece)
-        parts = rows.most_parts
-        slots = (parts + 1) // 2 if is_hop else parts  # joined pieces begin at every other part at most
-        return Route(self.buffer_rows(transfer), slots, tuple(recv), tuple(send), tuple(map(tuple, grads.values())))
-
-    @property
-    def _peers(self) -> list[int]:
-        """All other ranks; each rank begins with another one, so that links are used evenly."""
-        return [(self.rank + hop) % self.world_size for hop in range(1, self.world_size)]
+        slots, recv_from, grads_from = rows.most_parts, list[int](), list[tuple[int, ...]]()
+        if is_hop:
+            slots = (slots + 1) // 2  # joined pieces begin at every other part at most
+        else:  # a slot is a part
+            recv_from = [rows.local_span(piece.rank, piece.slot)[0] for piece in recv]
+            starts = [dict(zip(*each, strict=True)) for each in zip(self.send_parts, self.send_starts, strict=True)]
+            grads_from = [tuple(starts[piece.rank][piece.slot] for piece in pieces) for pieces in grads.values()]
+        return Route(
+            self.buffer_rows(transfer), slots, tuple(recv), tuple(recv_from), tuple(send),
+            tuple(map(tuple, grads.values())), tuple(grads_from),
+        )  # fmt: skip
 
 
 def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePiece]:

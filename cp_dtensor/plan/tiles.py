@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -92,14 +92,9 @@ class ShapedMask:
     def is_full(self) -> bool:
         return not self.is_causal
 
-    @property
-    def parts(self) -> tuple[ShapedMask]:
-        """The masks whose union this is: itself."""
-        return (self,)
-
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
+    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[list[Span]]:
         """Return the columns that each row of a tile of that size sees, for pictures and tests."""
-        return [(0, row + 1 if self.is_causal else columns) for row in range(rows)]
+        return [[(0, row + 1 if self.is_causal else columns)] for row in range(rows)]
 
 
 FULL_TILE = ShapedMask(is_causal=False)
@@ -112,13 +107,13 @@ _FEW_SEGMENTS = 16
 
 @dataclass(frozen=True, eq=False)
 class IntervalMask:
-    """Row i of a tile sees the columns whose keys are in the interval of its query: columns lo_i <= j < hi_i.
+    """Row i of a tile sees the columns whose keys are in an interval of its query, or in one of several.
 
-    Compared by identity, since tables on devices are cached by mask object.
+    No row sees a column in two of them. Compared by identity, since tables on devices are cached by mask object.
     """
 
-    interval_sets: tuple[IntervalSet, ...]
-    """One set for all of the tile's batch rows, or one for each."""
+    sets: tuple[tuple[IntervalSet, ...], ...]
+    """For each interval that rows see: one set for all of the tile's batch rows, or one for each."""
     queries: tuple[Segment, ...]
     """The shard of queries; the tile has its rows `q`."""
     q: Span
@@ -129,32 +124,36 @@ class IntervalMask:
     is_full: ClassVar[bool] = False
     is_causal: ClassVar[bool] = False
 
-    @property
-    def parts(self) -> tuple[IntervalMask]:
-        """The masks whose union this is: itself."""
-        return (self,)
+    def union(self, others: Iterable[IntervalMask]) -> IntervalMask:
+        """Return the union with masks of the same queries and keys, in the smallest tile that holds all of them."""
+        masks = (self, *others)
+        rows, columns = [*chain(*[mask.q for mask in masks])], [*chain(*[mask.kv for mask in masks])]
+        sets = tuple(chain(*[mask.sets for mask in masks]))
+        return replace(self, sets=sets, q=(min(rows), max(rows)), kv=(min(columns), max(columns)))
 
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[Span]:
+    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[list[Span]]:
         """Return the columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
-        bands = self.interval_sets[batch_row if len(self.interval_sets) > 1 else 0]
         positions = [position for segment in self.queries for position in segment.positions()]
-        seen = []
+        seen: list[list[Span]] = []
         for position in positions[slice(*self.q)]:
-            band = next((band for band in bands if band.first <= position < band.last), None)
-            lo, hi = (0, 0) if band is None else map(self.keys.rows_before, band.keys(position))
-            seen.append((max(lo - self.kv[0], 0), min(hi, self.kv[1]) - self.kv[0]))
+            seen.append([])
+            for of_batch in self.sets:
+                bands = of_batch[batch_row if len(of_batch) > 1 else 0]
+                band = next((band for band in bands if band.first <= position < band.last), None)
+                lo, hi = (0, 0) if band is None else map(self.keys.rows_before, band.keys(position))
+                seen[-1].append((max(lo - self.kv[0], 0), min(hi, self.kv[1]) - self.kv[0]))
         return seen
 
     @cached_property
     def pairs(self) -> int:
         """Number of (row, column) pairs, on average over batch rows; an estimate for stripes and many segments."""
         total = 0.0
-        for bands in self.interval_sets:
+        for bands in chain(*self.sets):
             for segment in self.queries:
                 share = segment.length / max(segment.last + 1 - segment.start, 1)  # of a stripe's range
                 for band in clipped_bands(bands, (segment.start, segment.last + 1), self.keys.positions):
                     total += share * self._pairs_of(band)
-        return int(total) // len(self.interval_sets)
+        return int(total) // len(self.sets[0])
 
     def _pairs_of(self, band: IntervalBand) -> float:
         """Return pairs of all queries of a clipped band with this tile's keys."""
@@ -168,44 +167,7 @@ class IntervalMask:
         return total
 
 
-@dataclass(frozen=True, eq=False)
-class UnionMask:
-    """Row i of a tile sees the columns that it sees in any of several masks: at most one interval of each.
-
-    No row sees a column in two of them, and they have the same queries, rows, keys and columns. Compared by identity,
-    as `IntervalMask`.
-    """
-
-    parts: tuple[IntervalMask, ...]
-
-    is_full: ClassVar[bool] = False
-    is_causal: ClassVar[bool] = False
-
-    @staticmethod
-    def of(masks: Sequence[IntervalMask]) -> UnionMask:
-        """Return the union of masks of the same queries and keys, in the smallest tile that holds all of them."""
-        rows = [row for mask in masks for row in mask.q]
-        columns = [column for mask in masks for column in mask.kv]
-        q, kv = (min(rows), max(rows)), (min(columns), max(columns))
-        return UnionMask(tuple(replace(mask, q=q, kv=kv) for mask in masks))
-
-    @property
-    def q(self) -> Span:
-        """The tile's rows, counted in rows of the shard of queries."""
-        return self.parts[0].q
-
-    @property
-    def kv(self) -> Span:
-        """The tile's columns, counted in rows of the keys."""
-        return self.parts[0].kv
-
-    @cached_property
-    def pairs(self) -> int:
-        """Number of (row, column) pairs, as of `IntervalMask`."""
-        return sum(part.pairs for part in self.parts)
-
-
-TileMask = ShapedMask | IntervalMask | UnionMask
+TileMask = ShapedMask | IntervalMask
 
 
 # Tiles
@@ -227,7 +189,7 @@ class Tile:
 
 def joined(tiles: Iterable[Tile]) -> list[Tile]:
     """Return fewer and larger tiles that cover the same pairs: adjacent full tiles are one."""
-    for dim, other in (("kv", "q"), ("q", "kv")):
+    for dim, other in (("q", "kv"), ("kv", "q")):
         found: list[Tile] = []
         for tile in sorted(tiles, key=attrgetter(other, dim)):
             last = found[-1] if found else tile

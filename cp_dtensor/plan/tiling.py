@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, zip_longest
@@ -21,7 +21,6 @@ from cp_dtensor.plan.tiles import (
     KeyRun,
     Tile,
     TileMask,
-    UnionMask,
     joined,
     runs_of,
 )
@@ -134,7 +133,7 @@ class Masking(Enum):
     INTERVALS = "by row"
     """Every row sees an interval of columns. For any mask."""
     INTERVALS_TOGETHER = "by row, of several intervals"
-    """Every row sees the intervals of all interval sets of the mask, for backends that take `UnionMask`."""
+    """Every row sees the intervals of all interval sets of the mask, for backends that take several."""
     INTERVALS_IN_RUNS = "by row, in runs of positions"
     """Intervals, for calls that change softmax weights; tiles begin at multiples of `RUN` positions if shards do, which
     makes dropout faster."""
@@ -143,116 +142,122 @@ class Masking(Enum):
 
 
 class Tiling(ABC):
-    """Tiles of all ranks of an axis, and the K/V rows that they read; the same on every rank."""
+    """Tiles of all ranks of an axis, and the K/V rows that they read; the same on every rank.
 
-    groups: tuple[GroupSegments, ...]
-    """Segments of all ranks, by batch groups."""
+    Shards are cut into parts. A rank gathers the parts of other shards that its queries attend to, in the order of
+    their positions and without gaps, so that many of them are one run of keys.
+    """
+
+    def __init__(self, groups: tuple[GroupSegments, ...]) -> None:
+        self.groups = groups
+        """Segments of all ranks, by batch groups."""
+        self._rows: dict[int, GatheredRows] = {}
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.groups[0].world_size
 
+    @cached_property
     @abstractmethod
-    def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
-        """Return tiles of `rank`'s queries against the shard of `source` (maybe its own), in rows of that shard."""
+    def pieces(self) -> list[list[list[list[Segment]]]]:
+        """`pieces[index][owner][part]`: the segments of a part of a shard in a batch group, none of them empty."""
+
+    @cached_property
+    @abstractmethod
+    def seen(self) -> list[list[list[int]]]:
+        """`seen[index][rank]`: the edges of ranges of key positions that a rank's queries see in a batch group."""
 
     @abstractmethod
-    def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
-        """Return tiles of `rank`'s queries against all other ranks' keys, in rows of `gathered_rows`."""
+    def tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
+        """Yield tiles against parts of shards; `starts` has the first row of each (owner, part), in ascending order."""
 
-    @abstractmethod
-    def gathered_rows(self, rank: int) -> GatheredRows:
-        """Return where each part of each shard lies in the K/V that `rank` gathers; lengths are those of all parts."""
-
-    @property
-    @abstractmethod
+    @cached_property
     def reading(self) -> Reading:
         """The parts of other shards that each rank's queries attend to."""
+        return Reading(self.pieces, self.seen)
+
+    @cached_property
+    def _lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Rows of each part of each shard."""
+        return tuple(tuple(sum(each.length for each in part) for part in parts) for parts in self.pieces[0])
+
+    def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
+        """Return tiles of `rank`'s queries against the shard of `source` (maybe its own), in rows of that shard."""
+        firsts = list(accumulate(self._lengths[source], initial=0))
+        parts = range(len(firsts) - 1) if rank == source else self.recv_parts(rank, source)
+        return tuple(self.tiles(rank, {(source, part): firsts[part] for part in parts}, source))
+
+    def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
+        """Return tiles of `rank`'s queries against all other ranks' keys, in rows of `gathered_rows`."""
+        rows = self.gathered_rows(rank)
+        return tuple(self.tiles(rank, {(owner, part): rows.starts[owner][part] for owner, part in rows.places}, None))
+
+    def gathered_rows(self, rank: int) -> GatheredRows:
+        """Return the places of parts of shards in the K/V that `rank` gathers; lengths are those of all parts."""
+        rows = self._rows.get(rank)
+        if rows is None:
+            rows = self._rows.setdefault(rank, GatheredRows.of(self._lengths, self.reading.places(rank)))
+        return rows
 
     def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
         """Return the parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
         return self.reading.parts(rank, source)
 
-    @abstractmethod
     def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
         """Return the first row of each of `recv_parts` in the gathered buffer of `rank`."""
+        return self.reading.starts(rank, source)
 
-    @abstractmethod
     def most_rows(self) -> int:
         """Return the rows of the longest of all ranks' gathered buffers."""
+        return max(self.reading.received_rows())
 
 
 # Tiles by shape
 
 
-@dataclass(frozen=True)
 class ShapeTiling(Tiling):
-    """Rectangles and triangles of a plain mask; parts are segments. Gathered buffers have the rows of all ranks."""
+    """Rectangles and triangles of a plain mask; parts are segments."""
 
-    groups: tuple[GroupSegments, ...]
-    mask: Mask
+    def __init__(self, groups: tuple[GroupSegments, ...], mask: Mask) -> None:
+        super().__init__(groups)
+        self._mask = mask
 
-    def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
-        return tuple(
-            replace(tile, source=source, batch=group.batch)
-            for group in self.groups
-            for tile in joined(_tiles_between(group.q_by_rank[rank], group.kv_by_rank[source], self.mask))
-        )
-
-    def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
-        """Return tiles (see `Tiling`). Causal attention in a head-tail layout takes two, for any number of ranks."""
-        found: list[Tile] = []
-        for group in self.groups:
-            found += joined(
-                replace(tile, batch=group.batch, kv=_shift(tile.kv, start))
-                for source, starts in enumerate(self.gathered_rows(rank).starts)
-                if source != rank
-                for segment, start in zip(group.kv_by_rank[source], starts, strict=True)
-                for tile in _tiles_between(group.q_by_rank[rank], (segment,), self.mask)
+    def tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
+        """Yield tiles (see `Tiling`). Causal attention in a head-tail layout takes two, for any number of ranks."""
+        for group, pieces in zip(self.groups, self.pieces, strict=True):
+            queries = group.q_by_rank[rank]
+            filled = [segment for segment in queries if segment.length]
+            ascend = all(one.last < other.start for one, other in pairwise(filled))
+            if self._mask == Causal() and rank == source and queries == group.kv_by_rank[rank] and filled and ascend:
+                whole = 0, sum(segment.length for segment in filled)
+                yield Tile(rank, group.batch, whole, whole, CAUSAL_TILE)
+                continue
+            yield from joined(
+                Tile(source, group.batch, _shift(q_span, q_row), _shift(kv_span, start), mask)
+                for (owner, part), start in starts.items()
+                for keys in pieces[owner][part]
+                for q_row, segment in _with_first_rows(queries)
+                for q_span, kv_span, mask in _segment_tiles(segment, keys, self._mask)
+                if q_span[0] < q_span[1] and kv_span[0] < kv_span[1]
             )
-        return tuple(found)
-
-    def gathered_rows(self, rank: int) -> GatheredRows:
-        return self._all_rows
 
     @cached_property
-    def _all_rows(self) -> GatheredRows:
-        return rows_in_order(self.groups[0].kv_by_rank)
-
-    @cached_property
-    def reading(self) -> Reading:
-        """See `Tiling`. Under a causal mask, queries see all positions up to the last one of theirs."""
-        parts = [
+    def pieces(self) -> list[list[list[list[Segment]]]]:
+        return [
             [[[each] if each.length else [] for each in segments] for segments in group.kv_by_rank]
             for group in self.groups
         ]
-        return Reading(parts, [list(map(self._seen, group.q_by_rank)) for group in self.groups])
 
-    def _seen(self, queries: Sequence[Segment]) -> Span:
-        last = max((segment.last for segment in queries if segment.length), default=-1)
-        return 0, last + 1 if self.mask == Causal() or last < 0 else FAR
+    @cached_property
+    def seen(self) -> list[list[list[int]]]:
+        """See `Tiling`. Under a causal mask, queries see all positions up to the last one of theirs."""
 
-    def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
-        return tuple(self._all_rows.starts[source][part] for part in self.recv_parts(rank, source))
+        def edges(queries: Sequence[Segment]) -> list[int]:
+            last = max((segment.last for segment in queries if segment.length), default=-1)
+            return [0, last + 1 if self._mask == Causal() or last < 0 else FAR]
 
-    def most_rows(self) -> int:
-        return self._all_rows.total
-
-
-def _tiles_between(q: tuple[Segment, ...], kv: tuple[Segment, ...], mask: Mask) -> list[Tile]:
-    """Return tiles between the local rows of two shards; the caller sets `source` and `batch`."""
-    filled = [segment for segment in q if segment.length]
-    if mask == Causal() and q == kv and all(one.last < other.start for one, other in pairwise(filled)):
-        length = sum(segment.length for segment in q)  # positions ascend: the whole shard is one triangle
-        return [Tile(None, (0, 0), (0, length), (0, length), CAUSAL_TILE)] if length else []
-    return [
-        Tile(None, (0, 0), _shift(q_span, q_row), _shift(kv_span, kv_row), tile_mask)
-        for q_row, q_segment in _with_first_rows(q)
-        for kv_row, kv_segment in _with_first_rows(kv)
-        for q_span, kv_span, tile_mask in _segment_tiles(q_segment, kv_segment, mask)
-        if q_span[0] < q_span[1] and kv_span[0] < kv_span[1]
-    ]
+        return [list(map(edges, group.q_by_rank)) for group in self.groups]
 
 
 def _segment_tiles(q: Segment, kv: Segment, mask: Mask) -> Iterator[tuple[Span, Span, TileMask]]:
@@ -301,41 +306,17 @@ class IntervalTiling(Tiling):
     def __init__(
         self, groups: tuple[GroupSegments, ...], mask: Mask, masking: Masking, lengths: tuple[int, int]
     ) -> None:
-        self.groups = groups
+        super().__init__(groups)
         self._unbroken = masking is Masking.INTERVALS_UNBROKEN
         self._together = masking is Masking.INTERVALS_TOGETHER
-        self._rows: dict[int, GatheredRows] = {}
         self._run = RUN if masking is Masking.INTERVALS_IN_RUNS else 1
         """Ranks receive whole multiples of so many positions; tiles begin at multiples of it, in rows and columns."""
         by_row = interval_sets_of(mask, *lengths, groups[-1].batch[1])
         self._sets: tuple[tuple[IntervalSet, ...], ...] = tuple(zip_longest(*by_row, fillvalue=()))
         """`_sets[index]`: the index-th interval set of every batch row, or one for all rows."""
 
-    def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
-        parts = range(len(self._cuts[source]) - 1) if rank == source else self.recv_parts(rank, source)
-        starts = {(source, part): self._cuts[source][part] for part in parts}
-        return tuple(self._tiles(rank, starts, source))
-
-    def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
-        rows = self.gathered_rows(rank)
-        starts = {(source, part): rows.starts[source][part] for source, part in rows.places}
-        return tuple(self._tiles(rank, starts, None))
-
-    def gathered_rows(self, rank: int) -> GatheredRows:
-        rows = self._rows.get(rank)
-        if rows is None:
-            rows = self._rows.setdefault(rank, GatheredRows.of(self._lengths, self.reading.places(rank)))
-        return rows
-
-    def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
-        return self.reading.starts(rank, source)
-
-    def most_rows(self) -> int:
-        return max(self.reading.received_rows())
-
-    def _tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
-        """Yield tiles against parts of shards; `starts` has their first rows, in the order of rows."""
-        for group, pieces in zip(self.groups, self._pieces, strict=True):
+    def tiles(self, rank: int, starts: dict[tuple[int, int], int], source: int | None) -> Iterator[Tile]:
+        for group, pieces in zip(self.groups, self.pieces, strict=True):
             placed = [
                 (start + row, piece)
                 for (owner, part), start in starts.items()
@@ -346,7 +327,7 @@ class IntervalTiling(Tiling):
                 masks = (self._mask_of_tile(sets, group.q_by_rank[rank], run) for sets in of_batch)
                 found = [mask for mask in masks if mask is not None]
                 is_joined = self._together and 1 < len(found) <= _MOST_TOGETHER
-                for mask in [UnionMask.of(found)] if is_joined else found:
+                for mask in [found[0].union(found[1:])] if is_joined else found:
                     kv = first_row + mask.kv[0], first_row + mask.kv[1]
                     yield Tile(source, group.batch, mask.q, kv, mask)
 
@@ -365,12 +346,10 @@ class IntervalTiling(Tiling):
         if not rows:
             return None
         q, kv = ((min(places) // self._run * self._run, max(places)) for places in (rows, columns))
-        return IntervalMask(sets, queries, q, run, kv)
+        return IntervalMask((sets,), queries, q, run, kv)
 
     @cached_property
-    def _seen(self) -> list[list[list[int]]]:
-        """`_seen[index][rank]`: the edges of ranges of key positions that a rank's queries see in a batch group."""
-
+    def seen(self) -> list[list[list[int]]]:
         def edges(batch: Span, queries: Sequence[Segment]) -> list[int]:
             sets = (bands for sets in self._sets for bands in _of_batch(sets, batch))
             keys = (band.key_range for bands in sets for _, _, band in _bands_by_segment(queries, bands))
@@ -382,7 +361,7 @@ class IntervalTiling(Tiling):
     @cached_property
     def _cuts(self) -> list[list[int]]:
         """Rows where each rank's shard is cut into parts; equally many on every rank."""
-        edges = list(map(_with_readers, self._seen))
+        edges = list(map(_with_readers, self.seen))
         cuts = [self._cuts_of(owner, edges) for owner in range(self.world_size)]
         most = max(map(len, cuts))
         return [rows + [rows[-1]] * (most - len(rows)) for rows in cuts]
@@ -401,19 +380,8 @@ class IntervalTiling(Tiling):
         return sorted(cuts) if len(cuts) <= _MOST_PARTS else whole
 
     @cached_property
-    def _pieces(self) -> list[list[list[list[Segment]]]]:
-        """`_pieces[index][owner][part]`: the segments of a part of a shard in a batch group."""
+    def pieces(self) -> list[list[list[list[Segment]]]]:
         return [list(map(_divided, group.kv_by_rank, self._cuts)) for group in self.groups]
-
-    @cached_property
-    def reading(self) -> Reading:
-        """See `Tiling`."""
-        return Reading(self._pieces, self._seen)
-
-    @cached_property
-    def _lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Rows of each part of each shard."""
-        return tuple(tuple(stop - start for start, stop in pairwise(rows)) for rows in self._cuts)
 
 
 def _of_batch(sets: tuple[IntervalSet, ...], batch: Span) -> tuple[IntervalSet, ...]:

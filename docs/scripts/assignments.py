@@ -87,7 +87,7 @@ def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:
     """Return the (query, key) pairs of a tile that its mask allows in one of its batch rows: (rows, columns)."""
     rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
     seen = np.zeros((rows, columns), dtype=bool)
-    for part in tile.mask.parts:
-        for row, (first, last) in enumerate(part.intervals(rows, columns, batch_row)):
+    for row, spans in enumerate(tile.mask.intervals(rows, columns, batch_row)):
+        for first, last in spans:
             seen[row, first : max(first, last)] = True
     return seen

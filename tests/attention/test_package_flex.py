@@ -19,7 +19,7 @@ from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention, Geometr
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import TileMask, UnionMask
+from cp_dtensor.plan.tiles import IntervalMask, TileMask
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalBand
 
@@ -102,13 +102,13 @@ def test_launches_that_cannot_be_recorded_are_the_package_s(flex: Patch, problem
     assert sorted(module.executed) == ["backward"] * 5 + ["forward"] * 5, "twice for a small tile, then for each call"
 
 
-def union_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> UnionMask:
+def union_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> IntervalMask:
     """That mask, and two more intervals of some rows: one before its own and one behind it, with gaps between."""
     whole = interval_mask(rows, columns, batch)
-    between = tuple(tuple(band._replace(lo=40, hi=columns - 60) for band in bands) for bands in whole.interval_sets)
+    between = tuple(tuple(band._replace(lo=40, hi=columns - 60) for band in bands) for bands in whole.sets[0])
     before = ((IntervalBand(0, 200, 0, 30), IntervalBand(210, rows, 3, 4)),) * batch
     behind = tuple((IntervalBand(5, 90 + 30 * row, columns - 50, columns - 20),) for row in range(batch))
-    return UnionMask.of([replace(whole, interval_sets=sets) for sets in (between, before, behind)])
+    return replace(whole, sets=(between, before, behind))
 
 
 class Dense(AttentionBackend):

@@ -34,7 +34,7 @@ def test_rows_see_what_the_mask_says(layout: object) -> None:
             seen = torch.zeros(len(lo), columns, dtype=torch.bool)
             for batch_row in range(len(lo)):
                 wanted = [
-                    span if span[0] < span[1] else (0, 0) for span in tile.mask.intervals(rows, columns, batch_row)
+                    span if span[0] < span[1] else (0, 0) for (span,) in tile.mask.intervals(rows, columns, batch_row)
                 ]
                 assert list(zip(lo[batch_row].tolist(), hi[batch_row].tolist(), strict=True)) == wanted
                 for start, stop in wanted:

@@ -15,8 +15,7 @@ from cp_dtensor.api import explain as api
 from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transports import ROTATE_METHODS
-from cp_dtensor.engine.choose import Estimate, _by_heads, estimates, ring_estimate
-from cp_dtensor.engine.traffic import attention_bytes
+from cp_dtensor.engine.choose import Estimate, _by_heads, attention_bytes, estimates, ring_estimate
 from cp_dtensor.plan.cost import Cluster, Hardware, Step, Tier, seconds
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, head_stages
 from cp_dtensor.plan.tiling import Masking
@@ -293,13 +292,13 @@ def test_explain_refuses_what_attention_has_no_tensors_of(dtype: object) -> None
 
 def test_rings_hold_what_is_in_flight() -> None:
     """By hop one shard each: of 3 steps, 2 of gradients and 1 of contributions, and the own one; one step has no hops
-    ahead of it. All ranks' at once are 8 shards: 1 stage of K/V and none ahead."""
+    ahead of it. All others' at once are 7 shards: 1 stage of K/V and none ahead."""
     call = dataclasses.replace(shape(2048), partition=LayoutPartition(Contiguous(), 2048, 2048, 1, 8), mask=Full())
     shard = 2048 // 8 * call.head_bytes * call.kv_heads
     for transport, shards in (
         (AllToAll(), 3 + 3 + 1),
         (AllToAll(transfers_ahead=1), 2 + 3 + 1),
-        (AllGather(), 8 * 4 + 1),
+        (AllGather(), 7 * 4 + 1),
     ):
         assert ring_estimate(call, SHARED, transport).memory == pytest.approx(shards * shard)
     alone = dataclasses.replace(call, partition=LayoutPartition(Contiguous(), 512, 512, 1, 2))

@@ -84,7 +84,7 @@ def test_lengths_below_the_number_of_ranks_by_every_method(rotate_method: str, s
 @each_layout
 def test_no_batch_rows(layout: Layout) -> None:
     def body(rank: int) -> None:
-        keys = kv_gather(layout, LENGTH, LENGTH, AllGather())
+        keys = kv_gather(layout, LENGTH, AllGather())
         local = layout.local_length(LENGTH, rank, RANKS)
         k, v = keys.gather(torch.empty(0, 2, local, 8), torch.empty(0, 2, local, 4))
         assert (k.shape, v.shape) == ((0, 2, LENGTH, 8), (0, 2, LENGTH, 4))

@@ -122,7 +122,7 @@ def test_tiles(merge: Any, bias: torch.Tensor, is_causal: bool) -> None:
     positions, rows = Segment.contiguous(0, LENGTH), (0, LENGTH)
     band = IntervalBand(first=0, last=LENGTH, lo=0, hi=LENGTH, left=LENGTH, right=0 if is_causal else LENGTH)
     spans = ((0, 20), (20, LENGTH))
-    masks = [IntervalMask(((band,),), (positions,), rows, KeyRun((positions,)), span) for span in spans]
+    masks = [IntervalMask((((band,),),), (positions,), rows, KeyRun((positions,)), span) for span in spans]
     backend = IntervalAttention(Modifiers(bias))
     parts = [
         backend.forward(q, k[:, :, slice(*span)], v[:, :, slice(*span)], mask, 0.25)

@@ -119,7 +119,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def tile(*bands: IntervalBand) -> IntervalMask:
     positions, rows = Segment.contiguous(0, 40), (0, 40)
-    return IntervalMask((bands,), (positions,), rows, KeyRun((positions,)), rows)
+    return IntervalMask(((bands,),), (positions,), rows, KeyRun((positions,)), rows)
 
 
 def run_tile(mask: IntervalMask, tensors: Tensors) -> Tensors:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import HeadTail, context_parallel_attention, context_parallel_unshard
-from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.gather_kv import GatherKV, KVGather
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -114,7 +114,7 @@ def test_of_unshard_which_is_linear(grad: Any) -> None:
 
 def test_of_gathered_kv_of_flex_attention() -> None:
     def body(rank: int) -> None:
-        keys = KVGather(SequenceRanks(dist.group.WORLD), HeadTail(), 8, 8, AllGather())
+        keys = KVGather(Call(SequenceRanks(dist.group.WORLD)), 8)
         k, v = (torch.randn(1, 2, 2, 4, dtype=torch.float64) for _ in range(2))
         with refused():
             functional.hvp(lambda k: GatherKV.apply(k, v, keys)[0].square().sum(), k, torch.ones_like(k))

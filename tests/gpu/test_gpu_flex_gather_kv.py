@@ -36,7 +36,7 @@ def test_every_bit_arrives(gpus: Processes, layout: Layout, rotate_method: str) 
 
 def _there_and_back(inputs: Tensors, layout: Layout, rotate_method: str) -> Tensors:
     k, v, grad_k, grad_v = inputs
-    keys = kv_gather(layout, LENGTH, LENGTH, ROTATE_METHODS[rotate_method])
+    keys = kv_gather(layout, LENGTH, ROTATE_METHODS[rotate_method])
     return *keys.gather(k, v), *keys.reduce_gradients(grad_k, grad_v, k.size(2))
 
 

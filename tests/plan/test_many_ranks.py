@@ -91,7 +91,7 @@ def test_a_ring(layout: str, mask: str, transport: KVTransport, many: int) -> No
 
     def plan(ranks: int) -> object:
         found = transport.plan(specs[ranks], ranks // 2)
-        return found, found.routes, found.pulls, found.grad_pulls
+        return found, found.routes
 
     assert_linear(plan, many)
 
@@ -144,7 +144,7 @@ def test_ranks_read_the_parts_that_they_see(case: Case, most_parts: int) -> None
             count = sum(rows[0].lengths[owner][part] for part in parts)
             received[reader] += count
             sent[owner] += count
-            firsts = [tiling._pieces[0][owner][part][0].start for part in parts]
+            firsts = [tiling.pieces[0][owner][part][0].start for part in parts]
             places += list(zip(firsts, tiling.recv_starts(reader, owner), strict=True))
             assert tiling.recv_starts(reader, owner) == tuple(rows[reader].starts[owner][part] for part in parts)
         assert [row for _, row in sorted(places)] == sorted(row for _, row in places)
@@ -155,7 +155,7 @@ def test_ranks_read_the_parts_that_they_see(case: Case, most_parts: int) -> None
 
 def parts_seen(tiling: tilings.IntervalTiling, reader: int, owner: int) -> tuple[int, ...]:
     found = set()
-    for seen, parts in zip(tiling._seen, tiling._pieces, strict=True):
+    for seen, parts in zip(tiling.seen, tiling.pieces, strict=True):
         ranges = list(zip(seen[reader][::2], seen[reader][1::2], strict=True))
         for part, segments in enumerate(parts[owner]):
             if any(start <= each.last and each.start < stop for each in segments for start, stop in ranges):

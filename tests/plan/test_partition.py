@@ -138,7 +138,7 @@ def test_tiles_of_merged_rows_cover_every_allowed_pair_exactly_once(
 ) -> None:
     count, groups = case.nothing_counted(), case.merged.groups()
     for outer_rank in range(case.outer):
-        count_covered(count, groups, outer_rank, (0, 1), tiles_of(groups, outer_rank, case.call.mask))
+        count_covered(count, groups, outer_rank, (0, 1), tiles_of(groups, outer_rank, case.call.mask), case.call.mask)
     case.check_covered_once(count)
 
 
@@ -181,7 +181,7 @@ def test_inner_rings_of_all_outer_hops_cover_every_allowed_pair_exactly_once(cas
             groups = InnerPartition(case.whole, inner, outer_rank, source).groups()
             for inner_rank in range(inner):
                 tiles = [as_of_whole(tile, source, inner) for tile in ring(groups, inner_rank, case.call.mask)]
-                count_covered(count, whole, outer_rank * inner + inner_rank, (0, 1), tiles)
+                count_covered(count, whole, outer_rank * inner + inner_rank, (0, 1), tiles, case.call.mask)
     case.check_covered_once(count)
 
 

@@ -29,15 +29,12 @@ any_stages = st.builds(Stages, local=st.integers(1, 4), remote=st.integers(1, 7)
 def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
     """(call, key/value heads, the plans of all ranks)."""
     call, kv_heads = draw(calls(longest=30)), draw(st.integers(1, 5))
+    tiling, ranks = ShapeTiling(call.groups, call.mask), range(call.ranks)
     if draw(st.booleans()):
         groups = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-        return call, kv_heads, [
-            ring_plan(ShapeTiling(call.groups, call.mask), rank, kv_heads, *groups) for rank in range(call.ranks)
-        ]  # fmt: skip
+        return call, kv_heads, [ring_plan(tiling, rank, kv_heads, *groups) for rank in ranks]
     stages = draw(any_stages), draw(any_stages)
-    return call, kv_heads, [
-        gathered_plan(ShapeTiling(call.groups, call.mask), rank, kv_heads, *stages) for rank in range(call.ranks)
-    ]  # fmt: skip
+    return call, kv_heads, [gathered_plan(tiling, rank, kv_heads, *stages) for rank in ranks]
 
 
 def brought(plan: TilePlan, transfer: Transfer) -> list[tuple[int, int, Span]]:
@@ -62,7 +59,7 @@ def test_steps_cover_every_allowed_pair_of_every_head_once(
     count = np.zeros((call.batch, kv_heads, call.q_len, call.kv_len), dtype=np.int64)
     for plan in plans:
         for step in steps_of(plan):
-            count_covered(count, call.groups, plan.rank, step.heads, step.tiles)
+            count_covered(count, call.groups, plan.rank, step.heads, step.tiles, call.mask)
     np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
@@ -71,7 +68,7 @@ def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
     """Of each head the own shard comes first and waits for nothing; ranks have equal transfers in one order."""
     call, kv_heads, plans = case
     for plan in plans:
-        assert plan.rows == gathered_rows(call.groups)
+        assert plan.rows == gathered_rows(call.groups, plan.rank, call.mask)
         assert plan.recv_parts[plan.rank] == plan.send_parts[plan.rank] == ()
         assert [plans[source].send_parts[plan.rank] for source in range(call.ranks)] == list(plan.recv_parts)
     for steps_of in PASSES.values():
@@ -92,17 +89,22 @@ def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
 def test_gradients_are_pulled_from_where_rows_were_pulled_to(case: tuple[Call, int, Plans]) -> None:
     """The owner of each pulled row pulls its gradient from the same place, from the next rank first."""
     plans = case[2]
-    pulled = [(pull.peer, reader.rank, pull.peer_row, pull.row, pull.rows) for reader in plans for pull in reader.pulls]
+    routes = [(plan, plan.routes[None]) for plan in plans if None in plan.routes]
+    pulled = [
+        (piece.rank, reader.rank, row, *piece.rows)
+        for reader, route in routes
+        for piece, row in zip(route.recv, route.recv_from, strict=True)
+    ]
     grads = [
-        (owner.rank, reader, rows[0], row, rows[1] - rows[0])
-        for owner in plans
-        for rows, places in owner.grad_pulls
-        for reader, row in places
+        (owner.rank, piece.rank, piece.rows[0], row, row + piece.rows[1] - piece.rows[0])
+        for owner, route in routes
+        for pieces, firsts in zip(route.grads, route.grads_from, strict=True)
+        for piece, row in zip(pieces, firsts, strict=True)
     ]
     assert sorted(grads) == sorted(pulled)
-    for owner in plans:
-        for _, places in owner.grad_pulls:
-            hops = [(reader - owner.rank) % owner.world_size for reader, _ in places]
+    for owner, route in routes:
+        for pieces in route.grads:
+            hops = [(piece.rank - owner.rank) % owner.world_size for piece in pieces]
             assert hops == sorted(hops)
 
 
@@ -167,17 +169,17 @@ def test_head_spans_are_all_heads_in_order_and_in_groups_of_nearly_equal_size(kv
 
 
 def test_head_tail_causal_by_hand() -> None:
-    """Rank 0 of 2 owns positions 0 1 6 7, rank 1 owns 2 3 4 5; the buffer is 0 1 | 2 3 | 4 5 | 6 7."""
+    """Rank 0 of 2 owns positions 0 1 6 7 and gathers 2 3 | 4 5; rank 1 owns 2 3 4 5 and gathers 0 1."""
     call = Call(HeadTail(), 8, 8, 1, 2, Causal())
     local = (Tile(1, (0, 1), (0, 4), (0, 4), CAUSAL_TILE),)
     remote = (Tile(None, (0, 1), (0, 4), (0, 2), FULL_TILE),)
     expected = TilePlan(
         rank=1,
-        rows=GatheredRows(lengths=((2, 2), (2, 2)), starts=((0, 6), (2, 4))),
-        most_rows=8,
+        rows=GatheredRows(lengths=((2, 2), (2, 2)), starts=((0, -1), (-1, -1))),
+        most_rows=4,
         recv_parts=((0,), ()),
         send_parts=((0, 1), ()),
-        send_starts=((2, 4), ()),
+        send_starts=((0, 2), ()),
         forward=(
             Step((0, 3), None, local),
             Step((0, 2), Transfer((0, 2), None), remote, is_last=True),

@@ -354,7 +354,7 @@ def interval_mask(rows: int = 300, columns: int = 300, batch: int = 1) -> Interv
         for row in range(batch)
     )
     queries, keys = Segment.contiguous(0, rows), Segment.contiguous(0, columns)
-    return IntervalMask(sets, (queries,), (0, rows), KeyRun((keys,)), (0, columns))
+    return IntervalMask((sets,), (queries,), (0, rows), KeyRun((keys,)), (0, columns))
 
 
 def no_memory_for_a_plan(mask_func: Any, q: Any, k: Any, v: Any, *, build_backward: bool) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.plan.tiles import Tile, TileMask
-from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling, rows_in_order
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
@@ -50,8 +50,8 @@ def recv_parts(groups: Sequence[GroupSegments], rank: int, source: int, mask: Ma
     return ShapeTiling(tuple(groups), mask).recv_parts(rank, source)
 
 
-def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
-    return rows_in_order(groups[0].kv_by_rank)
+def gathered_rows(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> GatheredRows:
+    return ShapeTiling(tuple(groups), mask).gathered_rows(rank)
 
 
 any_layout = st.one_of(
@@ -84,6 +84,8 @@ def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
     buffer = np.full(rows.total, NOBODYS)
     for rank, segments in enumerate(group.kv_by_rank):
         for part, segment in enumerate(segments):
+            if rows.starts[rank][part] < 0:
+                continue
             place = slice(*rows.span(rank, part))
             assert (buffer[place] == NOBODYS).all(), "shards overlap in the buffer"
             buffer[place] = positions((segment,))
@@ -93,19 +95,19 @@ def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
 def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.ndarray:
     """Returns the columns of a tile that its rows see."""
     seen = np.zeros((rows, columns), bool)
-    for part in mask.parts:
-        for row, (first, last) in enumerate(part.intervals(rows, columns, batch_row)):
-            assert not seen[row, first : max(first, last)].any(), "a pair is in one part of a mask"
+    for row, spans in enumerate(mask.intervals(rows, columns, batch_row)):
+        for first, last in spans:
+            assert not seen[row, first : max(first, last)].any(), "a pair is in one interval of a row"
             seen[row, first : max(first, last)] = True
     return seen
 
 
 def count_covered(
-    count: np.ndarray, groups: tuple[GroupSegments, ...], rank: int, heads: Span, tiles: Iterable[Tile]
+    count: np.ndarray, groups: tuple[GroupSegments, ...], rank: int, heads: Span, tiles: Iterable[Tile], mask: Mask
 ) -> None:
     """Adds the pairs of a rank's tiles to `count` (batch rows, heads, queries, keys), and checks each tile."""
     by_batch = {group.batch: group for group in groups}
-    rows = gathered_rows(groups)
+    rows = gathered_rows(groups, rank, mask)
     for tile in tiles:
         group = by_batch[tile.batch]
         q = positions(group.q_by_rank[rank])[slice(*tile.q)]

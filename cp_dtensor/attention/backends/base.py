@@ -27,7 +27,7 @@ class AttentionBackend(ABC):
 
     @property
     def joins_intervals(self) -> bool:
-        """True if plans for this backend have tiles with a `UnionMask`, whose rows see several intervals."""
+        """True if plans for this backend have tiles whose rows see several intervals."""
         return False
 
     @property

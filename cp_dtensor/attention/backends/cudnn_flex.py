@@ -28,7 +28,7 @@ from cp_dtensor.attention.backends.launches import Call, Launches, noting
 from cp_dtensor.attention.backends.packages import SHORTEST, Package, check_parameters, quiet
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask, UnionMask
+from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalBand
 from cp_dtensor.spec.layouts import Segment
@@ -93,8 +93,8 @@ class CudnnFlexAttention(AttentionBackend):
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
         """Return whether these kernels may compute a tile. Their first use compiles them and ours, for a small tile."""
-        assert isinstance(mask, (IntervalMask, UnionMask))
-        group, dims, has_several = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.parts) > 1
+        assert isinstance(mask, IntervalMask)
+        group, dims, has_several = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.sets) > 1
         if min(q.size(2), k.size(2)) < SHORTEST:
             return False
 
@@ -115,7 +115,7 @@ class CudnnFlexAttention(AttentionBackend):
 
 
 @lru_cache(maxsize=2)  # one object of each kind: forward and backward share its plan
-def _small_mask(has_several: bool) -> IntervalMask | UnionMask:
+def _small_mask(has_several: bool) -> IntervalMask:
     """Return a window of 4 x 4 blocks, of which some are full, some partial and some empty.
 
     The first and the last block of rows see nothing, and no row sees the last block of columns, as often in a ring.
@@ -129,8 +129,7 @@ def _small_mask(has_several: bool) -> IntervalMask | UnionMask:
         window = IntervalBand(first, last, lo=_BLOCK + 30, hi=end, left=_BLOCK + 22, right=10)
         few = IntervalBand(first + 5, last - 7, lo=_BLOCK + 3, hi=_BLOCK + 20)
         bands = [window, IntervalBand(first, last, lo=0, hi=_BLOCK), few]
-    masks = [IntervalMask(((band,),), (positions,), rows, KeyRun((positions,)), rows) for band in bands]
-    return UnionMask(tuple(masks)) if has_several else masks[0]
+    return IntervalMask(tuple(((band,),) for band in bands), (positions,), rows, KeyRun((positions,)), rows)
 
 
 def _forward(

@@ -27,7 +27,7 @@ from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.row_mask import RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask, UnionMask
+from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalSet
 from cp_dtensor.spec.layouts import Span
@@ -109,9 +109,9 @@ def _merged(result: tuple[Tensor, Tensor], others: Sequence[tuple[Tensor, Tensor
 class TileRows:
     """Row masks and positions of a tile on one device."""
 
-    def __init__(self, tile: IntervalMask | UnionMask, device: torch.device) -> None:
-        self._tile, self._device = tile.parts[0], device
-        self.masks, self._hidden = self._tables(tile.parts)
+    def __init__(self, tile: IntervalMask, device: torch.device) -> None:
+        self._tile, self._device = tile, device
+        self.masks, self._hidden = self._tables()
         """One for each interval that rows see."""
 
     @property
@@ -133,7 +133,7 @@ class TileRows:
     @cached_property
     def _positions(self) -> Shared[tuple[Tensor, Tensor, bool]]:
         def made() -> tuple[Tensor, Tensor, bool]:
-            both = self._on_host()
+            both = self._queries(), positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]  # they ascend
             queries, keys = (self._on_device(x) for x in both)
             return queries, keys, all(map(are_in_runs, both))
 
@@ -175,20 +175,16 @@ class TileRows:
             return slice(first, last + 1, keys.segments[0].period)
         return self.positions[1]
 
-    def _on_host(self) -> tuple[Tensor, Tensor]:
-        """Return the global positions of rows and of columns, which ascend, on the host."""
-        return self._queries(), positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]
-
     def _queries(self) -> Tensor:
         return positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
 
-    def _tables(self, parts: Sequence[IntervalMask]) -> tuple[tuple[RowMask, ...], Tensor | None]:
+    def _tables(self) -> tuple[tuple[RowMask, ...], Tensor | None]:
         """Return the row masks, and the columns that no row sees, (1 or B, 1, T, 1) boolean; None if there are none."""
         tile = self._tile
         queries, (start, stop) = self._queries(), tile.kv
-        masks, edges = [], torch.zeros(len(tile.interval_sets), stop - start + 1, dtype=torch.int64, device="cpu")
-        for part in parts:
-            lo, hi = torch.stack([_intervals(bands, queries, tile.keys, tile.kv) for bands in part.interval_sets], 1)
+        masks, edges = [], torch.zeros(len(tile.sets[0]), stop - start + 1, dtype=torch.int64, device="cpu")
+        for of_batch in tile.sets:
+            lo, hi = torch.stack([_intervals(bands, queries, tile.keys, tile.kv) for bands in of_batch], 1)
             # Rows that see a column: those that begin before its end, less those that end before.
             one = torch.ones_like(lo)
             edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
@@ -243,7 +239,7 @@ _cached_rows = LRUCache[Shared[TileRows]](_MOST_BYTES, pins=capturing)
 
 def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
     """Return the row mask and positions of a tile on a device, cached."""
-    assert isinstance(mask, (IntervalMask, UnionMask)), "plans for this backend have interval masks"
+    assert isinstance(mask, IntervalMask), "plans for this backend have interval masks"
     key = (mask, device)
     rows = _cached_rows.get(key)
     if rows is None:

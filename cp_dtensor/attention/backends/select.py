@@ -114,15 +114,21 @@ def is_deterministic(q: Tensor, allowed: Allowed, asked: bool = False) -> bool:
 
 
 def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionBackend:
-    """Return the first backend, in order of preference, that the user allows and that does not refuse the spec.
+    """Return the backend that computes the tiles of a call: torch's kernels, those of an optional package, or our own.
 
-    `torch.nn.attention.sdpa_kernel` sets the allowed backends. FLASH_ATTENTION also means FlashAttention-4, the
-    package, which comes first. With `set_priority=True` it orders torch's own kernels; their default order depends on
-    the GPU. Tiles masked by row are computed by cuDNN's FlexAttention, the package, where CUDNN_ATTENTION is allowed,
-    and by our own kernels elsewhere.
+    1. A backend of `register_backend` is taken if it does not refuse the call.
+    2. For full and causal tiles FlashAttention-4, a package, is taken if FLASH_ATTENTION is allowed and it does not
+       refuse the call. Otherwise the first of torch's kernels is taken that the user allows and that does not refuse the
+       call, in the user's order (`set_priority=True`), or in one that was measured on such GPUs.
+    3. Tiles with other masks, a bias or dropout are computed by cuDNN's FlexAttention, a package, if CUDNN_ATTENTION is
+       allowed and it does not refuse the call; otherwise by our own kernels, which refuse nothing.
+
+    Args:
+        spec: the call: shapes, dtype, device, and how tiles are masked.
+        allowed: the user's settings: `torch.nn.attention.sdpa_kernel` and flags of `torch.backends.cuda`. None: now.
 
     Raises:
-        NotImplementedError: every allowed backend refuses; the message has the reason of each.
+        NotImplementedError: every allowed backend refuses full or causal tiles; the message has the reason of each.
     """
     allowed = allowed or allowed_backends()
     for backend in allowed.registered:
@@ -171,9 +177,8 @@ def with_wide_gradients(backend: AttentionBackend, spec: CallSpec) -> AttentionB
     Only on Hopper GPUs and in half precision: backward of a causal tile of 4,096 to 32,768 rows on an H200 takes 4 to
     22% longer than with cuDNN. Newer GPUs are not measured.
     """
-    is_half = spec.dtype in ("bfloat16", "float16")
     is_hopper = spec.capability is not None and spec.capability[0] == 9
-    is_ours = is_half and is_hopper and has_triton_kernels(spec)
+    is_ours = spec.dtype in ("bfloat16", "float16") and is_hopper and has_triton_kernels(spec)
     return _WIDE_GRADIENTS if is_ours and isinstance(backend, (CudnnAttention, FlashAttention)) else None
 
 

@@ -23,7 +23,6 @@ from cp_dtensor import Batched, Causal, Documents, Full, Mask, SlidingWindow
 from cp_dtensor.api.extension import (
     Call,
     CallMask,
-    NamedMask,
     OpenContext,
     gathered_shards,
     global_length,
@@ -63,7 +62,7 @@ class Gathered(NamedTuple):
 
 
 @dataclass(eq=False)
-class ModelMask(NamedMask):
+class ModelMask:
     """A mask that a model asked for: first the facts that are known before its function is, of this rank's tokens.
 
     Args:

@@ -17,6 +17,7 @@ from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, sh
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import gather_kv
 from cp_dtensor.engine.base import Plan, Values
+from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.gather_kv import KVGather
 from cp_dtensor.engine.planner import exchange_stages
 from cp_dtensor.engine.ring import RingPlan
@@ -136,7 +137,7 @@ def gathered_kv(layout: Layout) -> Program:
         length = 8 * rank.size()
         group: Any = rank
         ranks = SequenceRanks(group, members=tuple(range(rank.size())))
-        gather = KVGather(ranks, layout, length, length, SymmetricMemory())
+        gather = KVGather(Call(ranks, layout, transport=SymmetricMemory()), length)
         with mock.patch.object(gather_kv, "gathers_by_symm_mem", return_value=True):
             gathered = gather._read_shared_memory(*tensors(rank, 2))
         assert gathered is not None
