@@ -4,7 +4,7 @@
 # fmt: off
 
 from cp_dtensor._torch.attention import (
-    FLEX_ATTENTION_IS_KNOWN, FUSED_SDPA_OPS, SDPA_BACKENDS, WHOLE_BLOCK, activated_flash_attention,
+    FLEX_ATTENTION_IS_KNOWN, FUSED_SDPA_OPS, SDPA_BACKENDS, WHOLE_BLOCK,
     captured_flex_attention_checked, enabled_sdpa_backends, flex_attention_is_redirected,
     flex_attention_redirected, jagged_sdpa_checked, original_flex_attention, original_sdpa, sdpa_overridden,
     user_sdpa_priority, varlen_attn_overridden, with_write_order_like,

@@ -47,12 +47,6 @@ def user_sdpa_priority() -> list[str] | None:
     return None if [name for name in names if name in SDPA_BACKENDS] == [*SDPA_BACKENDS] else names
 
 
-def activated_flash_attention() -> str | None:
-    """Return the implementation of torch's flash attention that the user activated, such as "FA3"; None for its own."""
-    name: str | None = torch.nn.attention.current_flash_attention_impl()
-    return name
-
-
 FUSED_SDPA_OPS = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

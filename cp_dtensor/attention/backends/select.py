@@ -98,7 +98,7 @@ def allowed_backends() -> Allowed:
         _torch.enabled_sdpa_backends(),
         None if order is None else tuple(order),
         torch.are_deterministic_algorithms_enabled(),
-        _torch.activated_flash_attention() not in (None, "FA4"),
+        torch.nn.attention.current_flash_attention_impl() not in (None, "FA4"),
         tuple(_registered),
     )
 
