@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import run_ranks
 from support.recurrences import HEADS, K, check, problem
-from support.sequences import Sequence, check_layer, convolved, equal, halos, normal, shifted
+from support.sequences import Sequence, equal, normal
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
@@ -34,7 +32,6 @@ from cp_dtensor import (
     mamba2,
     shift,
 )
-from cp_dtensor.layers.rows import SequenceLayout
 
 LENGTH = 10
 MASKS: list[tuple[Mask, tuple[int, ...]]] = [
@@ -57,31 +54,6 @@ TENSORS = problem("delta_rule", 1, LENGTH) | {"g": F.logsigmoid(normal(1, LENGTH
 def test_states_are_those_of_the_documents(mask: Mask, edges: tuple[int, ...], layout: Layout, method: str) -> None:
     """Out, final states and all gradients of a delta rule, token by token."""
     check("gated_delta_rule", Sequence(LENGTH, 2, layout, 1, edges), True, method=method, mask=mask)
-
-
-@pytest.mark.parametrize(("mask", "edges"), MASKS, ids=str)
-def test_rows_are_those_of_the_documents(mask: Mask, edges: tuple[int, ...]) -> None:
-    sequence = Sequence(LENGTH, 2, HeadTail(), 1, edges)
-    whole, weight = normal(1, LENGTH, 3), normal(3, 4, seed=1)
-
-    def around(call: Callable[[torch.Tensor, Any], Any]) -> Callable[[Any, torch.Tensor], Any]:
-        def inside(mesh: Any, x: torch.Tensor) -> Any:
-            with context_parallel(mesh, layout=HeadTail(), mask=mask, seq_len=LENGTH):
-                return call(x, mesh)
-
-        return inside
-
-    def body(rank: int) -> None:
-        found = around(lambda x, mesh: (halo(x, 3, mesh=mesh, dim=1), local_runs(mesh, LENGTH)))
-        before, runs = found(dist.group.WORLD, sequence.shard(whole, rank))
-        equal(before, halos(sequence, whole, 3, rank))
-        assert runs == SequenceLayout(HeadTail(), LENGTH, 2, 0, edges).pieces(rank)
-
-    run_ranks(2, body)
-    convolution = around(lambda x, mesh: causal_conv1d(x, weight, mesh=mesh))
-    check_layer(sequence, convolution, lambda x: convolved(sequence, x, weight, None, None), [whole])
-    moved = around(lambda x, mesh: shift(x, -1, mesh=mesh, dim=1))
-    check_layer(sequence, moved, lambda x: shifted(sequence, x, -1), [whole])
 
 
 def calls(rank: int, runs: int = 1, **options: Any) -> dict[str, Any]:
