@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.problems import shard
+from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
 
 from cp_dtensor import HeadTail, ring_attention
@@ -15,44 +15,32 @@ from cp_dtensor.attention.backends import flash4
 
 pytestmark = pytest.mark.gpu(1)
 RANKS, LENGTH = 8, 16_384
-HEADS = [(8, 2, 128), (4, 1, 256)]
-"""Of q, of k and v, and their dim."""
+PROBLEMS = [
+    Problem(LENGTH, LENGTH, 1, heads, kv_heads, dim, is_causal=True, dtype=torch.bfloat16)
+    for heads, kv_heads, dim in ((8, 2, 128), (4, 1, 256))
+]
 NAMES = ("out", "dq", "dk", "dv")
 Tensors = list[torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=HEADS, ids=str)
+@pytest.fixture(scope="module", params=PROBLEMS, ids=str)
 def problem(request: pytest.FixtureRequest) -> tuple[Tensors, Tensors, list[float]]:
     """q, k, v and the gradient of out; out, dq, dk and dv in float64; errors of bfloat16 SDPA."""
     with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread has no context for cuBLAS yet
-        found = _problem(*request.param)
-    torch.cuda.empty_cache()  # 10 GiB of float64, which other workers may need
-    return found
-
-
-def _problem(q_heads: int, kv_heads: int, dim: int) -> tuple[Tensors, Tensors, list[float]]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(1, heads, LENGTH, dim) for heads in (q_heads, kv_heads, kv_heads, q_heads)]
-    whole = [torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes]
-    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)
-    found: list[Tensors] = [[], [], [], []]
-    for kv_head in range(kv_heads):
-        k, v = (x[:, kv_head].double().requires_grad_() for x in whole[1:3])
-        for head in range(kv_head * q_heads // kv_heads, (kv_head + 1) * q_heads // kv_heads):
-            q = whole[0][:, head].double().requires_grad_()
-            logits = (q @ k.mT * dim**-0.5).masked_fill_(hidden, float("-inf"))
-            out = logits.softmax(-1) @ v
-            out.backward(whole[3][:, head].double())
-            found[0].append(out.detach())
-            found[1].append(q.grad)  # type: ignore[arg-type]
-            del logits, out
-        found[2].append(k.grad)  # type: ignore[arg-type]
-        found[3].append(v.grad)  # type: ignore[arg-type]
-    truth = [torch.stack(heads, 1) for heads in found]
-    leaves = [x.clone().requires_grad_() for x in whole[:3]]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-    results = (out.detach(), *torch.autograd.grad(out, leaves, whole[3]))
+        whole = list(request.param.draw(0, "cuda"))
+        # By head, in whose float64 a matrix of all pairs has 2 GiB.
+        group = whole[0].size(1) // whole[1].size(1)
+        by_head = []
+        for head in range(whole[0].size(1)):
+            heads = (slice(head, head + 1), *[slice(head // group, head // group + 1)] * 2, slice(head, head + 1))
+            by_head.append(reference(request.param, *(x[:, each] for x, each in zip(whole, heads, strict=True))))
+        out, dq, dk, dv = (torch.cat(each, 1) for each in zip(*by_head, strict=True))
+        truth = [out, dq, *(x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))]
+        leaves = [x.clone().requires_grad_() for x in whole[:3]]
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        results = (out.detach(), *torch.autograd.grad(out, leaves, whole[3]))
     single = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, truth, strict=True)]
+    torch.cuda.empty_cache()  # 10 GiB of float64, which other workers may need
     return whole, truth, single
 
 

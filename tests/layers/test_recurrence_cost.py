@@ -137,22 +137,3 @@ def test_explain_recurrence(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.split()[0] for row in rows] == ["scan", "heads", "relayout"]
     assert rule.startswith('* chosen by method="auto"')
     assert "K/V" not in rule
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"layer": "mamba"},
-            "expected layer to be one of gated_delta_rule, kda, linear_attention, mamba2, got 'mamba'",
-        ),
-        ({"heads": 0}, "expected heads to be an integer >= 1, got 0"),
-        ({"key_heads": 3}, "expected heads to be a multiple of key_heads, got 4 and 3"),
-    ],
-)
-def test_explain_recurrence_refuses(changed: dict[str, Any], message: str) -> None:
-    def body(rank: int) -> None:
-        with pytest.raises(ValueError, match=message):
-            explain_recurrence(dist.group.WORLD, **{"seq_len": 8, "heads": 4, **changed})  # type: ignore[arg-type]
-
-    run_ranks(1, body)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import examples
-from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.collectives import kinds, recorded_collectives
 from support.ranks import run_ranks
 from support.sequences import (
     LAYOUTS,
@@ -252,89 +252,6 @@ def test_layout_documents_and_length_of_the_context() -> None:
     with recorded_collectives() as collectives:
         run_ranks(2, body)
     assert kinds(collectives) == ["AllToAllBase", "AllToAllBase"]
-
-
-# Refusals
-
-
-class NoDataclass(Layout):
-    def segments(self, seq_len: int, rank: int, world_size: int, group: int = 0) -> Any:
-        return Contiguous().segments(seq_len, rank, world_size)
-
-
-BAD: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (TypeError, "expects x to be a torch.Tensor, got list", lambda: shift([1], 1, mesh=dist.group.WORLD, dim=0)),  # type: ignore[arg-type]
-    (ValueError, "expects n to be an integer, got 1.0", lambda: shift(torch.ones(2), 1.0, mesh=None, dim=0)),  # type: ignore[arg-type]
-    (ValueError, "left to be an integer >= 0, got -1", lambda: halo(torch.ones(2), -1, mesh=dist.group.WORLD, dim=0)),
-    (
-        ValueError, r"shift: sequence dim 2 is out of range for shape \(2, 2\)",
-        lambda: shift(torch.ones(2, 2), 1, mesh=dist.group.WORLD, dim=2),
-    ),
-    (TypeError, "expected mesh", lambda: shift(torch.ones(2), 1, dim=0)),
-    (
-        ValueError, "ascending",
-        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=[3, 1]),
-    ),
-    (
-        ValueError, r"cu_seqlens up to 9, expected at most the length of the sequence, 4",
-        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=[0, 9], seq_len=4),
-    ),
-    (
-        ValueError, "got 2 local tokens",
-        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, seq_len=400),
-    ),
-    (
-        TypeError, "target to be a Layout",
-        lambda: relayout(torch.ones(2), None, "head", mesh=dist.group.WORLD, dim=0),  # type: ignore[arg-type]
-    ),
-    (
-        TypeError, "to be frozen dataclasses, got NoDataclass",
-        lambda: relayout(torch.ones(2), None, NoDataclass(), mesh=dist.group.WORLD, dim=0),
-    ),
-    (
-        ValueError, "weight",
-        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(2, 4), mesh=dist.group.WORLD),
-    ),
-    (
-        ValueError, r"at least one channel and width, got \(0, 4\)",
-        lambda: causal_conv1d(torch.ones(1, 2, 0), torch.ones(0, 4), mesh=dist.group.WORLD),
-    ),
-    (
-        ValueError, "got tensors on cpu and meta",
-        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4, device="meta"), mesh=dist.group.WORLD),
-    ),
-    (
-        ValueError, "documents of a tensor with values",
-        lambda: shift(torch.ones(2), 1, mesh=dist.group.WORLD, dim=0, cu_seqlens=torch.ones(2, device="meta").int()),
-    ),
-    (
-        ValueError, "activation",
-        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4), mesh=dist.group.WORLD, activation="relu"),
-    ),
-    (
-        ValueError, "one dtype, got torch.float32, torch.float64",
-        lambda: causal_conv1d(torch.ones(1, 2, 3), torch.ones(3, 4, dtype=torch.float64), mesh=dist.group.WORLD),
-    ),
-]  # fmt: skip
-
-
-def test_refused_before_any_exchange() -> None:
-    def body(rank: int) -> None:
-        for kind, message, call in BAD:
-            with pytest.raises(kind, match=message):
-                call()
-
-    with recorded_collectives() as collectives:
-        run_ranks(2, body)
-    assert not collectives
-
-
-def test_lengths_of_no_sequence_are_refused_on_every_rank() -> None:
-    def body(rank: int) -> None:
-        shift(torch.ones(2 + 5 * rank), 1, mesh=dist.group.WORLD, dim=0)
-
-    wanted = "global length: rank 1 says 14, the others 4. Where nothing declares"
-    assert all(wanted in str(error) for error in errors_by_rank(2, body))
 
 
 def test_gradients_of_rows_with_several_copies_are_rounded_once() -> None:

@@ -241,7 +241,8 @@ def _context_without_mask(case: Case, mesh: DeviceMesh, x: Tensors) -> context_p
 
 
 def _varlen_edges(case: Case, mesh: DeviceMesh, x: Tensors) -> context_parallel:
-    x["edges q"], x["edges k"] = edges_of(_documents_of(case), case.batch, case.lengths)
+    edges = edges_of(_documents_of(case), case.batch, case.lengths)
+    x["edges q"], x["edges k"] = (each.to(case.device) for each in edges)
     return _context_without_mask(case, mesh, x)
 
 

@@ -49,12 +49,6 @@ def test_pieces_are_of_the_text_and_of_lognormal_lengths() -> None:
     assert len(set(batch.documents)) == 16
 
 
-def test_samples_are_the_same_again_and_others_with_another_seed() -> None:
-    first, again, other = (PackedPieces(TEXT, 50, seed, 8, 1.0).samples(5, 1) for seed in (0, 0, 1))
-    assert torch.equal(first.tokens, again.tokens)
-    assert first.documents == again.documents != other.documents
-
-
 @pytest.mark.parametrize(("documents", "kind"), [("files", PackedFiles), ("lognormal", PackedPieces)])
 def test_the_configuration_chooses(documents: str, kind: type[PackedData]) -> None:
     config = load_config(PACKED, [f"--packing.documents={documents}"])

@@ -1,23 +1,23 @@
-"""Shards of a problem, layers with random delays, and replays of CUDA graphs, for tests on GPUs."""
+"""Shards of a problem, cases of the matrix by every method, and replays of CUDA graphs, for tests on GPUs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from matrix.features import Case
 
-from cp_dtensor import HeadTail, Layout, context_parallel_attention
+from cp_dtensor import Layout, context_parallel_attention
 from support.problems import Problem, shard
 from support.processes import GPU_RANKS
 
 Tensors = tuple[torch.Tensor, ...]
 WORLD_SIZE = GPU_RANKS
 """Number of ranks of the fixture `gpus`."""
-LAYERS = 4
-NAMES = ("out", "dq", "dk", "dv")
 WAYS: dict[str, dict[str, str]] = {
     "symm_mem": {"method": "ring", "rotate_method": "symm_mem"},
     "allgather": {"method": "ring", "rotate_method": "allgather"},
@@ -32,6 +32,12 @@ the process ends with a segmentation fault (https://github.com/pytorch/pytorch/i
 def captured(ways: Iterable[str]) -> list[Any]:
     """Ways as parameters of a test that captures calls: collectives need NCCL, shared memory does not."""
     return [pytest.param(way, marks=with_nccl) if way in ("allgather", "alltoall") else way for way in ways]
+
+
+def by(way: str, case: Case) -> Case:
+    """Returns a case of the matrix by one of `WAYS`, or by another method and the transport "auto"."""
+    method, transport = {"method": way, **WAYS.get(way, {})}["method"], WAYS.get(way, {}).get("rotate_method", "auto")
+    return replace(case, method=method, transport=transport)
 
 
 def shards(problem: Problem, seed: int, layout: Layout, rank: int, size: int = WORLD_SIZE) -> Tensors:
@@ -58,71 +64,25 @@ def delay(draw: random.Random) -> None:
         torch.cuda._sleep(draw.randrange(1_000_000))  # cycles: up to half a millisecond
 
 
-def layers(rank: int, ways: Sequence[dict[str, Any]], seed: int, delays: random.Random | None) -> list[torch.Tensor]:
-    """Returns out of layers that use `ways` (options of calls) in turns, and gradients of one backward through all."""
-    problem = Problem(512, 512, 1, 8 * WORLD_SIZE, 4 * WORLD_SIZE, 64, is_causal=True, dtype=torch.float32)
-    q, k, v, grad_out = shards(problem, seed, HeadTail(), rank)
-    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-    outs = []
-    for layer in range(LAYERS):
-        if delays:
-            delay(delays)
-        q, k, v = (leaf * (1 + layer) ** 0.5 for leaf in leaves)
-        way = ways[layer % len(ways)]
-        outs.append(context_parallel_attention(q, k, v, is_causal=True, enable_gqa=True, seq_len=512, **way))
-    if delays:
-        delay(delays)
-    torch.autograd.backward(outs, [grad_out] * LAYERS)
-    return [*(out.detach() for out in outs), *(leaf.grad for leaf in leaves)]
-
-
-def different_layers(
-    rank: int, expected: Sequence[dict[str, Any]], ways: Sequence[dict[str, Any]], rounds: int, draw: random.Random
-) -> list[str]:
-    """Compares `layers` with delays to layers with the `expected` options and no delays; returns the differences."""
-    wrong = []
-    for seed in range(rounds):
-        wanted = layers(rank, expected, seed, None)
-        for attempt in range(3):
-            for index, (ours, want) in enumerate(zip(layers(rank, ways, seed, draw), wanted, strict=True)):
-                if not torch.allclose(ours, want, rtol=1e-4, atol=1e-4):
-                    wrong.append(f"seed {seed}, attempt {attempt}, result {index}: {(ours - want).abs().max().item()}")
-    return wrong
-
-
-def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a - b).abs().max().item()
-
-
-def relative_norm(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm().clamp_min(torch.finfo(b.dtype).tiny)).item()
-
-
-def replayed_differences(
-    rank: int, captured_call: Callable[[Tensors], Tensors], eager_call: Callable[[Tensors], Tensors],
-    draw: Callable[[int], Tensors], distance: Callable[[torch.Tensor, torch.Tensor], float] = largest_difference,
-) -> list[float]:  # fmt: skip
-    """Replays a captured call with new inputs; returns the distances of its results from those of the eager call.
-
-    `draw(seed)` returns new inputs. The call runs once before it is captured.
-    """
-    inputs = draw(0)
+def replays(
+    rank: int,
+    call: Callable[[], Tensors],
+    inputs: Sequence[torch.Tensor],
+    draw: Callable[[int], Sequence[torch.Tensor]],
+) -> Iterator[tuple[int, Tensors]]:
+    """Captures a call that has run once; yields seeds, and results of a replay with the inputs that each draws."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        captured_call(inputs)
+        call()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        captured = captured_call(inputs)
-    worst = []
-    for seed in range(5):
-        drawn = draw(seed)
-        for tensor, fresh in zip(inputs, drawn, strict=True):
-            tensor.copy_(fresh)
+        results = call()
+    for seed in range(1, 5):
+        for tensor, new in zip(inputs, draw(seed), strict=True):
+            tensor.copy_(new)
         torch.cuda._sleep(random.Random(seed + 7 * rank).randrange(500_000))
         graph.replay()
-        replayed = [tensor.clone() for tensor in captured]
-        worst += [distance(a, b) for a, b in zip(replayed, eager_call(drawn), strict=True)]
-    return worst
+        yield seed, tuple(tensor.clone() for tensor in results)

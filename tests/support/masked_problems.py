@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from functools import reduce
+from itertools import pairwise
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -28,39 +30,39 @@ from support.problems import dense, normals, shard
 Tensors = tuple[torch.Tensor, ...]
 
 
-def shows(mask: Mask, query: int, key: int, q_len: int, kv_len: int) -> bool:
-    """Returns True if a query sees a key by the mask's definition; shares no code with `interval_sets`."""
+def _shows(mask: Mask, query: torch.Tensor, key: torch.Tensor, q_len: int, kv_len: int) -> torch.Tensor:
+    """Returns whether queries (S, 1) see keys (1, S) by the mask's definition; shares no code with `interval_sets`."""
+    every = torch.ones(len(query), key.size(1), dtype=torch.bool)
     match mask:
         case Full():
-            return True
+            return every
         case Causal(alignment):
             return key <= query + _ahead(alignment, q_len, kv_len)
         case SlidingWindow(left, right, alignment):
             at = query + _ahead(alignment, q_len, kv_len)
-            return (left is None or key >= at - left) and (right is None or key <= at + right)
+            after = every if left is None else key >= at - left
+            return after if right is None else after & (key <= at + right)
         case PrefixLM(length):
-            return key <= query or key < length
+            return (key <= query) | (key < length)
         case Documents():
-            for d in range(len(mask.cu_seqlens) - 1):
-                (q0, q1), (k0, k1) = mask.cu_seqlens[d : d + 2], mask.cu_seqlens_k[d : d + 2]
-                if q0 <= query < q1 and k0 <= key < k1:
-                    return shows(mask.within, query - q0, key - k0, q1 - q0, k1 - k0)
-            return False
+            seen = ~every
+            for (q0, q1), (k0, k1) in zip(pairwise(mask.cu_seqlens), pairwise(mask.cu_seqlens_k), strict=True):
+                inside = (q0 <= query) & (query < q1) & (k0 <= key) & (key < k1)
+                seen |= inside & _shows(mask.within, query - q0, key - k0, q1 - q0, k1 - k0)
+            return seen
         case Keys(ranges):
-            return any(start <= key < stop for start, stop in ranges)
-        case Intersection(masks):
-            return all(shows(each, query, key, q_len, kv_len) for each in masks)
-        case Union(masks):
-            return any(shows(each, query, key, q_len, kv_len) for each in masks)
+            return reduce(or_, [(start <= key) & (key < stop) for start, stop in ranges], ~every)
+        case Intersection(masks) | Union(masks):
+            combined = and_ if isinstance(mask, Intersection) else or_
+            return reduce(combined, [_shows(each, query, key, q_len, kv_len) for each in masks])
     raise AssertionError(f"what does {mask} mean?")
 
 
 def shown(mask: Mask, q_len: int, kv_len: int, batch: int) -> torch.Tensor:
     """Returns the allowed pairs, boolean (B, 1, q_len, kv_len)."""
-    seen = torch.zeros(batch if mask.batch_size else 1, 1, q_len, kv_len, dtype=torch.bool)
-    for b, _, query, key in product(*map(range, seen.shape)):
-        seen[b, 0, query, key] = shows(mask.of_batch_row(b), query, key, q_len, kv_len)
-    return seen.expand(batch, -1, -1, -1)
+    query, key = torch.arange(q_len)[:, None], torch.arange(kv_len)[None]
+    rows = [_shows(mask.of_batch_row(b), query, key, q_len, kv_len) for b in range(batch if mask.batch_size else 1)]
+    return torch.stack(rows)[:, None].expand(batch, -1, -1, -1)
 
 
 def _ahead(alignment: str, q_len: int, kv_len: int) -> int:
