@@ -60,7 +60,7 @@ MUTANTS = (
         "engine/ring.py",
         "out, lse = modifiers.completed(out, lse)\n        return out, lse, (*arguments, out, lse)",
         "saved = *arguments, out, lse\n        return *modifiers.completed(out, lse), saved",
-        "tests/engine/test_sinks.py",
+        "tests/engine/test_masked_calls.py::test_at_the_edges",
     ),
     Mutant(
         "softcap ignored in backward",
@@ -108,7 +108,7 @@ MUTANTS = (
         "comm/head_exchange.py",
         "x.repeat_interleave(kind.copies, dim=1)",
         "x.repeat(1, kind.copies, 1, 1)",
-        "tests/engine/test_methods.py",
+        "tests/engine/test_masked_calls.py::test_at_the_edges",
     ),
     Mutant(
         "modifiers of the first rank's heads",
@@ -116,7 +116,7 @@ MUTANTS = (
         "engine/ulysses.py",
         "    heads = queries.heads[group.rank()]",
         "    heads = queries.heads[0]",
-        "tests/engine/test_masked_calls.py::test_over_one_axis",
+        "tests/engine/test_masked_calls.py::test_at_the_edges",
     ),
     Mutant(
         "gradient of a bias not summed",
@@ -156,7 +156,7 @@ MUTANTS = (
         "plan/partition.py",
         "return by_rank[outer_rank * self.inner_size : (outer_rank + 1) * self.inner_size]",
         "return by_rank[outer_rank :: len(by_rank) // self.inner_size]",
-        "tests/engine/test_methods.py",
+        "tests/engine/test_masked_calls.py::test_at_the_edges",
     ),
     Mutant(
         "plans of other masks",
@@ -252,7 +252,7 @@ MUTANTS = (
         "engine/arguments.py",
         "return q * -1, -scale",
         "return q, -scale",
-        "tests/engine/test_methods.py",
+        "tests/engine/test_masked_calls.py::test_at_the_edges",
     ),
     Mutant(
         "second derivative is zero",

@@ -8,19 +8,15 @@ A change of the cost model rewrites the choices, and its commit explains the dif
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.explained import pretended
 from support.measured import Case, measured
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import explain
 from cp_dtensor.tools.parsing import layout_by_name, mask_by_name
@@ -42,16 +38,6 @@ SLOWER = {
     "8xH200-packages-dims 32768 causal HeadTail 16:4": 1.1,
 }
 ONE_AXIS = ("ours-symm_mem", "ours-alltoall", "ours-allgather", "ours-ulysses")
-
-
-@contextmanager
-def pretended(*sizes: int) -> Iterator[DeviceMesh]:
-    """A mesh of one or two axes in a process that has no other ranks."""
-    dist.init_process_group("fake", rank=0, world_size=prod(sizes), store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses")[: len(sizes)])
-    finally:
-        dist.destroy_process_group()
 
 
 Cell = tuple[Case, int, str]
@@ -140,7 +126,7 @@ def choices(given: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def test_auto_takes_what_it_took() -> None:
     before = sorted(rows(), key=axes_of)
-    assert len(before) == 500
+    assert len(before) == 250
     different = [
         f"{old} -> {new['chosen']} by {new['transport']}, next {new['next']}"
         for old, new in zip(before, choices(before), strict=True)

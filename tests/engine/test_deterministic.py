@@ -13,18 +13,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from matrix.features import Case
+from matrix.worlds import WORLDS, run_threads
 from support.compile_checks import Shards, compiled, fresh
-from support.problems import Problem, reference, shard
 from support.processes import Processes
-from support.ranks import run_ranks
 from torch.autograd.graph import saved_tensors_hooks
 
-from cp_dtensor import HeadTail, ring_attention, ulysses_attention
+from cp_dtensor import ulysses_attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import Allowed
 from cp_dtensor.engine import planner
-
-RANKS = 2
 
 
 @pytest.fixture
@@ -52,27 +50,12 @@ def calls_of_our_kernels() -> Iterator[list[str]]:
         yield asked
 
 
-@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention], ids=["ring", "ulysses"])
-def test_a_call_that_says_so_is_computed_by_our_kernels(attend: Any, calls_of_our_kernels: list[str]) -> None:
-    problem = Problem(12, 12, is_causal=True)
-    whole = problem.draw(0)
-    expected = reference(problem, *whole)
-
-    def body(rank: int) -> None:
-        for deterministic in (False, True):
-            calls_of_our_kernels.clear()
-            dist.barrier()
-            *qkv, grad_out = (shard(tensor, HeadTail(), rank, RANKS) for tensor in whole)
-            leaves = [tensor.requires_grad_() for tensor in qkv]
-            out = attend(*leaves, mesh=dist.group.WORLD, is_causal=True, deterministic=deterministic)
-            results = (out, *torch.autograd.grad(out, leaves, grad_out))
-            for got, wanted in zip(results, expected, strict=True):
-                torch.testing.assert_close(got, shard(wanted, HeadTail(), rank, RANKS), rtol=1e-10, atol=1e-10)
-            dist.barrier()
-            assert set(calls_of_our_kernels) == ({"forward", "backward"} if deterministic else set())
-            dist.barrier()
-
-    run_ranks(RANKS, body)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_call_that_says_so_is_computed_by_our_kernels(method: str, calls_of_our_kernels: list[str]) -> None:
+    for deterministic in (False, True):
+        case = Case(is_causal=True, deterministic=deterministic)
+        run_threads(method, case, WORLDS["threads(2)"])
+        assert set(calls_of_our_kernels) == ({"forward", "backward"} if deterministic else set())
 
 
 def deterministic_or_not(rank: int) -> None:
@@ -91,21 +74,21 @@ def deterministic_or_not(rank: int) -> None:
         return False
 
     with mock.patch.object(planner, "is_deterministic", noted):
-        for hooks in (nullcontext(), saved_tensors_hooks(torch.clone, torch.clone)):
-            for deterministic in (True, False, True):
-                inputs = shards.inputs()
-                try:
-                    planner._plans.clear()  # a cached plan would not be made again
-                    torch.use_deterministic_algorithms(deterministic)
-                    with hooks:
-                        out = function(*inputs)
-                    planner._plans.clear()
-                    torch.use_deterministic_algorithms(False)  # torch refuses the other way round
-                    shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
-                finally:
-                    torch.use_deterministic_algorithms(False)
-                assert set(asked) == {deterministic}
-                asked.clear()
+        copies = saved_tensors_hooks(torch.clone, torch.clone)
+        for hooks, deterministic in ((nullcontext(), True), (copies, True), (copies, False), (nullcontext(), False)):
+            inputs = shards.inputs()
+            try:
+                planner._plans.clear()  # a cached plan would not be made again
+                torch.use_deterministic_algorithms(deterministic)
+                with hooks:
+                    out = function(*inputs)
+                planner._plans.clear()
+                torch.use_deterministic_algorithms(False)  # torch refuses the other way round
+                shards.check_results(out, *torch.autograd.grad(out, inputs, shards.grad))
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert set(asked) == {deterministic}
+            asked.clear()
 
 
 def test_deterministic_algorithms_are_those_of_forward(two_processes: Processes) -> None:

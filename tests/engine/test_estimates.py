@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.explained import explained
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Balanced, Batched, Documents, Full, PerDocument, explain
 from cp_dtensor.api import explain as api
-from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import Estimate, _by_heads, attention_bytes, estimates, ring_estimate
@@ -47,6 +48,7 @@ def test_long_sequences_take_the_time_of_their_operations(length: int) -> None:
     ideal = 4 * 32 * length**2 * 128 / 2 / 8 / H200.flops
     for found in (
         *estimates(shape(length), SHARED, AUTO).values(),
+        *(ring_estimate(shape(length), SHARED, transport) for transport in (AllGather(), AllToAll())),
         *of_two_tiers(length, tier(2), tier(4)).values(),
     ):
         assert ideal < found.forward < 1.2 * ideal, found
@@ -64,16 +66,12 @@ def test_stages_of_heads_have_more_work_where_they_hide_little(length: int, usua
         assert head_stages(by_row, 4, publishes=False) == usual
 
 
-def test_stages_that_pay_on_8_gpus() -> None:
+def test_stages_that_pay_on_8_gpus_and_have_whole_kv_heads() -> None:
     """32,768 tokens: 16 heads of 192/128 have 0.69e12 operations of a rank, 32 heads of 128 have 1.1e12."""
-    of_128 = shape(32768, kv_heads=32)
     of_192 = dataclasses.replace(shape(32768, kv_heads=16), q_heads=16, head_dim=192)
     assert head_stages(of_192, 8, publishes=True) == 1
-    assert head_stages(of_128, 8, publishes=True) == 2
-
-
-def test_a_stage_has_whole_kv_heads() -> None:
-    """8 kv heads; parts of one would each need its keys and values."""
+    assert head_stages(shape(32768, kv_heads=32), 8, publishes=True) == 2
+    # 8 kv heads; parts of one would each need its keys and values.
     assert [head_stages(shape(1 << 20, ranks), ranks, publishes=True) for ranks in (1, 2, 4, 8, 16)] == [4, 4, 2, 1, 1]
 
 
@@ -87,6 +85,8 @@ def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
     for name, found in of_two_tiers(131072, slow, fast).items():
         assert attention_bytes(shape(131072), name, 2, 4)[0] < flat_bytes / 3
         assert found.seconds < flat.seconds
+    alone = shape(64, ranks=1)
+    assert attention_bytes(alone, "ring", 1, None) == attention_bytes(alone, "ulysses", 1, None) == (0, 0)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -104,192 +104,6 @@ def test_exchanges_of_heads_hide_behind_other_stages(stages: int) -> None:
         assert seconds(work, Cluster(gpu, (link,))) == pytest.approx(expected)
 
 
-def test_explain_prints_one_table_and_returns_what_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    def body(rank: int) -> str:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
-        found = explain(mesh, seq_len=32768, q_heads=32, kv_heads=8)
-        assert set(found.methods) == {"hybrid", "ring"}
-        assert found.chosen in found.methods
-        return str(found)
-
-    tables = set(run_ranks(4, body))
-    assert len(tables) == 1
-    printed = capsys.readouterr().out
-    assert printed == f"{tables.pop()}\n"
-    assert "32,768 tokens on 2 x 2 ranks, 32:8 heads of 128" in printed
-    assert "over ring  over ulysses" in printed
-    assert "assumed: ring: H200, NVLink 4, 330 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in printed
-    assert "the first row within 5% of the fastest" in printed
-
-
-def test_a_process_group_of_gpus_is_measured_as_a_mesh_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api._torch, "uses_nccl", lambda group, device: device.type == "cuda")
-    measured = Cluster(H200, (tier(1, 123e9),))
-    monkeypatch.setattr(api, "cluster_of", lambda ranks, device, itemsize: measured)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    (found,) = run_ranks(1, lambda rank: explain(dist.group.WORLD, seq_len=4096, q_heads=8, quiet=True))
-    assert found.assumption == "measured: GPU; the group: 123 GB/s, shared memory"
-
-
-def test_explain_on_one_axis_and_with_other_hardware(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = dataclasses.replace(H200, link_speed=1e9)
-
-    def body(rank: int) -> list[float]:
-        usual, slower = (
-            explain(dist.group.WORLD, seq_len=(4096, 8192), q_heads=8, is_causal=False, hardware=hardware)
-            for hardware in (None, slow)
-        )
-        assert set(usual.methods) == {"ring", "ulysses"}
-        return [each.methods["ring"].forward for each in (usual, slower)]
-
-    for usual, slower in run_ranks(2, body):
-        assert usual < slower
-    assert "over the group" in capsys.readouterr().out
-
-
-def test_explain_assumes_a_network_between_nodes_of_eight(capsys: pytest.CaptureFixture[str]) -> None:
-    """No shared memory across a network: K/V of its ring come by collectives."""
-
-    def body(rank: int) -> dict[str, Explanation]:
-        mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("ring", "ulysses"))
-
-        def of(hardware: object, axes: DeviceMesh = mesh) -> Explanation:
-            return explain(axes, seq_len=32768, q_heads=32, kv_heads=8, hardware=hardware, quiet=True)  # type: ignore[arg-type]
-
-        flat = init_device_mesh("cpu", (16,), mesh_dim_names=("cp",))
-        ethernet = {"ring": "h200, ethernet 100g", "ulysses": "H200"}
-        return {"default": of(None), "flat": of("h100", flat), "named": of(ethernet)}
-
-    found = run_ranks(16, body)[0]
-    assert found["default"].assumption == (
-        "assumed: ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s"
-    )
-    assert found["flat"].assumption == "assumed: cp: H100, InfiniBand NDR, 36.7 GB/s"
-    assert "ring: H200, Ethernet 100G, 9.17 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in found["named"].assumption
-    for name in ("default", "named"):
-        assert found[name].methods["hybrid"].transport in ("allgather", "alltoall")
-        assert found[name].methods["ring"].transport == "symm_mem"  # of the inner rings
-    assert found["flat"].methods["ring"].transport != "symm_mem"
-    assert found["named"].methods["hybrid"].forward > found["default"].methods["hybrid"].forward
-    assert capsys.readouterr().out == ""
-
-
-def test_assumed_gpus_are_slower_in_float32() -> None:
-    def body(rank: int) -> list[float]:
-        return [
-            explain(dist.group.WORLD, seq_len=65536, q_heads=8, dtype=dtype, quiet=True).methods["ring"].forward
-            for dtype in (torch.bfloat16, torch.float32)
-        ]
-
-    half, single = run_ranks(2, body)[0]
-    assert single > 15 * half
-
-
-@pytest.mark.parametrize(
-    ("hardware", "error", "message"),
-    [
-        ("V100", ValueError, "expected hardware to be a GPU, one of A100, H100, .* got 'V100'"),
-        ("H100, string", ValueError, "one of NVLink 3, .* got 'H100, string'"),
-        ({"ring": "H100"}, ValueError, "expected hardware of each mesh axis, ring, ulysses; got that of ring"),
-        ({"ring": "H100", "ulysses": "H100", "cp": "H100"}, ValueError, "got that of ring, ulysses, cp"),
-        (620e12, TypeError, "expected hardware to be a Hardware, the name of one, or a mapping to these, got 6"),
-    ],
-)
-def test_explain_refuses_unknown_hardware(hardware: object, error: type[Exception], message: str) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-        explain(mesh, seq_len=8, q_heads=4, hardware=hardware)  # type: ignore[arg-type]
-
-    with pytest.raises(error, match=message):
-        run_ranks(4, body)
-
-
-def test_hardware_of_an_axis_of_one_rank_is_ignored() -> None:
-    def body(rank: int) -> list[Explanation]:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
-        named: list[dict[str, str]] = [{"ring": "H100, Ethernet 100G", "ulysses": "H100"}, {"ulysses": "H100"}]
-        return [explain(mesh, seq_len=8, q_heads=4, hardware=each, quiet=True) for each in named]
-
-    both, one = run_ranks(2, body)[0]
-    assert both == one
-    assert both.assumption == "assumed: ulysses: H100, NVLink 4, 330 GB/s"
-
-
-def test_explain_of_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is hidden takes no time; a mask is causal too if asked for; a causal mask is what is_causal says."""
-    documents = Documents([*range(0, 65536, 500), 65536])
-
-    def body(rank: int) -> dict[str, Explanation]:
-        def of(**options: object) -> Explanation:
-            return explain(dist.group.WORLD, seq_len=65536, q_heads=64, **options)  # type: ignore[arg-type]
-
-        return {
-            "causal": of(),
-            "causal mask": of(mask=Causal()),
-            "full": of(is_causal=False),
-            "documents": of(mask=documents),
-            "causal documents": of(mask=documents, is_causal=True),
-            "made for them": of(mask=documents, layout=Balanced(documents, 65536)),
-            "many pieces": of(layout=PerDocument(documents.cu_seqlens)),
-        }
-
-    found = run_ranks(2, body)[0]
-    assert found["causal"].methods == found["causal mask"].methods
-    # By row, so few launches: of shapes there would be thousands.
-    assert found["many pieces"].methods["ring"].forward < 2 * found["causal"].methods["ring"].forward
-    seconds = {name: each.methods["ring"].forward for name, each in found.items()}
-    assert seconds["causal documents"] < seconds["documents"] < seconds["causal"] / 10 < seconds["full"] / 15
-    received = {name: each.methods["ring"].outer_bytes for name, each in found.items()}
-    assert 0 < received["made for them"] < received["documents"] < received["causal"]
-    printed = capsys.readouterr().out
-    assert "batch 1, Documents(...) (0.8% of all pairs), torch.bfloat16, HeadTail()" in printed
-    assert "batch 1, causal, torch.bfloat16, HeadTail()" in printed
-
-
-@pytest.mark.parametrize(("sizes", "name"), [((1, 4), "ulysses"), ((4, 1), "ring")])
-def test_an_axis_of_one_rank_counts_as_none(
-    sizes: tuple[int, int], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
-        found = explain(mesh, seq_len=64, q_heads=4)
-        assert found.axes == (name,)
-        assert set(found.methods) == {"ring", "ulysses"}
-
-    run_ranks(4, body)
-    assert "64 tokens on 4 ranks" in capsys.readouterr().out
-
-
-def test_one_rank_alone_has_nothing_to_send(capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(1, lambda rank: explain(dist.group.WORLD, seq_len=64, q_heads=4))
-    assert "64 tokens on 1 rank, " in capsys.readouterr().out
-    for method in ("ring", "ulysses"):
-        assert attention_bytes(shape(64, ranks=1), method, 1, None) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"q_heads": 0}, "expected q_heads to be an integer >= 1, got 0"),
-        ({"q_heads": 6, "kv_heads": 4}, "expected q_heads to be a multiple of kv_heads, got 6 and 4"),
-        ({"q_heads": 4, "head_dim": 1.5}, r"expected head_dim to be an integer >= 1, got 1\.5"),
-        ({"q_heads": 4, "seq_len": -1}, "expected seq_len to be a length >= 0"),
-        ({"q_heads": 4, "mask": Documents([0, 9])}, "the documents of a mask end at 9"),
-        ({"q_heads": 4, "mask": Batched([Causal(), Full()])}, "the mask is of 2 batch rows, got a batch of 1"),
-    ],
-)
-def test_explain_refuses_what_is_no_call(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_ranks(2, lambda rank: explain(dist.group.WORLD, **{"seq_len": 8, **arguments}))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
-def test_explain_refuses_what_attention_has_no_tensors_of(dtype: object) -> None:
-    with pytest.raises(TypeError, match=f"expected dtype to be a floating torch.dtype, got {dtype!r}"):
-        run_ranks(2, lambda rank: explain(dist.group.WORLD, seq_len=8, q_heads=4, dtype=dtype))  # type: ignore[arg-type]
-
-
 def test_rings_hold_what_is_in_flight() -> None:
     """By hop one shard each: of 3 steps, 2 of gradients and 1 of contributions, and the own one; one step has no hops
     ahead of it. All others' at once are 7 shards: 1 stage of K/V and none ahead."""
@@ -303,3 +117,122 @@ def test_rings_hold_what_is_in_flight() -> None:
         assert ring_estimate(call, SHARED, transport).memory == pytest.approx(shards * shard)
     alone = dataclasses.replace(call, partition=LayoutPartition(Contiguous(), 512, 512, 1, 2))
     assert ring_estimate(alone, Cluster(H200, (tier(2),)), AllToAll()).memory == pytest.approx((1 + 3 + 1) * shard)
+
+
+# `explain`; docs/choosing.md has whole tables, which test_docs.py compares
+
+
+def test_explain_prints_one_table_and_returns_what_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+        found = explain(mesh, seq_len=32768, q_heads=32, kv_heads=8)
+        assert set(found.methods) == {"hybrid", "ring"}
+        assert found.chosen in found.methods
+        return str(found)
+
+    (table,) = set(run_ranks(4, body))
+    assert capsys.readouterr().out == f"{table}\n"
+    assert "32,768 tokens on 2 x 2 ranks, 32:8 heads of 128" in table
+    assert "assumed: ring: H200, NVLink 4, 330 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in table
+
+
+def test_a_process_group_of_gpus_is_measured_as_a_mesh_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api._torch, "uses_nccl", lambda group, device: device.type == "cuda")
+    measured = Cluster(H200, (tier(1, 123e9),))
+    monkeypatch.setattr(api, "cluster_of", lambda ranks, device, itemsize: measured)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    (found,) = run_ranks(1, lambda rank: explain(dist.group.WORLD, seq_len=4096, q_heads=8, quiet=True))
+    assert found.assumption == "measured: GPU; the group: 123 GB/s, shared memory"
+
+
+def test_explain_of_a_group_with_other_hardware_and_dtypes() -> None:
+    call: dict[str, Any] = {"names": (), "seq_len": (32768, 65536), "is_causal": False}
+    usual = explained(2, **call)
+    assert set(usual.methods) == {"ring", "ulysses"}
+    assert "over the group" in str(usual)
+    forward = usual.methods["ring"].forward
+    slow = dataclasses.replace(H200, link_speed=1e9)
+    assert explained(2, **call, hardware=slow).methods["ring"].forward > forward
+    assert explained(2, **call, dtype=torch.float32).methods["ring"].forward > 15 * forward
+
+
+def test_explain_assumes_a_network_between_nodes_of_eight() -> None:
+    """No shared memory across a network: K/V of its ring come by collectives."""
+    call: dict[str, Any] = {"seq_len": 32768, "q_heads": 32, "kv_heads": 8}
+    default = explained(2, 8, **call)
+    flat = explained(16, names=("cp",), **call, hardware="h100")
+    named = explained(2, 8, **call, hardware={"ring": "h200, ethernet 100g", "ulysses": "H200"})
+    assert default.assumption == "assumed: ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s"
+    assert flat.assumption == "assumed: cp: H100, InfiniBand NDR, 36.7 GB/s"
+    assert "ring: H200, Ethernet 100G, 9.17 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in named.assumption
+    for found in (default, named):
+        assert found.methods["hybrid"].transport in ("allgather", "alltoall")
+        assert found.methods["ring"].transport == "symm_mem"  # of the inner rings
+    assert flat.methods["ring"].transport != "symm_mem"
+    assert named.methods["hybrid"].forward > default.methods["hybrid"].forward
+
+
+def test_an_axis_of_one_rank_counts_as_none() -> None:
+    for sizes, name in (((1, 4), "ulysses"), ((4, 1), "ring")):
+        found = explained(*sizes)
+        assert found.axes == (name,)
+        assert set(found.methods) == {"ring", "ulysses"}
+        assert "65,536 tokens on 4 ranks" in str(found)
+    both = explained(1, 2, hardware={"ring": "H100, Ethernet 100G", "ulysses": "H100"})
+    assert both == explained(1, 2, hardware={"ulysses": "H100"})
+    assert both.assumption == "assumed: ulysses: H100, NVLink 4, 330 GB/s"
+    assert "tokens on 1 rank, " in str(explained(1, names=()))
+
+
+def test_explain_of_a_mask() -> None:
+    """What is hidden takes no time; a mask is causal too if asked for; a causal mask is what is_causal says."""
+    documents = Documents([*range(0, 65536, 500), 65536])
+    options: dict[str, Any] = {
+        "causal": {}, "causal mask": {"mask": Causal()}, "full": {"is_causal": False}, "documents": {"mask": documents},
+        "causal documents": {"mask": documents, "is_causal": True},
+        "made for them": {"mask": documents, "layout": Balanced(documents, 65536)},
+        "many pieces": {"layout": PerDocument(documents.cu_seqlens)},
+    }  # fmt: skip
+    found = {name: explained(2, names=(), q_heads=64, **each) for name, each in options.items()}
+    assert found["causal"].methods == found["causal mask"].methods
+    # By row, so few launches: of shapes there would be thousands.
+    assert found["many pieces"].methods["ring"].forward < 2 * found["causal"].methods["ring"].forward
+    seconds = {name: each.methods["ring"].forward for name, each in found.items()}
+    assert seconds["causal documents"] < seconds["documents"] < seconds["causal"] / 10 < seconds["full"] / 15
+    received = {name: each.methods["ring"].outer_bytes for name, each in found.items()}
+    assert 0 < received["made for them"] < received["documents"] < received["causal"]
+    assert "batch 1, Documents(...) (0.8% of all pairs), torch.bfloat16, HeadTail()" in str(found["documents"])
+    assert "batch 1, causal, torch.bfloat16, HeadTail()" in str(found["causal mask"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hardware": "V100"}, ValueError, "expected hardware to be a GPU, one of A100, H100, .* got 'V100'"),
+        ({"hardware": "H100, string"}, ValueError, "one of NVLink 3, .* got 'H100, string'"),
+        ({"hardware": {"ring": "H100"}}, ValueError, "of each mesh axis, ring, ulysses; got that of ring"),
+        (
+            {"hardware": dict.fromkeys(("ring", "ulysses", "cp"), "H100")}, ValueError, "got that of ring, ulysses, cp"
+        ),
+        ({"hardware": 620e12}, TypeError, "to be a Hardware, the name of one, or a mapping to these, got 6"),
+        ({"q_heads": 0}, ValueError, "expected q_heads to be an integer >= 1, got 0"),
+        ({"q_heads": 6, "kv_heads": 4}, ValueError, "q_heads to be a multiple of kv_heads, got 6 and 4"),
+        ({"head_dim": 1.5}, ValueError, r"expected head_dim to be an integer >= 1, got 1\.5"),
+        ({"v_head_dim": -1}, ValueError, "expected v_head_dim to be an integer >= 1, got -1"),
+        ({"v_head_dim": 0}, ValueError, "expected v_head_dim to be an integer >= 1, got 0"),
+        ({"seq_len": -1}, ValueError, "expected seq_len to be a length >= 0"),
+        ({"seq_len": 8, "mask": Documents([0, 9])}, ValueError, "the documents of a mask end at 9"),
+        ({"mask": Batched([Causal(), Full()])}, ValueError, "the mask is of 2 batch rows, got a batch of 1"),
+        ({"dtype": "bfloat16"}, TypeError, "expected dtype to be a floating torch.dtype, got 'bfloat16'"),
+        ({"dtype": torch.int8}, TypeError, "expected dtype to be a floating torch.dtype, got torch.int8"),
+        ({"head_dim": 192, "latent_dims": (512, 192)}, ValueError, "0 < Dr < head_dim, 192; got"),
+        ({"latent_dims": 512}, ValueError, "got 512"),
+        ({"latent_dims": (0, 64)}, ValueError, r"got \(0, 64\)"),
+        ({"latent_dims": (512, 64), "kv_heads": 4}, ValueError, "kv_heads to be None for latents, got 4"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_explain_refuses_what_is_no_call(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        explained(2, 2, **options)

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from support.attention_kernels import replace_functions_once_a_launch
 from support.hidden_rows import NAMES, Tensors, assert_close, exact, padding_bias, row_bias
-from support.method_checks import place
 from support.problems import shard
-from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from support.splits import ALONE, SPLITS, over_ranks, size_of
 
-from cp_dtensor import HeadTail, context_parallel_attention
+from cp_dtensor import HeadTail
 from cp_dtensor.attention import masked
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.lse import empty_lse, rounded_lse
@@ -26,13 +24,6 @@ from cp_dtensor.spec.intervals import IntervalBand
 from cp_dtensor.spec.layouts import Segment
 
 LENGTH = 48
-WAYS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
-    "allgather": ((2,), ("cp",), {"method": "ring", "rotate_method": "allgather"}),
-    "alltoall": ((3,), ("cp",), {"method": "ring", "rotate_method": "alltoall"}),
-    "ulysses": ((2,), ("cp",), {"method": "ulysses"}),
-    "nested": ((2, 2), ("cp_node", "cp_gpu"), {"method": "ring"}),
-    "hybrid": ((2, 2), ("ring", "ulysses"), {"method": "hybrid"}),
-}
 TRIANGLE = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 
 
@@ -51,49 +42,34 @@ BIASES = {
 each_bias = pytest.mark.parametrize(("bias", "is_causal"), BIASES.values(), ids=BIASES)
 
 
-def _attend(
-    rank: int, tensors: Tensors, bias: torch.Tensor, is_causal: bool, shape: tuple[int, ...], names: tuple[str, ...],
-    options: dict[str, Any],
-) -> tuple[int, Tensors]:  # fmt: skip
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    here = place(list(mesh.get_coordinate() or ()), names, shape)
-    of_rows = [*tensors, bias] if bias.size(2) > 1 else tensors
-    q, k, v, grad_out, *own = (shard(x, HeadTail(), here, mesh.size()) for x in of_rows)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, *(own or [bias]))]
-    out, lse = context_parallel_attention(
-        *leaves[:3], mesh=mesh, attn_mask=leaves[3], layout=HeadTail(), is_causal=is_causal, enable_gqa=True,
-        return_lse=True, **options,
-    )  # fmt: skip
-    out.backward(grad_out)
-    return here, (out.detach(), lse, *(x.grad for x in leaves))
+def seen_by_all(is_causal: bool) -> torch.Tensor:
+    return TRIANGLE if is_causal else torch.ones_like(TRIANGLE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @each_bias
-@pytest.mark.parametrize("way", WAYS)
-def test_over_ranks(way: str, bias: torch.Tensor, is_causal: bool, dtype: torch.dtype) -> None:
-    shape, _, _ = WAYS[way]
-    size, tensors, bias = torch.Size(shape).numel(), draw(dtype), bias.to(dtype)
-    expected = exact(*tensors, bias, TRIANGLE if is_causal else torch.ones_like(TRIANGLE))
-    results = dict(run_ranks(size, _attend, tensors, bias, is_causal, *WAYS[way]))
+@pytest.mark.parametrize("split", SPLITS)
+def test_over_ranks(split: str, bias: torch.Tensor, is_causal: bool, dtype: torch.dtype) -> None:
+    size, tensors, bias = size_of(SPLITS[split]), draw(dtype), bias.to(dtype)
+    expected = exact(*tensors, bias, seen_by_all(is_causal))
+    results = over_ranks(SPLITS[split], tensors, HeadTail(), bias, is_causal=is_causal)
+    of_shards = NAMES if bias.size(2) > 1 else NAMES[:5]
     for here, got in results.items():
-        for name, of_rank, whole in zip(NAMES[:5], got, expected, strict=False):
+        for name, of_rank, whole in zip(of_shards, got, expected, strict=False):
             assert_close(of_rank, shard(whole, HeadTail(), here, size), f"{name} of rank {here}")
-        if bias.size(2) > 1:
-            assert_close(got[5], shard(expected[5], HeadTail(), here, size), f"dbias of rank {here}")
     if bias.size(2) == 1:
-        assert_close(sum(got[5] for got in results.values()), expected[5], "dbias")
+        assert_close(torch.stack([got[5] for got in results.values()]).sum(0), expected[5], "dbias")
 
 
 @each_bias
 def test_errors_are_those_of_one_device(bias: torch.Tensor, is_causal: bool) -> None:
     q, k, v, grad_out = draw()
-    seen = TRIANGLE if is_causal else torch.ones_like(TRIANGLE)
+    seen = seen_by_all(is_causal)
     expected = exact(q, k, v, grad_out, bias, seen)
     rows = expected[1].isfinite()  # one device returns NaN for rows without keys
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     one_device = F.scaled_dot_product_attention(*leaves, bias.masked_fill(~seen, float("-inf")), enable_gqa=True)
-    ((_, (out, _, dq, *_)),) = run_ranks(1, _attend, (q, k, v, grad_out), bias, is_causal, (1,), ("cp",), {})
+    out, _, dq, *_ = over_ranks(ALONE, (q, k, v, grad_out), HeadTail(), bias, is_causal=is_causal)[0]
     (of_one_device,) = torch.autograd.grad(one_device, leaves[:1], grad_out * rows.unsqueeze(-1))
     for got, theirs, exactly in ((out, one_device, expected[0]), (dq, of_one_device, expected[2])):
         ours, others = ((x - exactly)[rows].abs().max().item() for x in (got, theirs))
@@ -114,11 +90,16 @@ def merge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     return launch_merge
 
 
+def few_heads() -> Tensors:
+    q, k, v, grad_out = draw()
+    return q[:, :2], k[:, :1], v[:, :1], grad_out[:, :2]
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # finfo.min less a large number is -inf
 @each_bias
 def test_tiles(merge: Any, bias: torch.Tensor, is_causal: bool) -> None:
     """Two tiles of columns, merged, and the gradients of both."""
-    q, k, v, grad_out = draw()
+    q, k, v, grad_out = few_heads()
     positions, rows = Segment.contiguous(0, LENGTH), (0, LENGTH)
     band = IntervalBand(first=0, last=LENGTH, lo=0, hi=LENGTH, left=LENGTH, right=0 if is_causal else LENGTH)
     spans = ((0, 20), (20, LENGTH))
@@ -135,7 +116,7 @@ def test_tiles(merge: Any, bias: torch.Tensor, is_causal: bool) -> None:
         for span, mask in zip(spans, masks, strict=True)
     ]
     of_q, of_k, of_v = zip(*grads, strict=True)
-    expected = exact(q, k, v, grad_out, bias, TRIANGLE if is_causal else torch.ones_like(TRIANGLE))
+    expected = exact(q, k, v, grad_out, bias, seen_by_all(is_causal))
     got = (out, rounded_lse(lse), sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2))
     for name, tensor, wanted in zip(NAMES, got, expected, strict=False):
         assert_close(tensor, wanted, name)
@@ -143,11 +124,11 @@ def test_tiles(merge: Any, bias: torch.Tensor, is_causal: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_an_lse_of_one_float_is_right_without_hidden_rows(merge: Any) -> None:
-    q, k, v, grad_out = draw()
+    q, k, v, grad_out = few_heads()
     bias = padding_bias(LENGTH)
     out, lse = attention_forward(q, k, v, RowMask(), 0.25, bias=bias)
     grads = attention_backward(grad_out, q, k, v, out, lse, RowMask(), 0.25, bias=bias)
-    expected = exact(q, k, v, grad_out, bias, torch.ones_like(TRIANGLE))
+    expected = exact(q, k, v, grad_out, bias, seen_by_all(False))
     for name, tensor, wanted in zip(NAMES, (out, lse, *grads), expected, strict=False):
         assert_close(tensor, wanted, name)
 

@@ -1,6 +1,9 @@
 """Every mask, bias, layout, length and method: out, lse and all gradients equal dense attention."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -11,71 +14,89 @@ from support.cases import examples
 from support.collectives import errors_by_rank
 from support.masked_checks import MaskedCase, check_masked, masked_cases
 from support.masked_problems import MaskedProblem
-from support.problems import shard
+from support.method_checks import RING_ULYSSES, ULYSSES_RING
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
-from support.staging import BY_HEAD
+from support.staging import fine
 
 from cp_dtensor import (
     Causal,
     Full,
     HeadTail,
+    Layout,
     MirroredBatch,
     PerDocument,
     SlidingWindow,
+    Striped,
     context_parallel_attention,
 )
 from cp_dtensor.attention.masked import attention_delta
-from cp_dtensor.comm.collective import AllGather
+from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transports import ROTATE_METHODS
+from cp_dtensor.engine import planner
+from cp_dtensor.plan.partition import head_stages
 
-few = settings(max_examples=examples(5), deadline=None)
+few = settings(max_examples=examples(4), deadline=None)
+CP = ("cp",)
+RANKS = [
+    ((1,), CP), ((2,), CP), ((3,), CP), ((4,), CP), ((7,), CP),
+    ((2, 2), RING_ULYSSES), ((3, 2), ULYSSES_RING), ((2, 3), ("cp_node", "cp_gpu")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_over_one_axis(ranks: int) -> None:
+@pytest.mark.parametrize(("shape", "names"), RANKS, ids=str)
+def test_at_once(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     @few
-    @given(st.lists(masked_cases(axes=1), min_size=6, max_size=6))
-    def check(cases: list[MaskedCase]) -> None:
-        check_masked(cases, (ranks,))
-
-    check()
-
-
-def test_in_a_stage_for_each_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROTATE_METHODS, "allgather", AllGather(BY_HEAD))
-
-    @few
-    @given(st.lists(masked_cases(axes=1), min_size=6, max_size=6))
-    def check(cases: list[MaskedCase]) -> None:
-        gathered = (("method", "ring"), ("rotate_method", "allgather"))
-        check_masked([replace(case, options=gathered) for case in cases], (3,))
-
-    check()
-
-
-@pytest.mark.parametrize(
-    ("shape", "names"),
-    [
-        ((2, 2), ("ring", "ulysses")),
-        ((3, 2), ("ulysses", "ring")),
-        ((2, 3), ("cp_node", "cp_gpu")),
-    ],
-)
-def test_over_two_axes(shape: tuple[int, int], names: tuple[str, str]) -> None:
-    @few
-    @given(st.lists(masked_cases(axes=2), min_size=6, max_size=6))
+    @given(st.lists(masked_cases(len(shape)), min_size=6, max_size=6))
     def check(cases: list[MaskedCase]) -> None:
         check_masked(cases, shape, names)
 
     check()
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_plain_masks_over_layouts_of_many_pieces(method: str) -> None:
-    """By row: by shape every pair of pieces would be a tile."""
-    layout = PerDocument(range(0, 121, 3))
-    problems = [MaskedProblem(120, 120, mask) for mask in (Causal(), Full())]
-    check_masked([MaskedCase(problem, layout, (("method", method),), 1) for problem in problems], (3,))
+@pytest.mark.parametrize(("shape", "names"), RANKS[1:], ids=str)
+def test_in_stages_of_heads(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """However little work a stage has."""
+    limits = st.tuples(*[st.sampled_from([1, 400, 2000])] * 3)
+
+    @few
+    @given(st.lists(masked_cases(len(shape)), min_size=6, max_size=6), st.integers(2, 4), limits)
+    def check(cases: list[MaskedCase], stages: int, limits: tuple[int, ...]) -> None:
+        rings = AllToAll(shard_bytes=limits[0], grad_shard_bytes=limits[1], flops_per_hop=1e-3)
+        staged = partial(head_stages, flops_per_stage=1e-3, most=stages)
+        with (
+            mock.patch.dict(ROTATE_METHODS, allgather=AllGather(fine(*limits)), alltoall=rings),
+            mock.patch.object(planner, "head_stages", staged),
+        ):
+            check_masked(cases, shape, names)
+
+    check()
+
+
+def causal(q_len: int, kv_len: int, heads: tuple[int, int] = (4, 2), batch: int = 1) -> MaskedProblem:
+    return MaskedProblem(q_len, kv_len, Full(), batch, *heads, is_causal=True)
+
+
+# Ends of stripes that some ranks have and others do not; more ranks than tokens or heads; copies of key heads.
+EDGES: list[tuple[MaskedProblem, Layout, tuple[int, ...], tuple[str, ...], str]] = [
+    (causal(13, 2), Striped(3), (2, 2), RING_ULYSSES, "ring"),
+    (causal(2, 13), Striped(3), (2, 2), ULYSSES_RING, "hybrid"),
+    (causal(1, 30), HeadTail(), (4,), CP, "ring"),
+    (causal(26, 26, (6, 2), batch=2), HeadTail(), (4,), CP, "ulysses"),
+    (causal(26, 26, (8, 2), batch=2), MirroredBatch(), (4,), CP, "ulysses"),
+    (causal(53, 53, (12, 4), batch=3), HeadTail(), (2, 3), RING_ULYSSES, "hybrid"),
+    (MaskedProblem(29, 29, Full(), 2, 10, 5, scale=-0.3, sinks=True), HeadTail(), (2, 2), RING_ULYSSES, "hybrid"),
+    # By row: by shape every pair of pieces would be a tile.
+    (MaskedProblem(120, 120, Causal()), PerDocument(range(0, 121, 3)), (3,), CP, "ring"),
+    (MaskedProblem(120, 120, Full()), PerDocument(range(0, 121, 3)), (3,), CP, "ulysses"),
+]
+
+
+@pytest.mark.parametrize(("problem", "layout", "shape", "names", "method"), EDGES)
+def test_at_the_edges(
+    problem: MaskedProblem, layout: Layout, shape: tuple[int, ...], names: tuple[str, ...], method: str
+) -> None:
+    check_masked([MaskedCase(problem, layout, (("method", method),), 1)], shape, names)
 
 
 def test_delta_is_computed_once_for_all_tiles_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +131,7 @@ def test_key_masks_where_batch_rows_are_divided_differently_and_a_rank_has_one_q
         )
 
     for rank, out in enumerate(run_ranks(3, lambda rank: body(rank, whole[4]))):
-        torch.testing.assert_close(out, shard(expected, MirroredBatch(), rank, 3), rtol=1e-10, atol=1e-10)
+        assert_close(out, shard(expected, MirroredBatch(), rank, 3))
 
     rows = [2, 2, 1]
     errors = errors_by_rank(3, lambda rank: body(rank, whole[4].expand(-1, -1, rows[rank], -1)))

@@ -9,12 +9,10 @@ import pytest
 import torch
 from support.attention_kernels import backward_kernel, kernel, replace_functions_once_a_launch
 from support.masked_problems import MaskedProblem, shown
-from support.method_checks import place
 from support.problems import shard
-from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from support.splits import SPLITS, Tensors, over_ranks, size_of
 
-from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask, context_parallel_attention
+from cp_dtensor import Batched, Causal, Contiguous, Documents, HeadTail, Layout, Mask
 from cp_dtensor.attention import masked
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.merge import merge_reference, sinks_gradient
@@ -22,64 +20,44 @@ from cp_dtensor.plan.tiles import IntervalMask, KeyRun
 from cp_dtensor.spec.intervals import IntervalBand
 from cp_dtensor.spec.layouts import Segment
 
-Tensors = tuple[torch.Tensor, ...]
 NAN, INF = float("nan"), float("inf")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 INPUTS = ("query", "key", "value", "gradient")
 each_input = pytest.mark.parametrize("of", INPUTS)
+each_split = pytest.mark.parametrize("split", SPLITS)
 
 # Batch row 0 sees keys 0 to 39 of 50, batch row 1 keys 0 to 29.
 PADDED = Batched([Documents([0, 17, 40], within=Causal()), Documents([0, 30], within=Causal())])
-WAYS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]] = {
-    "allgather": ((2,), ("cp",), {"method": "ring", "rotate_method": "allgather"}),
-    "alltoall": ((2,), ("cp",), {"method": "ring", "rotate_method": "alltoall"}),
-    "ulysses": ((2,), ("cp",), {"method": "ulysses"}),
-    "nested": ((2, 2), ("cp_node", "cp_gpu"), {"method": "ring"}),
-}
 
 
-def _attend(
-    rank: int, tensors: Tensors, mask: Mask, layout: Layout, shape: tuple[int, ...], names: tuple[str, ...],
-    options: dict[str, Any],
-) -> tuple[int, Tensors]:  # fmt: skip
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    here = place(list(mesh.get_coordinate() or ()), names, shape)
-    q, k, v, grad_out = (shard(x, layout, here, mesh.size()) for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = context_parallel_attention(
-        *leaves, mesh=mesh, layout=layout, mask=mask, enable_gqa=True, return_lse=True, seq_len=50, **options
-    )
-    out.backward(grad_out)
-    return here, (out.detach(), lse, *(x.grad for x in leaves))
+def _check_nothing_reached(dirty: Tensors, clean: Tensors, where: object = "") -> None:
+    for name, got, wanted in zip(NAMES, dirty, clean, strict=True):
+        assert torch.equal(got, wanted), f"{name} {where}"
+        assert not got.isnan().any(), f"{name} {where}"
 
 
-def over_ranks(tensors: Tensors, mask: Mask, layout: Layout, way: str) -> dict[int, Tensors]:
-    return dict(run_ranks(torch.Size(WAYS[way][0]).numel(), _attend, tensors, mask, layout, *WAYS[way]))
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("layout", [Contiguous(), HeadTail()], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_keys_that_no_query_sees_reach_nothing(way: str, layout: Layout, value: float) -> None:
+@pytest.mark.parametrize(("layout", "value"), [(Contiguous(), INF), (HeadTail(), NAN), (HeadTail(), INF)], ids=str)
+@each_split
+def test_keys_that_no_query_sees_reach_nothing(split: str, layout: Layout, value: float) -> None:
     q, k, v, grad_out = MaskedProblem(50, 50, PADDED, batch=2, q_heads=4).draw(seed=1)
     seen = shown(PADDED, 50, 50, 2).any(2)[:, :, :, None]
-    clean = over_ranks((q, k * seen, v * seen, grad_out), PADDED, layout, way)
-    dirty = over_ranks((q, k.masked_fill(~seen, value), v.masked_fill(~seen, value), grad_out), PADDED, layout, way)
+    dirty, clean = (
+        over_ranks(SPLITS[split], (q, *(x.masked_fill(~seen, hidden) for x in (k, v)), grad_out), layout, mask=PADDED)
+        for hidden in (value, 0.0)
+    )
     for here, results in dirty.items():
-        for name, got, wanted in zip(NAMES, results, clean[here], strict=True):
-            assert torch.equal(got, wanted), f"{name} of rank {here}"
-            assert not got.isnan().any(), f"{name} of rank {here}"
+        _check_nothing_reached(results, clean[here], f"of rank {here}")
 
 
 @each_input
 @pytest.mark.parametrize("mask", [Causal(), PADDED], ids=["causal", "padded"])
-@pytest.mark.parametrize("way", WAYS)
-def test_nan_reaches_what_it_reaches_on_one_device(way: str, mask: Mask, of: str) -> None:
+@each_split
+def test_nan_reaches_what_it_reaches_on_one_device(split: str, mask: Mask, of: str) -> None:
     at = 21
     tensors = MaskedProblem(50, 50, mask, batch=2, q_heads=4).draw(seed=2)
     tensors[INPUTS.index(of)][:, :, at] = NAN
-    layout, size = HeadTail(), torch.Size(WAYS[way][0]).numel()
-    for here, got in over_ranks(tensors, mask, layout, way).items():
+    layout, size = HeadTail(), size_of(SPLITS[split])
+    for here, got in over_ranks(SPLITS[split], tensors, layout, mask=mask).items():
         _check_reached(got, shown(mask, 50, 50, 2), at, of, partial(shard, layout=layout, rank=here, world_size=size))
 
 
@@ -131,7 +109,7 @@ def run_tile(mask: IntervalMask, tensors: Tensors) -> Tensors:
 
 def draw() -> Tensors:
     generator = torch.Generator().manual_seed(3)
-    return tuple(torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, 2, 2, 4))
+    return tuple(torch.randn(1, heads, 40, 16, generator=generator) for heads in (2, 1, 1, 2))
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -143,9 +121,7 @@ def test_columns_that_no_row_sees(kernels: str, value: float) -> None:
     q, k, v, grad_out = draw()
     clean = run_tile(mask, (q, k.index_fill(2, hidden, 0), v.index_fill(2, hidden, 0), grad_out))
     dirty = run_tile(mask, (q, k.index_fill(2, hidden, value), v.index_fill(2, hidden, value), grad_out))
-    for name, got, wanted in zip(NAMES, dirty, clean, strict=True):
-        assert torch.equal(got, wanted), name
-        assert not got.isnan().any(), name
+    _check_nothing_reached(dirty, clean)
     assert all((grad[:, :, hidden] == 0).all() for grad in dirty[3:])
 
 
@@ -156,7 +132,7 @@ def test_nan_in_a_tile(kernels: str, of: str) -> None:
     (q, k, v, grad_out)[INPUTS.index(of)][:, :, 9] = NAN
     row, column = torch.arange(40)[:, None], torch.arange(40)[None, :]
     seen = (column >= row - 20) & (column <= row + 1) & (row < 36)
-    _check_reached(run_tile(mask, (q, k, v, grad_out)), seen.expand(2, 1, 40, 40), 9, of)
+    _check_reached(run_tile(mask, (q, k, v, grad_out)), seen.expand(1, 1, 40, 40), 9, of)
 
 
 def test_merges_keep_nan() -> None:

@@ -46,14 +46,13 @@ def refuses_all(function: Function, x: torch.Tensor) -> None:
         gradient.sum().backward()
 
 
-@pytest.mark.parametrize("which", "qkv")
 @pytest.mark.parametrize(
     ("names", "shape", "method"),
     [(("cp",), (4,), "ring"), (("cp",), (4,), "ulysses"), (RING_ULYSSES, (2, 2), "hybrid"),
      (RING_ULYSSES, (2, 2), "ring"), (("cp",), (1,), "auto")],
     ids=str,
 )  # fmt: skip
-def test_of_attention(names: tuple[str, ...], shape: tuple[int, ...], method: str, which: str) -> None:
+def test_of_attention(names: tuple[str, ...], shape: tuple[int, ...], method: str) -> None:
     whole = dict(zip("qkv", Problem(16, 16, q_heads=4, kv_heads=4).draw(0)[:3], strict=True))
     size = torch.Size(shape).numel()
 
@@ -61,28 +60,29 @@ def test_of_attention(names: tuple[str, ...], shape: tuple[int, ...], method: st
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         shards: dict[str, Any] = {name: shard(tensor, HeadTail(), rank, size) for name, tensor in whole.items()}
 
-        def attend(x: torch.Tensor) -> torch.Tensor:
-            inputs = {**shards, which: x * 1}  # of a tensor that is no leaf, too
-            out = context_parallel_attention(**inputs, mesh=mesh, method=method, is_causal=True)
-            assert isinstance(out, torch.Tensor)
-            return out
+        for which in "qkv":
 
-        refuses_all(attend, shards[which])
+            def attend(x: torch.Tensor, which: str = which) -> Any:
+                inputs = {**shards, which: x * 1}  # of a tensor that is no leaf, too
+                return context_parallel_attention(**inputs, mesh=mesh, method=method, is_causal=True)
+
+            refuses_all(attend, shards[which])
 
     run_ranks(size, body)
 
 
+def shards_of(rank: int) -> list[torch.Tensor]:
+    q, k, v, _ = Problem(16, 16, q_heads=4, kv_heads=4).draw(0)
+    return [shard(x, HeadTail(), rank, 4).requires_grad_() for x in (q, k, v)]
+
+
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_of_attention_in_a_checkpoint_which_unpacks_what_was_saved_only_once(method: str) -> None:
-    q, k, v = Problem(16, 16, q_heads=4, kv_heads=4).draw(0)[:3]
+    def attend(*inputs: torch.Tensor) -> Any:
+        return context_parallel_attention(*inputs, mesh=dist.group.WORLD, method=method, is_causal=True).square().sum()
 
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-        shards = [shard(x, HeadTail(), rank, 4).requires_grad_() for x in (q, k, v)]
-
-        def attend(*inputs: torch.Tensor) -> torch.Tensor:
-            return context_parallel_attention(*inputs, mesh=mesh, method=method, is_causal=True).square().sum()
-
+        shards = shards_of(rank)
         expected = torch.autograd.grad(attend(*shards), shards)
         loss = checkpoint(attend, *shards, use_reentrant=False)
         grads = torch.autograd.grad(loss, shards, create_graph=True)
@@ -124,12 +124,9 @@ def test_of_gathered_kv_of_flex_attention() -> None:
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_batches_of_gradients_are_refused_before_any_collective(method: str) -> None:
-    q, k, v = Problem(16, 16, q_heads=4, kv_heads=4).draw(0)[:3]
-
     def body(rank: int) -> None:
-        shards = [shard(x, HeadTail(), rank, 4).requires_grad_() for x in (q, k, v)]
-        out = context_parallel_attention(*shards, mesh=dist.group.WORLD, method=method, is_causal=True)
-        assert isinstance(out, torch.Tensor)
+        shards = shards_of(rank)
+        out: Any = context_parallel_attention(*shards, mesh=dist.group.WORLD, method=method, is_causal=True)
         grads = torch.ones(3, *out.shape, dtype=out.dtype)
         before = kinds(collectives, rank)
         with pytest.raises(NotImplementedError, match="one gradient at a time, got a batch of them"):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from itertools import product
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from support.masked_problems import shown
-from support.package_kernels import Unwanted, relative
+from matrix.features import Case
+from matrix.worlds import World, run_threads
+from support.package_kernels import Unwanted
 from support.pretended_packages import FlexModule, fresh_process, install
-from support.problems import shard
-from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Batched, Causal, Documents, HeadTail, Layout, Mask, SlidingWindow, Striped
-from cp_dtensor import context_parallel_attention as attention
 from cp_dtensor.attention.backends import cudnn_flex
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
 from cp_dtensor.comm.collective import AllGather
@@ -25,7 +20,6 @@ from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.model_masks import Keys
 
-LENGTH = 96
 SINKS = Causal() & (SlidingWindow(9, 0) | Keys(((0, 4), (40, 43))))
 """A window, the first keys, and some more."""
 MASKS: dict[str, Mask] = {
@@ -44,55 +38,38 @@ def test_tiles_alone_have_several_intervals() -> None:
     assert len(getattr(tile.mask, "sets", ())) > 1
 
 
-WAYS: dict[str, tuple[tuple[int, ...], str]] = {
+WORLDS: dict[str, tuple[tuple[int, ...], str]] = {
     "ring": ((2,), "ring"), "ulysses": ((2,), "ulysses"), "hybrid": ((2, 2), "hybrid"), "nested ring": ((2, 2), "ring"),
 }  # fmt: skip
 """Ranks of each axis, and the method."""
+SHORTEST = {1: "by cuDNN", 45: "by both", 97: "by ours"}
+CASES = [
+    pytest.param(world, shortest, [*MASKS][(number + number // 3) % 3], id=f"{world} {SHORTEST[shortest]}")
+    for number, (world, shortest) in enumerate(product(WORLDS, SHORTEST))
+]
 
 
-@pytest.mark.parametrize("shortest", [1, 45, 97], ids=["by cuDNN", "by both", "by ours"])
 @pytest.mark.parametrize("layout", [HeadTail(), Striped(8)], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MASKS)
-def test_tiles_of_several_intervals(name: str, way: str, layout: Layout, shortest: int) -> None:
-    shape, method = WAYS[way]
-    ranks = math.prod(shape)
-    mask, masks = MASKS[name], []
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(2, heads, LENGTH, 16, generator=generator).bfloat16() for heads in (4, 2, 2, 4)]
+@pytest.mark.parametrize(("world", "shortest", "mask"), CASES)
+def test_tiles_of_several_intervals(world: str, shortest: int, mask: str, layout: Layout) -> None:
+    shape, method = WORLDS[world]
+    masks = []
+    forward = CudnnFlexAttention.forward
 
-    def body(rank: int) -> list[torch.Tensor]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses")[: len(shape)])
-        q, k, v, grad_out = (shard(x, layout, rank, ranks) for x in values)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = attention(
-            *leaves, mesh=mesh, enable_gqa=True, mask=mask, layout=layout, seq_len=LENGTH, method=method,
-            rotate_method="allgather",
-        )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
-        out.backward(grad_out)
-        return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    def recorded(self: Any, q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
+        masks.append(mask)
+        return forward(self, q, k, v, mask, scale)
 
     with fresh_process() as patch:
-        module = FlexModule()
-        install(patch, flex=module)
+        install(patch, flex=FlexModule())
         patch.setattr(cudnn_flex, "SHORTEST", shortest)
         patch.setattr(planner, "choose_backend", lambda *_: CudnnFlexAttention())
-        forward = CudnnFlexAttention.forward
-
-        def recorded(self: Any, q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
-            masks.append(mask)
-            return forward(self, q, k, v, mask, scale)
-
         patch.setattr(CudnnFlexAttention, "forward", recorded)
         if shortest == 1:
             patch.setattr(cudnn_flex, "_INTERVALS", Unwanted())
-        results = run_ranks(ranks, body)
+        case = Case(
+            (96, 96), heads=(4, 2), enable_gqa=True, head_dim=16, dtype="bfloat16", mask=MASKS[mask], layout=layout,
+            method=method, transport="allgather",
+        )  # fmt: skip
+        run_threads("function", case, World(shape))
     assert any(len(tile.sets) > 1 for tile in masks)
-    wide = [x.double().requires_grad_() for x in values[:3]]
-    want = F.scaled_dot_product_attention(*wide, attn_mask=shown(mask, LENGTH, LENGTH, 2), enable_gqa=True)
-    want.backward(values[3].double())
-    expected = [want.detach(), *(x.grad for x in wide if x.grad is not None)]
-    for rank, got in enumerate(results):
-        for one, whole in zip(got, expected, strict=True):
-            assert relative(one, shard(whole, layout, rank, ranks)) < 1e-2

@@ -135,7 +135,7 @@ LENGTH = 512
 
 def _there_and_back(inputs: Tensors, layout: Any, rotate_method: str) -> Tensors:
     k, v, grad_k, grad_v = inputs
-    keys = kv_gather(layout, LENGTH, LENGTH, ROTATE_METHODS[rotate_method])
+    keys = kv_gather(layout, LENGTH, ROTATE_METHODS[rotate_method])
     return *keys.gather(k, v), *keys.reduce_gradients(grad_k, grad_v, k.size(2))
 
 

@@ -17,7 +17,6 @@ from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.comm.transports import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.plan.cost import (
-    BACKWARD,
     TOLERANCE,
     TRANSFER_TAX,
     Cluster,
@@ -100,15 +99,6 @@ def test_nearly_equal_choices_are_the_first() -> None:
 
 
 @each_transport
-def test_a_long_sequence_takes_the_time_of_its_operations(transport: KVTransport) -> None:
-    """32 heads, 262144 causal tokens: 4 * 32 * 262144^2 * 128 / 2 operations over 8 GPUs take 0.11 s at 620 TFLOP/s."""
-    ideal = 4 * 32 * 262144**2 * 128 / 2 / 8 / GPU.flops
-    forward, backward = times(transport, shape(262144, 8), 8)
-    assert forward == pytest.approx(ideal, rel=0.08)
-    assert backward == pytest.approx(BACKWARD * ideal, rel=0.08)
-
-
-@each_transport
 def test_a_short_sequence_takes_the_time_of_its_launches(transport: KVTransport) -> None:
     faster = dataclasses.replace(GPU, launch=GPU.launch / 10)
     assert 4 * GPU.launch < times(transport, shape(1024, 8), 8)[0]
@@ -135,8 +125,8 @@ def test_a_slow_link_is_what_a_call_waits_for(transport: KVTransport) -> None:
     assert backward > 1.1 * forward
 
 
-@pytest.mark.parametrize("kv_heads", [1, 8, 32])
-@pytest.mark.parametrize("length", [1024, 8192, 32768, 131072, 262144])
+@pytest.mark.parametrize("kv_heads", [1, 32])
+@pytest.mark.parametrize("length", [1024, 262144])
 def test_memory_that_gpus_share_is_used(length: int, kv_heads: int) -> None:
     """Without a prediction, which would say the same: its transfers take no multiprocessors."""
     call = shape(length, 8, kv_heads=kv_heads)

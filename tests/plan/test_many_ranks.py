@@ -23,7 +23,7 @@ from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.spec.masks import Causal, Mask, SlidingWindow
 
-MANY, TIMES, TOKENS = 4096, 8, 16
+MANY, TIMES, TOKENS = 2048, 8, 16
 MOST = 1.5 * TIMES
 """Growth that is allowed: searches take a step more for twice as many ranks, and larger integers more memory. The
 square is 64."""
@@ -116,7 +116,7 @@ def test_an_exchange_of_rows(row_map: RowMap, inner: int) -> None:
 
 
 def test_a_route_is_kilobytes() -> None:
-    """A table of 4,096 x 4,096 ranks is megabytes."""
+    """A table of 2,048 x 2,048 ranks is megabytes."""
     sequence = SequenceLayout(HeadTail(), TOKENS * MANY, MANY)
     tracemalloc.start()
     try:

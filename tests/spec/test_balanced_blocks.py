@@ -14,8 +14,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from cp_dtensor import BalancedBlocks, Causal, HeadTail, _torch, imbalance
 from cp_dtensor.tools.cases import Case, Heads, block_mask
 
-CPU = torch.device("cpu")
-
 
 @st.composite
 def layouts(draw: st.DrawFn) -> BalancedBlocks:
@@ -79,13 +77,10 @@ def test_a_causal_block_mask_is_divided_as_head_tail() -> None:
         assert imbalance(layout, Causal(), 256, ranks) == imbalance(HeadTail(), Causal(), 256, ranks)
 
 
-def of_real_mask(name: str, seq_len: int) -> BalancedBlocks:
-    return BalancedBlocks(block_mask(Case(seq_len, Heads(1, 1, 8), name), CPU))
-
-
-@pytest.mark.parametrize(("name", "ranks"), [("documents 512", 2), ("window 4096", 2), ("causal", 8)])
+@pytest.mark.parametrize(("name", "ranks"), [("documents 256", 2), ("window 2048", 2), ("causal", 4)])
 def test_real_masks_are_even(name: str, ranks: int) -> None:
-    assert of_real_mask(name, 16_384).imbalance(ranks) < 0.02
+    layout = BalancedBlocks(block_mask(Case(8_192, Heads(1, 1, 8), name), torch.device("cpu")))
+    assert layout.imbalance(ranks) < 0.03
 
 
 def test_batch_rows_and_heads_count_together() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from cp_dtensor.spec.cache import LRUCache, estimated_bytes, lru_cached
 from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.masks import Causal, interval_sets_of
+from cp_dtensor.spec.masks import Causal
 
 
 class Value:
@@ -128,20 +128,6 @@ def test_estimates() -> None:
     assert 0 < estimated_bytes(cycle) < 200
     documents = Documents([0, *numbers(count)], within=Causal())
     assert 0.9 < estimated_bytes(documents) / (36 * count) < 1.2
-
-
-def test_intervals_of_documents_are_bounded() -> None:
-    """A batch has 20,000 documents, some MB of intervals."""
-    first: list[weakref.ref[Documents]] = []
-    for step in range(24):
-        documents = Documents(range(step, 20_001 + step), within=Causal())
-        first.append(weakref.ref(documents))
-        interval_sets_of(documents, 30_000, 30_000, 1)
-        del documents
-    gc.collect()
-    alive = [mask() is not None for mask in first]
-    assert not any(alive[:4]), "old masks"
-    assert all(alive[-3:]), "the latest"
 
 
 def test_equal_calls_get_one_object() -> None:

@@ -9,7 +9,18 @@ import torch
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, context_parallel_attention
+from cp_dtensor import (
+    Balanced,
+    BalancedBlocks,
+    Contiguous,
+    HeadTail,
+    Layout,
+    Mask,
+    MirroredBatch,
+    PerDocument,
+    Striped,
+    context_parallel_attention,
+)
 from support.masked_problems import MaskedProblem, Tensors, any_mask, fits
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
@@ -18,7 +29,7 @@ NAMES = ("out", "dq", "dk", "dv", "lse")
 BIASES = (
     "", "", "", "boolean bhs", "boolean s", "boolean b", "additive bhs", "additive hs", "additive s", "additive h",
 )  # fmt: skip
-LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(2))
+LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(3))
 # Over one axis, over two axes that are rings, and over two axes of which the inner one exchanges heads.
 RINGS = [{"method": "ring", "rotate_method": transport} for transport in ("allgather", "alltoall")]
 WAYS: dict[int, tuple[dict[str, str], ...]] = {
@@ -45,19 +56,30 @@ class MaskedCase:
 
 
 @st.composite
+def _layouts_for(draw: st.DrawFn, mask: Mask, length: int) -> Layout:
+    """Draws a layout that is made for a mask or a length."""
+    edges = sorted(draw(st.lists(st.integers(0, length), min_size=1, max_size=4)))
+    work = tuple(draw(st.lists(st.integers(0, 9), min_size=length, max_size=length)))
+    made = [PerDocument(edges, seq_len=length), BalancedBlocks(work, 1, length)]
+    return draw(st.sampled_from([*made, Balanced(mask, length, tolerance=draw(st.sampled_from([0.0, 0.01])))]))
+
+
+@st.composite
 def masked_cases(draw: st.DrawFn, axes: int, biases: tuple[str, ...] = BIASES) -> MaskedCase:
-    q_len, batch = draw(st.integers(1, 26)), draw(st.integers(1, 2))
-    kv_len = draw(st.one_of(st.just(q_len), st.integers(1, 26)))
+    q_len, batch = draw(st.integers(0, 26)), draw(st.integers(1, 3))
+    kv_len = draw(st.one_of(st.just(q_len), st.integers(0, 26)))
     mask = draw(any_mask(q_len, kv_len, batch).filter(lambda mask: fits(mask, q_len, kv_len, batch)))
-    q_heads, kv_heads = draw(st.sampled_from([(2, 2), (4, 2), (4, 1), (6, 2)]))
-    bias = draw(st.sampled_from(biases))
+    kv_heads = draw(st.integers(1, 5))
     problem = MaskedProblem(
-        q_len, kv_len, mask, batch, q_heads, kv_heads, is_causal=draw(st.booleans()), bias=bias,
-        broadcast_keys=draw(st.integers(0, 5)) == 0, sinks=draw(st.booleans()),
-        softcap=draw(st.sampled_from([0.0, 0.0, 0.8])),
+        q_len, kv_len, mask, batch, kv_heads * draw(st.integers(1, 3)), kv_heads, is_causal=draw(st.booleans()),
+        bias=draw(st.sampled_from(biases)), broadcast_keys=draw(st.integers(0, 5)) == 0, sinks=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 0.0, 0.8])), scale=draw(st.sampled_from([None, None, 0.3, -0.3, 0.0])),
     )  # fmt: skip
+    layout = draw(st.sampled_from(LAYOUTS))
+    if q_len == kv_len > 0 and draw(st.booleans()):
+        layout = draw(_layouts_for(mask, q_len))
     options = draw(st.sampled_from(WAYS[axes]))
-    return MaskedCase(problem, draw(st.sampled_from(LAYOUTS)), tuple(options.items()), draw(st.integers(0, 1000)))
+    return MaskedCase(problem, layout, tuple(options.items()), draw(st.integers(0, 1000)))
 
 
 def _attend_all(
