@@ -148,7 +148,7 @@ MUTANTS = (
         "engine/ring.py",
         "            if step.has_gaps:\n",
         "            if step.has_gaps and False:\n",
-        "tests/api/test_context_masks.py",
+        "tests/api/test_context_attention.py",
     ),
     Mutant(
         "axes of a hybrid exchanged",
@@ -196,7 +196,7 @@ MUTANTS = (
         "engine/contexts.py",
         "mask=own if asks else both_masks(self.call.mask, own)",
         "mask=own",
-        "tests/api/test_context_masks.py",
+        "tests/api/test_context_attention.py",
     ),
     Mutant(
         "recompute in another context",
