@@ -228,7 +228,7 @@ MUTANTS = (
         "spec/documents.py",
         "queries if cu_seq_k is cu_seq_q else ascending",
         "queries if True else ascending",
-        "tests/api/test_context_varlen.py",
+        "tests/api/test_varlen.py",
     ),
     Mutant(
         "up-projection's gradient incomplete",
