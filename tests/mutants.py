@@ -204,7 +204,7 @@ MUTANTS = (
         "api/context.py",
         "stack.enter_context(entered(context))\n            if queries",
         "stack.enter_context(entered(innermost_context() or context))\n            if queries",
-        "tests/api/test_checkpointing.py::test_a_recompute_inside_of_the_next_context",
+        "tests/api/test_saved_buffers.py::test_a_recompute_inside_of_the_next_context",
     ),
     Mutant(
         "buffers stay sharded after an error",
