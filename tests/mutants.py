@@ -148,7 +148,7 @@ MUTANTS = (
         "engine/ring.py",
         "            if step.has_gaps:\n",
         "            if step.has_gaps and False:\n",
-        "tests/api/test_context_masks.py",
+        "tests/api/test_context_attention.py",
     ),
     Mutant(
         "axes of a hybrid exchanged",
@@ -196,7 +196,7 @@ MUTANTS = (
         "engine/contexts.py",
         "mask=own if asks else both_masks(self.call.mask, own)",
         "mask=own",
-        "tests/api/test_context_masks.py",
+        "tests/api/test_context_attention.py",
     ),
     Mutant(
         "recompute in another context",
@@ -204,7 +204,7 @@ MUTANTS = (
         "api/context.py",
         "stack.enter_context(entered(context))\n            if queries",
         "stack.enter_context(entered(innermost_context() or context))\n            if queries",
-        "tests/api/test_checkpointing.py::test_a_recompute_inside_of_the_next_context",
+        "tests/api/test_saved_buffers.py::test_a_recompute_inside_of_the_next_context",
     ),
     Mutant(
         "buffers stay sharded after an error",
@@ -228,7 +228,7 @@ MUTANTS = (
         "spec/documents.py",
         "queries if cu_seq_k is cu_seq_q else ascending",
         "queries if True else ascending",
-        "tests/api/test_context_varlen.py",
+        "tests/api/test_varlen.py",
     ),
     Mutant(
         "up-projection's gradient incomplete",

@@ -346,20 +346,20 @@ def test_names_are_those_of_the_glossary(module: str) -> None:
 # Room -> (most lines now, target). The room "" is the two files of the package itself. A commit that makes a room
 # smaller lowers its cap; lines that move to another room move in both caps.
 LINES = {
-    "_torch": (1946, 1820),
+    "_torch": (1940, 1820),
     "spec": (1938, 1850),
-    "plan": (1934, 1690),
+    "plan": (1841, 1690),
     "attention": (4413, 4290),
     "comm": (2936, 2600),
-    "engine": (3734, 3120),
-    "api": (3843, 3480),
+    "engine": (3673, 3120),
+    "api": (3839, 3480),
     "layers": (2897, 2500),
-    "integrations": (3663, 2920),
+    "integrations": (3662, 2920),
     "tools": (2707, 2400),
     "": (118, 121),
 }
-PACKAGE_LINES = (30129, 27000)
-TEST_LINES = (40957, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (29964, 27000)
+TEST_LINES = (38328, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (8, 8), "sinks": (12, 12), "deterministic": (12, 12)}
 

@@ -1,7 +1,10 @@
-"""`context_parallel` and its buffers."""
+"""`context_parallel` and its buffers; what is refused when one is made is in test_sharding.py."""
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -9,76 +12,55 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.problems import Problem, reference, shard
+from support.problems import shard
 from support.ranks import run_ranks
+from support.shards import CAUSAL, Shards
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped, _torch, context_parallel
 
-PROBLEM = Problem(q_len=10, kv_len=10, is_causal=True)
-Q, K, V, GRAD_OUT = PROBLEM.draw(0)
-OUT = reference(PROBLEM, Q, K, V, GRAD_OUT)[0]
+Q, K, V = CAUSAL.draw(0)[:3]
+DRAW = torch.Generator().manual_seed(0)
+FLOATS = torch.randn(2, 3, 5, generator=DRAW)
+FLOATS[0, 0], FLOATS[1, 1, 2] = float("nan"), -0.0
+WHOLES: list[tuple[torch.Tensor, int]] = [
+    (torch.randint(99, (2, 11), generator=DRAW), 1), (torch.randn(4, 3, dtype=torch.complex64, generator=DRAW), 0),
+    (torch.rand(2, 2, 9, generator=DRAW) > 0.5, -1), (FLOATS, -2), (torch.randn(7, generator=DRAW).bfloat16(), 0),
+    (torch.randn(6, 4, generator=DRAW).t(), 1),
+]  # fmt: skip
+"""Buffers and their sequence dims."""
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+def context(buffers: Any = (), dims: Any = None, mesh: Any = None, **options: Any) -> context_parallel:
+    dims = [0] * len(buffers) if dims is None else dims
+    return context_parallel(mesh or dist.group.WORLD, buffers=buffers, buffer_seq_dims=dims, **options)
 
 
-def assert_ring(layout: Layout, rank: int, world_size: int) -> None:
-    """SDPA of this rank's shards is that of the whole sequence."""
-    out = F.scaled_dot_product_attention(*(shard(each, layout, rank, world_size) for each in (Q, K, V)), is_causal=True)
-    torch.testing.assert_close(out, shard(OUT, layout, rank, world_size), rtol=1e-10, atol=1e-10)
+def plain() -> torch.Tensor:
+    """What SDPA of whole tensors gives outside of contexts."""
+    return F.scaled_dot_product_attention(Q, K, V, enable_gqa=True)
 
 
-@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(2)], ids=repr)
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(2), MirroredBatch()], ids=repr)
 def test_buffers_are_shards_inside_and_restored_bit_for_bit(layout: Layout) -> None:
+    chosen = [each for each in WHOLES if layout != MirroredBatch() or (each[0].size(0) == 2 and each[0].dim() > 1)]
+    dims = [dim for _, dim in chosen]
+
     def body(rank: int) -> None:
-        draw = torch.Generator().manual_seed(0)
-        floats = torch.randn(2, 3, 5, generator=draw)
-        floats[0, 0], floats[1, 1, 2] = float("nan"), -0.0
-        buffers = [
-            torch.randint(99, (2, 11), generator=draw),
-            torch.randn(4, 3, dtype=torch.complex64, generator=draw),
-            torch.rand(2, 2, 9, generator=draw) > 0.5,
-            floats,
-            torch.randn(7, generator=draw).bfloat16(),
-            torch.randn(6, 4, generator=draw).t(),
-        ]
-        dims = [1, 0, -1, -2, 0, 1]
-        wholes, memory = [buffer.clone() for buffer in buffers], [buffer.data_ptr() for buffer in buffers]
-        inside = [shard(whole, layout, rank, 3, dim % whole.dim()) for whole, dim in zip(wholes, dims, strict=True)]
-        strides = [buffer.stride() for buffer in buffers]
-        with context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=dims, layout=layout):
-            for buffer, expected in zip(buffers, inside, strict=True):
-                assert buffer.dtype == expected.dtype
-                assert buffer.shape == expected.shape
-                assert bits(buffer) == bits(expected)
+        buffers = [whole.clone() for whole, _ in chosen]
+        inside = [bits(shard(whole, layout, rank, 3, dim % whole.dim())) for whole, dim in chosen]
+        before = [(bits(buffer), buffer.data_ptr(), buffer.stride()) for buffer in buffers]
+        with context(buffers, dims, layout=layout):
+            assert [bits(buffer) for buffer in buffers] == inside
             buffers[0].add_(1)
-        for buffer, whole in zip(buffers, wholes, strict=True):
-            assert buffer.shape == whole.shape
-            assert bits(buffer) == bits(whole)
-        assert [buffer.data_ptr() for buffer in buffers] == memory
-        assert [buffer.stride() for buffer in buffers] == strides
+        assert [(bits(buffer), buffer.data_ptr(), buffer.stride()) for buffer in buffers] == before
 
     run_ranks(3, body)
-
-
-def test_rows_of_the_batch_may_be_sharded_differently() -> None:
-    random = torch.rand(2, 3, 5)
-
-    def body(rank: int) -> None:
-        tokens, mask = torch.arange(20).view(2, 10), random > 0.5
-        expected = [shard(tokens, MirroredBatch(), rank, 2, 1), shard(mask, MirroredBatch(), rank, 2, 2)]
-        context = functools.partial(context_parallel, layout=MirroredBatch())
-        with context(dist.group.WORLD, buffers=[tokens, mask], buffer_seq_dims=[1, -1]):
-            assert torch.equal(tokens, expected[0])
-            assert torch.equal(mask, expected[1])
-        with pytest.raises(ValueError, match="one batch size"):
-            context(dist.group.WORLD, buffers=[tokens, mask[:1]], buffer_seq_dims=[1, 2])
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("collection", [list, tuple, set])
@@ -87,44 +69,40 @@ def test_no_restore_buffers_are_found_by_identity_and_stay_sharded(collection: C
         tokens, same_values, labels = (torch.arange(8).view(1, 8) for _ in range(3))
         memory = StorageWeakRef(tokens.untyped_storage())
         expected = shard(tokens, HeadTail(), rank, 2, 1)
-        with context_parallel(
-            mesh=dist.group.WORLD,
-            buffers=(tokens, same_values, labels),
-            buffer_seq_dims=(1, 1, 1),
-            no_restore_buffers=collection([labels, tokens]),
-        ):
+        with context(
+            (tokens, same_values, labels), (1, 1, 1), no_restore_buffers=collection([labels, tokens])
+        ) as entered:
             assert memory.expired(), "the full contents are still held"
         assert torch.equal(tokens, expected)
         assert torch.equal(labels, expected)
         assert torch.equal(same_values, torch.arange(8).view(1, 8))
+        assert entered is None
 
     run_ranks(2, body)
 
 
-def test_a_context_that_is_never_entered_changes_nothing() -> None:
-    plain = F.scaled_dot_product_attention(Q, K, V)
+def test_contexts_that_are_never_entered_or_entered_twice() -> None:
+    alone = plain()
 
     def body(rank: int) -> None:
-        tokens = torch.arange(8)
-        context = context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0], no_restore_buffers=[tokens])
+        tokens, shards = torch.arange(8), Shards(rank)
+        never = context([tokens], no_restore_buffers=[tokens])
+        assert torch.equal(plain(), alone)
+        del never
         assert torch.equal(tokens, torch.arange(8))
-        assert torch.equal(F.scaled_dot_product_attention(Q, K, V), plain)
-        del context
-        assert torch.equal(tokens, torch.arange(8))
-
-    run_ranks(2, body)
-
-
-def test_entering_twice_is_refused_and_the_first_entry_goes_on() -> None:
-    def body(rank: int) -> None:
-        tokens = torch.arange(8)
-        context = context_parallel(dist.group.WORLD, buffers=[tokens], buffer_seq_dims=[0], seq_len=Q.size(2))
-        with context:
-            with pytest.raises(RuntimeError, match="already entered"), context:
+        once = context([tokens], seq_len=11)
+        with once:
+            with pytest.raises(RuntimeError, match="already entered"), once:
                 pytest.fail("entered")
             assert tokens.numel() == 4
-            assert_ring(HeadTail(), rank, 2)
+            shards.check()  # the first entry goes on
         assert torch.equal(tokens, torch.arange(8))
+        left = context([tokens], no_restore_buffers=[tokens])
+        with left:
+            pass
+        with pytest.raises(RuntimeError, match="was entered before"), left:
+            pytest.fail("entered")
+        assert tokens.numel() == 4
 
     run_ranks(2, body)
 
@@ -132,11 +110,11 @@ def test_entering_twice_is_refused_and_the_first_entry_goes_on() -> None:
 def test_the_mesh_may_be_bound_beforehand_and_decorate_functions() -> None:
     def body(rank: int) -> None:
         tokens = torch.arange(8)
-        context = functools.partial(context_parallel, mesh=init_device_mesh("cpu", (2,)))
+        bound = functools.partial(context_parallel, mesh=init_device_mesh("cpu", (2,)))
 
-        @context(buffers=[tokens], buffer_seq_dims=[0], seq_len=Q.size(2), layout=Contiguous())
+        @bound(buffers=[tokens], buffer_seq_dims=[0], seq_len=11, layout=Contiguous())
         def step() -> list[int]:
-            assert_ring(Contiguous(), rank, 2)
+            Shards(rank, layout=Contiguous()).check()
             return tokens.tolist()
 
         for _ in range(2):
@@ -150,53 +128,20 @@ def test_kinds_of_meshes() -> None:
     def body(rank: int) -> None:
         flat = init_device_mesh("cpu", (4,))
         named = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
-        for mesh, world_size in (
+        for mesh, ranks in (
             (flat, 4), (flat.get_group(), 4), (dist.group.WORLD, 4), (named["cp"], 2), (named["dp"], 2),
             (named.get_group("cp"), 2), (named["dp", "cp"]._flatten("dp_cp"), 4), (named["tp"], 1),
         ):  # fmt: skip
-            group = mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group()
-            tokens = torch.arange(10)
-            with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[0]):
-                assert torch.equal(tokens, shard(torch.arange(10), HeadTail(), dist.get_rank(group), world_size, 0))
-                assert_ring(HeadTail(), dist.get_rank(group), world_size)
-            assert torch.equal(tokens, torch.arange(10))
+            here = dist.get_rank(mesh if isinstance(mesh, dist.ProcessGroup) else mesh.get_group())
+            tokens = torch.arange(11)
+            with context([tokens], mesh=mesh):
+                assert torch.equal(tokens, shard(torch.arange(11), HeadTail(), here, ranks, 0))
+                Shards(here, ranks=ranks).check()
+            assert torch.equal(tokens, torch.arange(11))
         with pytest.raises(ValueError, match=r"one dim.*2 dims.*dp.*cp"):
             context_parallel(named["dp", "cp"])
-        with pytest.raises(TypeError, match="got str"):
-            context_parallel("cp")  # type: ignore[arg-type]
 
     run_ranks(4, body)
-
-
-def test_what_does_not_fit_is_refused_on_creation_before_any_collective() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        tokens, labels = torch.arange(8).view(1, 8), torch.arange(8).view(1, 8)
-        sharded = distribute_tensor(tokens, mesh)
-        hidden = torch.ones(1, 8, requires_grad=True) * 2
-        if rank != 0:  # which would have to join a collective
-            return
-        create = functools.partial(context_parallel, mesh)
-        with pytest.raises(ValueError, match="buffer 2 is the same tensor as buffer 0"):
-            create(buffers=[tokens, labels, tokens], buffer_seq_dims=[1, 1, 1])
-        with pytest.raises(ValueError, match=r"no_restore_buffers.*same objects.*\(1, 8\)"):
-            create(buffers=[tokens], buffer_seq_dims=[1], no_restore_buffers=[labels])
-        for dim in (2, -3):
-            with pytest.raises(ValueError, match=f"buffer 1: sequence dim {dim} is out of range"):
-                create(buffers=[tokens, labels], buffer_seq_dims=[1, dim])
-        for dims in ([1], [1, 1, 1], None):
-            with pytest.raises(ValueError, match=f"got {len(dims or [])} for 2"):
-                create(buffers=[tokens, labels], buffer_seq_dims=dims)
-        with pytest.raises(TypeError, match=r"buffer 0: expected a plain torch.Tensor.*DTensor"):
-            create(buffers=[sharded], buffer_seq_dims=[1])
-        with pytest.raises(ValueError, match=r"buffer 1: got a tensor that requires grad.*context_parallel_shard"):
-            create(buffers=[tokens, hidden], buffer_seq_dims=[1, 1])
-        with pytest.raises(ValueError, match=r"'ring'.*'allgather', 'alltoall'"):
-            create(rotate_method="ring")
-        with pytest.raises(TypeError, match="layout"):
-            create(layout=HeadTail)  # type: ignore[arg-type]
-
-    run_ranks(2, body)
 
 
 def test_buffers_may_share_memory() -> None:
@@ -204,7 +149,7 @@ def test_buffers_may_share_memory() -> None:
         text = torch.arange(18).view(2, 9)
         tokens, labels = text[:, :-1], text[:, 1:]
         expected = [shard(each.clone(), HeadTail(), rank, 2, 1) for each in (tokens, labels)]
-        with context_parallel(dist.group.WORLD, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
+        with context([tokens, labels], [1, 1]):
             assert torch.equal(tokens, expected[0])
             assert torch.equal(labels, expected[1])
             assert torch.equal(text, torch.arange(18).view(2, 9))
@@ -215,27 +160,14 @@ def test_buffers_may_share_memory() -> None:
     run_ranks(2, body)
 
 
-def test_an_exception_in_the_body_passes_and_everything_is_restored() -> None:
-    plain = F.scaled_dot_product_attention(Q, K, V)
-
-    def body(rank: int) -> None:
-        buffers = [torch.arange(8), torch.arange(15.0).view(3, 5)]
-        wholes = [buffer.clone() for buffer in buffers]
-        with (
-            pytest.raises(KeyError, match="mine"),
-            context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=[0, 1]),
-        ):
-            raise KeyError("mine")
-        assert all(map(torch.equal, buffers, wholes))
-        assert torch.equal(F.scaled_dot_product_attention(Q, K, V), plain)
-
-    run_ranks(2, body)
+ERRORS = {"body": KeyError, "sharding": IndexError, "replacing": AssertionError, "library": OSError}
 
 
-@pytest.mark.parametrize("fails", ["sharding", "replacing"])
-def test_an_exception_on_entry_leaves_every_buffer_whole(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = F.scaled_dot_product_attention(Q, K, V)
-    swap = _torch.swap_identities
+@pytest.mark.parametrize("fails", ERRORS)
+def test_an_exception_leaves_every_buffer_whole(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the body, or on entry; the same context may be entered afterwards."""
+    alone, swap = plain(), _torch.swap_identities
+    ranks = 1 if fails == "library" else 2  # a patch is that of all ranks
 
     def swap_or_fail(first: torch.Tensor, second: torch.Tensor) -> None:
         assert not getattr(first, "fails", False)
@@ -244,35 +176,59 @@ def test_an_exception_on_entry_leaves_every_buffer_whole(fails: str, monkeypatch
     monkeypatch.setattr(_torch, "swap_identities", swap_or_fail)
 
     def body(rank: int) -> None:
-        kept, restored, broken = torch.arange(8), torch.arange(9), torch.arange(10)
-        buffers = [kept, restored, broken]
-        context = context_parallel(
-            dist.group.WORLD, buffers=buffers, buffer_seq_dims=[0, 0, 0], no_restore_buffers=[kept]
-        )
+        kept, restored, broken = buffers = [torch.arange(11) + each for each in range(3)]
+        tried = context(buffers, no_restore_buffers=[] if fails == "body" else [kept])
         if fails == "sharding":
             broken.data = torch.tensor(1)  # has no dim 0 any more
         broken.fails = fails == "replacing"  # type: ignore[attr-defined]
-        with pytest.raises((AssertionError, IndexError)), context:
-            pytest.fail("entered")
-        assert torch.equal(restored, torch.arange(9))
-        assert torch.equal(kept, torch.arange(8))
-        assert torch.equal(F.scaled_dot_product_attention(Q, K, V), plain)
+        no_library = mock.patch.object(torch.library, "Library", side_effect=OSError)
+        with no_library if fails == "library" else nullcontext(), pytest.raises(ERRORS[fails]), tried:
+            raise KeyError
+        assert torch.equal(kept, torch.arange(11))
+        assert torch.equal(restored, torch.arange(11) + 1)
+        assert torch.equal(plain(), alone)
         broken.fails = False  # type: ignore[attr-defined]
-        broken.data = torch.arange(10)
-        with context:
-            assert torch.equal(broken, shard(torch.arange(10), HeadTail(), rank, 2, 0))
-        assert torch.equal(broken, torch.arange(10))
+        broken.data = torch.arange(11)
+        with tried:
+            assert torch.equal(broken, shard(torch.arange(11), HeadTail(), rank, ranks, 0))
+            Shards(rank, ranks=ranks).check()
+        assert torch.equal(broken, torch.arange(11))
 
-    run_ranks(2, body)
+    run_ranks(ranks, body)
 
 
-def test_an_error_of_the_library_on_entry_reaches_the_caller() -> None:
+def test_contexts_over_one_buffer_are_left_in_the_reverse_order() -> None:
     def body(rank: int) -> None:
-        context = context_parallel(dist.group.WORLD)
-        broken = mock.patch.object(torch.library, "Library", side_effect=OSError("no"))
-        with broken, pytest.raises(OSError, match="no"), context:
-            pytest.fail("entered")
-        with context:
-            assert_ring(HeadTail(), 0, 1)
+        tokens, mesh = torch.arange(16), init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
+        outer = context([tokens], mesh=mesh["nodes"], layout=Contiguous())
+        outer.__enter__()
+        inner = context([tokens], mesh=mesh["gpus"], layout=Contiguous())
+        inner.__enter__()
+        assert tokens.numel() == 4
+        with pytest.raises(RuntimeError, match="reverse order"):
+            outer.__exit__(None, None, None)
+        assert tokens.numel() == 4  # nothing has changed
+        inner.__exit__(None, None, None)
+        outer.__exit__(None, None, None)
+        assert torch.equal(tokens, torch.arange(16))
 
-    run_ranks(1, body)
+    run_ranks(4, body)
+
+
+def test_shards_are_no_buffers_over_the_same_ranks() -> None:
+    def body(rank: int) -> None:
+        tokens, labels, mesh = torch.arange(16), torch.arange(16), init_device_mesh("cpu", (2, 2))
+        rows, cols = mesh.get_group(0), mesh.get_group(1)
+        with context([tokens, labels], mesh=rows, no_restore_buffers=[labels]):
+            for index, buffers in enumerate(([tokens], [labels.clone(), tokens])):
+                with pytest.raises(ValueError, match=rf"buffer {index}: .* a shard of shape \(8,\): it is a buffer of"):
+                    context(buffers, mesh=rows)
+            with context([tokens], mesh=cols):
+                assert len(tokens) == 4
+        with pytest.raises(ValueError, match=r"a shard of shape \(8,\): it was left sharded \(no_restore_buffers\) by"):
+            context([tokens, labels], mesh=rows)
+        context([tokens, labels], mesh=cols)
+        labels.set_(torch.arange(16))
+        context([tokens, labels], mesh=rows)
+
+    run_ranks(4, body)

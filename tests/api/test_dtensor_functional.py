@@ -1,50 +1,68 @@
-"""Functional forms and contexts on DTensors: exactly the attention of full tensors, with masks, biases and sinks."""
+"""Functions on DTensors: exactly the attention of full tensors, over any axes, with masks, biases and sinks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.cases import examples
-from support.dtensor_checks import CP, DP, TP, Placements, R, distributed, torch_before_2_12
+from support.dtensor_checks import CP, DP, TP, Placements, R, distributed, sdpa, torch_before_2_12
 from support.masked_problems import MaskedProblem, any_mask, fits
+from support.method_checks import RING_ULYSSES, ULYSSES_RING
+from support.problems import Problem
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cp_dtensor import HeadTail, context_parallel, context_parallel_attention
+from cp_dtensor import HeadTail, context_parallel, context_parallel_attention, enable_context_parallel_dispatcher
+from cp_dtensor.engine import planner
+from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ulysses import UlyssesPlan
+from cp_dtensor.plan.partition import head_stages
 from cp_dtensor.spec.masks import Batched, Causal, Full
 
-MESHES: list[tuple[tuple[int, ...], tuple[str, ...], Placements, tuple[str, ...]]] = [
-    # shape, names, placements of q, k and v, methods
-    ((3,), ("cp",), (CP,), ("auto", "ring", "ulysses")),
-    ((2,), ("ulysses",), (CP,), ("auto", "ring", "ulysses")),
-    ((2, 2), ("dp", "cp"), (DP, CP), ("auto", "ring", "ulysses")),
-    ((2, 2), ("cp", "tp"), (CP, TP), ("auto", "ring", "ulysses")),
-    ((2, 2), ("ring", "ulysses"), (CP, CP), ("auto", "ring", "hybrid")),
+Mesh = tuple[tuple[int, ...], tuple[str, ...] | None, Placements, tuple[str, ...]]
+ALL = ("auto", "ring", "ulysses")
+MESHES: list[Mesh] = [  # shape, names, placements of q, k and v, methods
+    ((3,), ("cp",), (CP,), ALL),
+    ((2,), ("ulysses",), (CP,), ALL),
+    ((2, 2), ("dp", "cp"), (DP, CP), ALL),
+    ((2, 2), ("cp", "tp"), (CP, TP), ALL),
+    ((2, 2), ("tp", "ulysses"), (TP, CP), ("auto",)),
+    ((2, 3), RING_ULYSSES, (CP, CP), ("auto", "ring", "hybrid")),
+    ((2, 3), ULYSSES_RING, (CP, CP), ("auto", "ring", "hybrid")),
+    ((3, 2), None, (CP, CP), ("auto",)),
+    ((4, 1), RING_ULYSSES, (CP, CP), ("auto",)),
     ((2, 2), ("replicas", "cp"), (R, CP), ("auto",)),
+    ((2, 2, 2), ("ulysses", "dp", "ring"), (CP, DP, CP), ("auto",)),
+    ((2, 2, 2), ("tp", "ulysses", "ring"), (TP, CP, CP), ("auto",)),
+    ((2, 2, 2), ("ring", "ulysses", "more"), (CP, CP, CP), ("auto",)),  # gathered over the third
+    ((2, 2, 2), None, (CP, TP, CP), ("auto",)),
 ]
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[Any, ...]:
-    shape, names, placements, methods = draw(st.sampled_from(MESHES))
-    q_len = draw(st.integers(4, 17))
-    kv_len = q_len if draw(st.booleans()) else draw(st.integers(4, 17))
-    batch = draw(st.sampled_from([2, 4]))
+def problems(draw: st.DrawFn) -> MaskedProblem:
+    q_len, batch, kv_heads = (
+        draw(st.integers(1, 17)),
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.sampled_from([1, 2, 4])),
+    )
+    kv_len = draw(st.one_of(st.just(q_len), st.integers(1, 17)))
     mask = draw(any_mask(q_len, kv_len, batch).filter(lambda mask: fits(mask, q_len, kv_len, batch)))
-    problem = MaskedProblem(
-        q_len, kv_len, mask, batch, 4, draw(st.sampled_from([2, 4])), is_causal=draw(st.booleans()),
+    return MaskedProblem(
+        q_len, kv_len, mask, batch, kv_heads * draw(st.sampled_from([1, 2])), kv_heads, is_causal=draw(st.booleans()),
         bias=draw(st.sampled_from(["", "", "boolean s", "additive hs"])), sinks=draw(st.booleans()),
-        softcap=draw(st.sampled_from([0.0, 0.7])),
+        softcap=draw(st.sampled_from([0.0, 0.7])), scale=draw(st.sampled_from([None, -0.7])),
     )  # fmt: skip
-    return shape, names, placements, draw(st.sampled_from(methods)), problem, draw(st.integers(0, 99))
 
 
 def compare(name: str, got: torch.Tensor | None, expected: torch.Tensor, context: object) -> None:
@@ -56,46 +74,91 @@ def compare(name: str, got: torch.Tensor | None, expected: torch.Tensor, context
     )
 
 
-def check(
-    rank: int, shape: tuple[int, ...], names: tuple[str, ...], placements: Placements, method: str,
-    problem: MaskedProblem, seed: int,
-) -> None:  # fmt: skip
+def check(rank: int, where: Mesh, method: str, problem: MaskedProblem, seed: int) -> None:
+    shape, names, placements, _ = where
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     whole, sinks = problem.draw(seed), problem.draw_sinks(seed)
     q, k, v = distributed(whole[:3], mesh, (placements,) * 3)
     options: dict[str, Any] = {}
-    replicated = (R,) * len(shape)
     if problem.bias:
-        options["attn_mask"] = distribute_tensor(whole[4], mesh, replicated, src_data_rank=None)
-        options["attn_mask"].requires_grad_(whole[4].is_floating_point())
+        options["attn_mask"] = distribute_tensor(whole[4], mesh, (R,) * len(shape), src_data_rank=None)
     if sinks is not None:
-        options["sinks"] = distribute_tensor(sinks, mesh, replicated, src_data_rank=None).requires_grad_()
+        options["sinks"] = distribute_tensor(sinks, mesh, (R,) * len(shape), src_data_rank=None)
+    leaves = [q, k, v, *(x.requires_grad_() for x in options.values() if x.is_floating_point())]
     out, lse = context_parallel_attention(
         q, k, v, method=method, mask=problem.mask, is_causal=problem.is_causal, enable_gqa=True, return_lse=True,
-        softcap=problem.softcap, **options,
+        softcap=problem.softcap, scale=problem.scale, **options,
     )  # fmt: skip
-    out.backward(distribute_tensor(whole[3], mesh, out.placements, src_data_rank=None))  # type: ignore[attr-defined]
-    expected = problem.reference(*whole, sinks=sinks)
-    results = [out, q.grad, k.grad, v.grad, lse]
-    more = list(expected[5:])
-    if "attn_mask" in options and options["attn_mask"].requires_grad:
-        results.append(options["attn_mask"].grad)
+    assert out.placements == placements or "more" in (names or ()) or problem.kv_heads % 2  # which are gathered
+    out.backward(distribute_tensor(whole[3], mesh, out.placements, src_data_rank=None))
+    expected = list(problem.reference(*whole, sinks=sinks))
     if sinks is not None:
-        results.append(options["sinks"].grad)
-        more[-1] = more[-1].sum((0, 2))
-    for name, got, want in zip(
-        ("out", "dq", "dk", "dv", "lse", "d", "d"), results, (*expected[:5], *more), strict=False
-    ):
-        compare(name, got, want, (names, method, problem, rank))
+        expected[-1] = expected[-1].sum((0, 2))
+    got = [out, *(leaf.grad for leaf in leaves[:3]), lse, *(leaf.grad for leaf in leaves[3:])]
+    for name, ours, wanted in zip(("out", "dq", "dk", "dv", "lse", "d", "d"), got, expected, strict=False):
+        compare(name, ours, wanted, (names, method, problem, rank))
+
+
+UNEVEN = MaskedProblem(19, 4, Full(), 2, 6, 3, is_causal=True)  # ranks without keys
+TINY = MaskedProblem(3, 3, Full(), 1, 1, 1, is_causal=True)  # and without queries, heads and batch rows
 
 
 @torch_before_2_12
-@settings(max_examples=examples(25), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(calls())
-def test_functions_equal_full_tensors(call: tuple[Any, ...]) -> None:
-    run_ranks(torch.Size(call[0]).numel(), check, *call)
+@pytest.mark.parametrize("where", MESHES, ids=str)
+def test_functions_equal_full_tensors(where: Mesh) -> None:
+    @settings(max_examples=examples(3), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @example(UNEVEN, where[3][0], 0)
+    @example(TINY, where[3][0], 0)
+    @given(problems(), st.sampled_from(where[3]), st.integers(0, 99))
+    def equal(problem: MaskedProblem, method: str, seed: int) -> None:
+        run_ranks(torch.Size(where[0]).numel(), check, where, method, problem, seed)
+
+    equal()
 
 
+def test_stages_of_heads_over_two_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "head_stages", partial(head_stages, flops_per_stage=1e-3, most=2))
+    problem = MaskedProblem(24, 24, Full(), 1, 8, 4, is_causal=True)
+    run_ranks(4, check, ((2, 2), ULYSSES_RING, (CP, CP), ()), "auto", problem, 0)
+
+
+SEQ_OF_ALL = ((CP, CP),) * 3
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "inputs", "ulysses", "rings"),
+    [
+        (RING_ULYSSES, (2, 3), SEQ_OF_ALL, {3}, {2}),
+        (ULYSSES_RING, (2, 3), SEQ_OF_ALL, {2}, {3}),
+        (None, (2, 3), SEQ_OF_ALL, {3}, {2}),
+        (("ulysses",), (4,), ((CP,),) * 3, {4}, set()),
+        (("cp",), (4,), ((CP,),) * 3, set(), {4}),
+        (RING_ULYSSES, (2, 3), ((CP, CP), (CP, R), (CP, R)), set(), {2}),
+        (RING_ULYSSES, (2, 3), ((CP, CP), (R, CP), (R, CP)), {3}, set()),
+    ],
+    ids=str,
+)
+def test_which_axis_does_what(names: Any, shape: Any, inputs: Any, ulysses: set[int], rings: set[int]) -> None:
+    """The sizes of the groups that exchange rows for heads, and of those around which K/V travel."""
+    problem = Problem(24, 24, q_heads=4, kv_heads=4, head_dim=4)
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with enable_context_parallel_dispatcher():
+            sdpa(problem, *distributed(problem.draw(seed=0)[:3], mesh, inputs))
+
+    with (
+        mock.patch.object(UlyssesPlan, "forward", autospec=True, side_effect=UlyssesPlan.forward) as by_heads,
+        mock.patch.object(RingPlan, "forward", autospec=True, side_effect=RingPlan.forward) as as_ring,
+    ):
+        run_ranks(torch.Size(shape).numel(), body)
+    axes = [call.args[4].ranks for call in by_heads.call_args_list]
+    assert {(ranks.inner or ranks.outer).size() for ranks in axes} == ulysses
+    groups = [call.args[0].group(call.args[4].ranks) for call in as_ring.call_args_list]
+    assert {group.size() for group in groups if group is not None} == rings
+
+
+PLAIN = torch.zeros(2, 2, 12, 4, dtype=torch.float64)
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"layout": HeadTail()}, ValueError, "expects layout to be None or Contiguous"),
     ({"mesh": "world"}, ValueError, "expects mesh to be None or that of the DTensors"),
@@ -105,6 +168,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sinks": torch.zeros(2)}, ValueError, "expected sinks to be a DTensor on the mesh of q"),
     ({"attn_mask": torch.zeros(6, 12)}, ValueError, "expected attn_mask to be a DTensor on the mesh of q"),
     ({"mask": Batched([Full()] * 3)}, ValueError, "batch"),
+    ({"v": PLAIN}, TypeError, "expected q to be a plain tensor"),
+    ({"q": PLAIN, "k": PLAIN, "v": PLAIN}, TypeError, "DeviceMesh of one dim or a ProcessGroup"),
 ]
 
 
@@ -112,23 +177,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
     def body(_rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        q = distribute_tensor(torch.zeros(2, 2, 12, 4, dtype=torch.float64), mesh, (CP,), src_data_rank=None)
+        q = distribute_tensor(PLAIN, mesh, (CP,), src_data_rank=None)
         given = {**options, "mesh": dist.group.WORLD} if "mesh" in options else options
         with pytest.raises(error, match=message):
-            context_parallel_attention(q, q, q, **given)
-
-    run_ranks(2, body)
-
-
-def test_plain_tensors_are_refused() -> None:
-    def body(_rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        plain = torch.zeros(2, 2, 6, 4, dtype=torch.float64)
-        q = distribute_tensor(torch.zeros(2, 2, 12, 4, dtype=torch.float64), mesh, (CP,), src_data_rank=None)
-        with pytest.raises(TypeError, match="DeviceMesh of one dim or a ProcessGroup"):
-            context_parallel_attention(plain, plain, plain)
-        with pytest.raises(TypeError, match="expected q to be a plain tensor"):
-            context_parallel_attention(q, q, torch.zeros(2, 2, 12, 4, dtype=torch.float64))
+            context_parallel_attention(**{"q": q, "k": q, "v": q, **given})
 
     run_ranks(2, body)
 
@@ -138,11 +190,8 @@ def test_masks_of_contexts_are_not_traced() -> None:
 
     def body(_rank: int) -> None:  # of one rank: torch.fx cannot trace in two threads at once
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        q = distribute_tensor(torch.zeros(2, 2, 12, 4, dtype=torch.float64), mesh, (CP,), src_data_rank=None)
-        with (
-            context_parallel(mesh, mask=Causal()),
-            pytest.raises(NotImplementedError, match="in compiled code"),
-        ):
+        q = distribute_tensor(PLAIN, mesh, (CP,), src_data_rank=None)
+        with context_parallel(mesh, mask=Causal()), pytest.raises(NotImplementedError, match="in compiled code"):
             make_fx(lambda: F.scaled_dot_product_attention(q, q, q))()
 
     run_ranks(1, body)

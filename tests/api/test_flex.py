@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from support.flex_checks import (
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from torch.nn.attention import flex_attention as torchs_module
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from cp_dtensor import (
     BalancedBlocks,
@@ -43,20 +45,6 @@ CASES = {
     "nothing": (None, None),
 }
 each_case = pytest.mark.parametrize("case", CASES)
-each_division = pytest.mark.parametrize(
-    ("layout", "length", "ranks"),
-    [
-        (HeadTail(), 64, 4),  # whole blocks
-        (HeadTail(), 61, 3),
-        (Striped(1), 50, 3),
-        (Striped(8), 61, 3),
-        (MirroredBatch(), 51, 4),
-        (PerDocument([0, 13, 40, 61]), 61, 3),
-        (BalancedBlocks((1, 2, 3, 4, 3, 2, 1, 9), 8, 61), 61, 3),
-        (Contiguous(), 3, 4),  # a rank without tokens
-    ],
-    ids=str,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +65,20 @@ def masks(case: str, length: int) -> dict[str, Any]:
     return {"score_mod": score_mod, "block_mask": mask, "scale": SCALE, "enable_gqa": True}
 
 
-@each_division
+@pytest.mark.parametrize(
+    ("layout", "length", "ranks"),
+    [
+        (HeadTail(), 64, 4),  # whole blocks
+        (HeadTail(), 61, 3),
+        (Striped(1), 50, 3),
+        (Striped(8), 61, 3),
+        (MirroredBatch(), 51, 4),
+        (PerDocument([0, 13, 40, 61]), 61, 3),
+        (BalancedBlocks((1, 2, 3, 4, 3, 2, 1, 9), 8, 61), 61, 3),
+        (Contiguous(), 3, 4),  # a rank without tokens
+    ],
+    ids=str,
+)
 @each_case
 @pytest.mark.usefixtures("_with_gradients")
 def test_out_and_gradients(case: str, layout: Layout, length: int, ranks: int) -> None:
@@ -118,36 +119,29 @@ def test_gradients_of_what_a_score_captures_are_shares() -> None:
     whole = draw(30)
     bias = torch.linspace(-1, 1, 30, dtype=torch.float64)
 
-    def scored(bias: torch.Tensor) -> Any:
-        return lambda score, b, h, q, kv: score + bias[q] * bias[kv]
-
-    on_one = bias.clone().requires_grad_()
-    out = dense_flex_attention(*whole[:3], score_mod=scored(on_one), enable_gqa=True)
-    (expected,) = torch.autograd.grad(out, on_one, whole[3])
+    def grad(attend: Callable[..., Any], *qkv: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
+        leaf = bias.clone().requires_grad_()
+        out = attend(*qkv, score_mod=lambda score, b, h, q, kv: score + leaf[q] * leaf[kv], enable_gqa=True)
+        return torch.autograd.grad(out, leaf, grad_out)[0]
 
     def body(rank: int) -> torch.Tensor:
-        *local, grad = (shard(tensor, HeadTail(), rank, 3) for tensor in whole)
-        leaf = bias.clone().requires_grad_()
+        *local, grad_out = (shard(tensor, HeadTail(), rank, 3) for tensor in whole)
         with context():
-            out = flex_attention(*local, score_mod=scored(leaf), enable_gqa=True)
-        return torch.autograd.grad(out, leaf, grad)[0]
+            return grad(flex_attention, *local, grad_out=grad_out)
 
-    assert_close(sum(run_ranks(3, body)), expected)
+    assert_close(sum(run_ranks(3, body)), grad(dense_flex_attention, *whole[:3], grad_out=whole[3]))
 
 
 @pytest.mark.parametrize("layout", [HeadTail(), Striped(1)], ids=str)
-def test_one_collective_each_way(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_with_gradients")
+def test_one_collective_each_way(layout: Layout) -> None:
     """With `seq_len`; without, the ranks also exchange lengths."""
-    monkeypatch.setattr(_torch, "original_flex_attention", dense_flex_attention)
     whole, mask = draw(40), block_mask(window, 40)
 
     def body(rank: int) -> None:
         *local, grad = (shard(tensor, layout, rank, 2) for tensor in whole)
-        inputs = [tensor.requires_grad_() for tensor in local]
-        out = context_parallel_flex_attention(
-            *inputs, block_mask=mask, mesh=dist.group.WORLD, enable_gqa=True, layout=layout, seq_len=40
-        )
-        assert isinstance(out, torch.Tensor)
+        options = {"mesh": dist.group.WORLD, "enable_gqa": True, "layout": layout, "seq_len": 40}
+        out: Any = context_parallel_flex_attention(*(x.requires_grad_() for x in local), block_mask=mask, **options)
         out.backward(grad)
 
     with recorded_collectives() as collectives:
@@ -168,21 +162,34 @@ def test_what_is_promised_of_the_whole_mask_is_not_promised_of_rows(monkeypatch:
     whole, mask = draw(32), block_mask(window, 32)
     expected = one_device(whole, window, None)[0]
 
-    def body(rank: int) -> None:
-        local = [shard(tensor, HeadTail(), rank, 2) for tensor in whole[:3]]
-        arguments = {"block_mask": mask, "scale": SCALE, "enable_gqa": True}
+    def body(rank: int, ranks: int, *several: dict[str, Any]) -> None:
+        local = [shard(tensor, HeadTail(), rank, ranks) for tensor in whole[:3]]
         with context():
-            for options in (promised, {**promised, "BLOCK_M": 64}):
-                out = flex_attention(*local, kernel_options=options, **arguments)
-                assert_close(out, shard(expected, HeadTail(), rank, 2))
+            for options in several:
+                out = flex_attention(*local, None, mask, SCALE, True, kernel_options=options)
+                assert_close(out, shard(expected, HeadTail(), rank, ranks))
 
-    run_ranks(2, body)
+    run_ranks(2, body, 2, promised, {**promised, "BLOCK_M": 64})
     assert sorted(taken, key=str) == sorted([(32, None), (32, {"BLOCK_M": 64})] * 2, key=str)
     taken.clear()
-
-    def alone(rank: int) -> None:
-        with context():
-            flex_attention(*whole[:3], block_mask=mask, enable_gqa=True, kernel_options=promised)
-
-    run_ranks(1, alone)
+    run_ranks(1, body, 1, promised)
     assert taken == [(32, promised)]
+
+
+def test_masks_of_a_single_block_fit_every_length() -> None:
+    whole = draw(20)
+    expected, *_ = one_device(whole, window, None)
+    one_block = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+        BLOCK_SIZE=_torch.WHOLE_BLOCK, mask_mod=window, seq_lengths=(1, 1),
+    )  # fmt: skip
+
+    def body(rank: int, ranks: int) -> None:
+        with context():
+            q, k, v, _ = (shard(tensor, HeadTail(), rank, ranks) for tensor in whole)
+            for mask in (block_mask(window, 20), one_block):
+                out = flex_attention(q, k, v, block_mask=mask, scale=SCALE, enable_gqa=True)
+                assert_close(out, shard(expected, HeadTail(), rank, ranks))
+
+    for ranks in (1, 2):
+        run_ranks(ranks, partial(body, ranks=ranks))

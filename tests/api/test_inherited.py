@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.masked_problems import MaskedProblem
 from support.problems import shard
 from support.ranks import run_ranks
+from support.shards import Shards
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -47,6 +48,7 @@ RANKS, LENGTH = 2, 12
 MASK = Documents([0, 5, 12], within=Causal())
 LAYOUTS = (Striped(1), Balanced(MASK, LENGTH))
 Function = Callable[..., torch.Tensor]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
 
 
 class Attention(nn.Module):
@@ -63,75 +65,54 @@ class Outer(nn.Module):
         return self.inner(*qkv)
 
 
-def functional(function: Callable[..., Any]) -> Function:
-    return lambda q, k, v, **options: function(
-        q, k, v, mesh=options.pop("mesh", dist.group.WORLD), enable_gqa=True, **options
-    )
+def function(attention: Function, *qkv: torch.Tensor, mesh: Any = None, **options: Any) -> torch.Tensor:
+    return attention(*qkv, mesh=mesh or dist.group.WORLD, enable_gqa=True, **options)
 
 
-def module(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    mesh = options.pop("mesh", dist.group.WORLD)
-    return parallelize_module(Attention(), mesh, ContextParallel(**options))(q, k, v)
+def module(*qkv: torch.Tensor, mesh: Any = None, **options: Any) -> torch.Tensor:
+    return parallelize_module(Attention(), mesh or dist.group.WORLD, ContextParallel(**options))(*qkv)
 
 
 FORMS: dict[str, Function] = {
-    "context_parallel_attention": functional(context_parallel_attention),
-    "ulysses_attention": functional(ulysses_attention),
-    "ContextParallel": module,
-}
+    "context_parallel_attention": partial(function, context_parallel_attention),
+    "ulysses_attention": partial(function, ulysses_attention), "ContextParallel": module,
+}  # fmt: skip
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
-class Case:
-    """A problem of one mask, and this rank's shards of it in one layout."""
-
-    def __init__(self, rank: int, mask: Mask, layout: Layout, ranks: int = RANKS) -> None:
-        problem = MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2)
-        whole = problem.draw(0)
-        self._shard = lambda tensor: shard(tensor, layout, rank, ranks)
-        self._expected = problem.reference(*whole)[:4]
-        self.q, self.k, self.v, self.grad = map(self._shard, whole)
-
-    def check(self, attend: Function, around: Callable[[], Any] = nullcontext, **options: Any) -> None:
-        """out, dq, dk and dv of `attend` under `around()`; backward comes after it."""
-        leaves = [tensor.clone().requires_grad_() for tensor in (self.q, self.k, self.v)]
-        with around():
-            out = attend(*leaves, **options)
-        out.backward(self.grad)
-        results = (out, *(leaf.grad for leaf in leaves))
-        for name, got, whole in zip(("out", "dq", "dk", "dv"), results, self._expected, strict=True):
-            torch.testing.assert_close(
-                got, self._shard(whole), rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n} {text}"
-            )
+def context(layout: Layout | None = None, mask: Mask | None = MASK) -> context_parallel:
+    return context_parallel(dist.group.WORLD, layout=layout, mask=mask)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
-@pytest.mark.parametrize("form", FORMS)
+def shards(rank: int, mask: Mask, layout: Layout) -> Shards:
+    return Shards(rank, MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2), layout, RANKS)
+
+
+@each_layout
+@each_form
 def test_attention(form: str, layout: Layout) -> None:
-    attend = FORMS[form]
-
     def body(rank: int) -> None:
-        def around() -> context_parallel:
-            return context_parallel(dist.group.WORLD, layout=layout, mask=MASK)
-
-        Case(rank, MASK, layout).check(attend, around)
-        Case(rank, MASK, layout).check(attend, around, mesh=init_device_mesh("cpu", (RANKS,)))
-        Case(rank, Full(), layout).check(attend, around, mask=Full())
-        Case(rank, Causal(), layout).check(attend, around, mask=Causal())  # alone, without that of the context
-        Case(rank, MASK, HeadTail()).check(attend, around, layout=HeadTail())
-        Case(rank, Full(), HeadTail()).check(attend, around, layout=HeadTail(), mask=Full())
-        Case(rank, Full(), HeadTail()).check(attend)
+        calls: list[tuple[Mask, Layout, dict[str, Any]]] = [
+            (MASK, layout, {}), (MASK, layout, {"mesh": init_device_mesh("cpu", (RANKS,))}),
+            (Full(), layout, {"mask": Full()}),
+            (Causal(), layout, {"mask": Causal()}),  # alone, without that of the context
+            (MASK, HeadTail(), {"layout": HeadTail()}), (Full(), HeadTail(), {"layout": HeadTail(), "mask": Full()}),
+        ]  # fmt: skip
         if form != "ContextParallel":
-            Case(rank, MASK & Causal(), layout).check(attend, around, is_causal=True)
+            calls.append((MASK & Causal(), layout, {"is_causal": True}))
+        for mask, of_call, options in calls:
+            shards(rank, mask, of_call).check(partial(FORMS[form], **options), partial(context, layout))
+        shards(rank, Full(), HeadTail()).check(FORMS[form])
 
     run_ranks(RANKS, body)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_contexts_over_other_ranks_give_nothing(form: str) -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "rows"))["cp"]
-        case = Case(mesh.get_local_rank(), Full(), HeadTail())
-        case.check(FORMS[form], lambda: context_parallel(dist.group.WORLD, layout=Contiguous(), mask=MASK), mesh=mesh)
+        call = partial(FORMS[form], mesh=mesh)
+        shards(mesh.get_local_rank(), Full(), HeadTail()).check(call, partial(context, Contiguous()))
 
     run_ranks(4, body)
 
@@ -143,7 +124,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     def body(rank: int) -> None:
         layout = Balanced(MASK, LENGTH)
         outside, given = predicted(), predicted(layout=layout, mask=MASK)
-        with context_parallel(dist.group.WORLD, layout=layout, mask=MASK):
+        with context(layout):
             assert predicted() == given != outside
             assert predicted(layout=HeadTail(), mask=Causal()) == outside
         with context_parallel(dist.new_group([rank], use_local_synchronization=True), mask=MASK):
@@ -153,11 +134,11 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
+@each_layout
 def test_sharding(layout: Layout) -> None:
     def body(rank: int) -> None:
         world, whole = dist.group.WORLD, torch.arange(LENGTH)
-        with context_parallel(world, layout=layout):
+        with context(layout, None):
             (mine,) = context_parallel_shard(world, [whole], [0])
             positions = local_positions(world, LENGTH)
             (again,) = context_parallel_unshard(world, [mine], [0])
@@ -177,37 +158,29 @@ def test_modules_inside_of_modules() -> None:
         inner = parallelize_module(Attention(), world, ContextParallel())
         outer = parallelize_module(Outer(inner), world, ContextParallel(layout=Contiguous(), mask=MASK))
         for each in (outer, copy.deepcopy(outer)):
-            Case(rank, MASK, Contiguous()).check(each)
-        Case(rank, Full(), HeadTail()).check(inner)
+            shards(rank, MASK, Contiguous()).check(each)
+        shards(rank, Full(), HeadTail()).check(inner)
 
     run_ranks(RANKS, body)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@each_form
 def test_recomputation(form: str, use_reentrant: bool) -> None:
     """Of a checkpoint made in a context, after that; one made outside is refused in another, where it may belong."""
-    attend = FORMS[form]
-
-    def checkpointed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        return checkpoint(attend, q, k, v, use_reentrant=use_reentrant, **options)
+    again = partial(checkpoint, use_reentrant=use_reentrant)
 
     def body(rank: int) -> None:
-        def context() -> context_parallel:
-            return context_parallel(dist.group.WORLD, layout=Contiguous(), mask=MASK)
-
-        Case(rank, MASK, Contiguous()).check(
-            lambda *qkv: checkpoint(attend, *qkv, use_reentrant=use_reentrant), context
-        )
-        outside = Case(rank, Full(), HeadTail())
-        leaf = outside.q.clone().requires_grad_()
-        out = checkpoint(lambda q: attend(q, outside.k, outside.v), leaf, use_reentrant=use_reentrant)
-        with context(), pytest.raises(RuntimeError, match=r"was called in a backward inside of a context .* pass"):
-            out.sum().backward()
-        told = {"layout": HeadTail(), "mask": Full()}
-        out = checkpoint(lambda q: attend(q, outside.k, outside.v, **told), leaf, use_reentrant=use_reentrant)
-        with context():
-            out.sum().backward()
+        shards(rank, MASK, Contiguous()).check(partial(again, FORMS[form]), partial(context, Contiguous()))
+        outside = shards(rank, Full(), HeadTail())
+        for told in ({}, {"layout": HeadTail(), "mask": Full()}):
+            backward = outside.forward(partial(again, partial(FORMS[form], **told)))
+            with context(Contiguous()):
+                if told:
+                    backward()
+                else:
+                    with pytest.raises(RuntimeError, match=r"was called in a backward inside of a context .* pass"):
+                        backward()
 
     run_ranks(RANKS, body)
 
@@ -216,19 +189,19 @@ def test_dtensors_over_two_axes() -> None:
     """The mask of the context, and the documents in it, for calls of DTensors sharded along both axes."""
     q = torch.randn(1, 2, LENGTH, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     seen = torch.block_diag(torch.ones(5, 5), torch.ones(7, 7)).tril().bool()
-    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=seen)
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-        query = distribute_tensor(q, mesh, [Shard(2), Shard(2)], src_data_rank=None)
-        x = distribute_tensor(torch.arange(12.0), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+        query, x = (
+            distribute_tensor(each, mesh, [Shard(dim)] * 2, src_data_rank=None)
+            for each, dim in ((q, 2), (torch.arange(12.0), 0))
+        )
         with context_parallel(mesh, mask=MASK, layout=Contiguous(), seq_len=LENGTH):
-            out: Any = context_parallel_attention(query, query, query)
-            unmasked: Any = context_parallel_attention(query, query, query, mask=Full())
+            found: list[Any] = [context_parallel_attention(*[query] * 3, mask=mask) for mask in (None, Full())]
             shifted: Any = shift(x, 1, dim=0)
-        torch.testing.assert_close(out.full_tensor(), expected, rtol=0, atol=1e-12)
-        whole = F.scaled_dot_product_attention(q, q, q)
-        torch.testing.assert_close(unmasked.full_tensor(), whole, rtol=0, atol=1e-12)
+        for out, allowed in zip(found, (seen, None), strict=True):
+            expected = F.scaled_dot_product_attention(q, q, q, attn_mask=allowed)
+            torch.testing.assert_close(out.full_tensor(), expected, rtol=0, atol=1e-12)
         assert shifted.full_tensor().tolist() == [0, 0, 1, 2, 3, 0, 5, 6, 7, 8, 9, 10]
 
     run_ranks(4, body)

@@ -1,7 +1,13 @@
-"""Buffers that code inside of a context saves for backward, which runs after the context has restored them."""
+"""Buffers that code inside of a context saves for backward, which runs after the context has restored them.
+
+Checkpoints recompute in the context and on the shards of their forward.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,33 +19,44 @@ from support.ranks import run_ranks
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cp_dtensor import HeadTail, context_parallel
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel
 
-WORLD, LENGTH, WIDTH, WORDS = 2, 10, 6, 7
+RANKS, LENGTH, WIDTH, WORDS = 2, 10, 6, 7
 INSIDE = pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after exit"])
+REENTRANT = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Problem:
     """Hidden states, a table of factors, tokens and labels; `buffers` are those that a context shards."""
 
-    def __init__(self) -> None:
-        self.weight = torch.randn(WORDS, WIDTH, dtype=torch.float64, requires_grad=True)
-        self.table = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
-        self.turns = torch.randn(LENGTH, WIDTH // 2, dtype=torch.complex128)
-        self.tokens = torch.randint(WORDS, (1, LENGTH))
-        self.labels = torch.randint(WORDS, (1, LENGTH))
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = torch.randn(WORDS, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+        self.table = torch.randn(LENGTH, WIDTH, dtype=torch.float64, generator=generator)
+        self.turns = torch.randn(LENGTH, WIDTH // 2, dtype=torch.complex128, generator=generator)
+        self.tokens = torch.randint(WORDS, (1, LENGTH), generator=generator)
+        self.labels = torch.randint(WORDS, (1, LENGTH), generator=generator)
+        self.calls = 0
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return [self.table, self.turns, self.tokens, self.labels]
+
+    def context(self, **options: Any) -> context_parallel:
+        return context_parallel(dist.group.WORLD, buffers=self.buffers, buffer_seq_dims=[0, 0, 1, 1], **options)
+
+    def check_whole(self) -> None:
+        assert all(map(torch.equal, self.buffers, Problem().buffers))
 
 
 def embedding(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
     return F.embedding(problem.tokens, weight)
 
 
-def attention(problem: Problem, hidden: torch.Tensor) -> torch.Tensor:
-    x = (hidden * problem.table).unsqueeze(1)
+def attention(problem: Problem, hidden: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+    problem.calls += 1
+    x = (hidden * (problem.table if table is None else table)).unsqueeze(1)
     return F.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1)
 
 
@@ -61,40 +78,37 @@ class Scaled(torch.autograd.Function):
 
 
 Steps = Callable[[Problem], torch.Tensor]
+run: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
 
 
-def run(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)  # type: ignore[no-any-return]
+def plain(problem: Problem, weight: torch.Tensor | None = None) -> torch.Tensor:
+    return loss(problem, attention(problem, embedding(problem, problem.weight if weight is None else weight)))
 
 
 def checkpointed(problem: Problem) -> torch.Tensor:
     return run(loss, problem, run(attention, problem, run(embedding, problem, problem.weight)))
 
 
-def one_checkpoint(problem: Problem) -> torch.Tensor:
-    def everything(weight: torch.Tensor) -> torch.Tensor:
-        return loss(problem, attention(problem, embedding(problem, weight)))
+def arguments(problem: Problem, use_reentrant: bool) -> torch.Tensor:
+    """Buffers that are arguments; reentrant checkpoints take no keywords."""
+    hidden = embedding(problem, problem.weight)
+    if use_reentrant:
+        return loss(problem, checkpoint(attention, problem, hidden, problem.table, use_reentrant=True))
+    return loss(problem, run(attention, problem, hidden=hidden, table=problem.table))
 
-    return run(everything, problem.weight)
 
+def nested(problem: Problem, outer: bool, inner: bool) -> torch.Tensor:
+    def twice(hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            hidden = checkpoint(attention, problem, hidden, use_reentrant=inner)
+        return hidden
 
-def nested(problem: Problem) -> torch.Tensor:
-    return run(
-        lambda weight: run(loss, problem, run(attention, problem, run(embedding, problem, weight))), problem.weight
-    )
+    return loss(problem, checkpoint(twice, embedding(problem, problem.weight), use_reentrant=outer))
 
 
 def selective(problem: Problem) -> torch.Tensor:
-    def policy() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.bmm.default])
-
-    return run(
-        lambda weight: loss(problem, attention(problem, embedding(problem, weight))), problem.weight, context_fn=policy
-    )
-
-
-def plain(problem: Problem) -> torch.Tensor:
-    return loss(problem, attention(problem, embedding(problem, problem.weight)))
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+    return run(plain, problem, problem.weight, context_fn=partial(create_selective_checkpoint_contexts, kept))
 
 
 def views(problem: Problem) -> torch.Tensor:
@@ -109,40 +123,53 @@ def own_function(problem: Problem) -> torch.Tensor:
     return loss(problem, attention(problem, Scaled.apply(hidden, problem.table)))
 
 
-def checked(steps: Steps, inside: bool, around: Callable[[], Any], within: Callable[[], Any] = nullcontext) -> None:
-    """Compares the gradient of the weights with that of one device; `around` and `within` the context are hooks."""
-    seed = int(torch.randint(1 << 30, ()))
+def checked(
+    steps: Steps, inside: bool, around: Around = nullcontext, within: Around = nullcontext,
+    after: Around = nullcontext, layout: Layout | None = None,
+) -> None:  # fmt: skip
+    """Compares gradients of the weights with those of one device, and the number of forwards.
 
-    def problem() -> Problem:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            return Problem()
-
-    alone = problem()
+    `around` and `within` the context are hooks; a backward after exit is in `after()`.
+    """
+    alone = Problem()
     steps(alone).backward()
-    problems = [problem() for _ in range(WORLD)]
 
     def body(rank: int) -> Any:
-        mine = problems[rank]
+        mine = Problem()
         with ExitStack() as stack:
             stack.enter_context(around())
-            with context_parallel(dist.group.WORLD, buffers=mine.buffers, buffer_seq_dims=[0, 0, 1, 1]), within():
+            with mine.context(layout=layout), within():
                 out = steps(mine)
                 if inside:
                     out.backward()
+                    assert mine.table.size(0) == LENGTH // RANKS
+        mine.check_whole()
         if not inside:
-            out.backward()
-        for ours, whole in zip(mine.buffers, alone.buffers, strict=True):
-            assert torch.equal(ours, whole)
+            with after():
+                out.backward()
+        mine.check_whole()
+        assert mine.calls == alone.calls
         return mine.weight.grad
 
-    torch.testing.assert_close(sum(run_ranks(WORLD, body)), alone.weight.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(sum(run_ranks(RANKS, body)), alone.weight.grad, rtol=1e-10, atol=1e-10)
 
 
+STEPS: dict[str, Steps] = {
+    "plain": plain, "views": views, "own function": own_function, "checkpointed": checkpointed, "selective": selective,
+    "one checkpoint": lambda problem: run(plain, problem, problem.weight),
+    "reentrant checkpoint": lambda problem: checkpoint(plain, problem, problem.weight, use_reentrant=True),
+    **{f"arguments, reentrant {each}": partial(arguments, use_reentrant=each) for each in (True, False)},
+    **{f"nested, reentrant {outer}, {inner}": partial(nested, outer=outer, inner=inner)
+       for outer in (True, False) for inner in (True, False)},
+}  # fmt: skip
+
+
+# Torch's own warning: within a reentrant checkpoint, nothing requires grad in the first forward.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @INSIDE
-@pytest.mark.parametrize("steps", [plain, views, own_function, checkpointed, one_checkpoint, nested, selective])
-def test_functions_and_checkpoints_that_save_buffers(steps: Steps, inside: bool) -> None:
-    checked(steps, inside, nullcontext)
+@pytest.mark.parametrize("name", STEPS)
+def test_functions_and_checkpoints_that_save_buffers(name: str, inside: bool) -> None:
+    checked(STEPS[name], inside)
 
 
 def kept_as_they_are() -> Any:
@@ -160,25 +187,82 @@ def in_inner_hooks() -> Any:
 @pytest.mark.parametrize("steps", [plain, checkpointed])
 @pytest.mark.parametrize("hooks", [save_on_cpu, kept_as_they_are, in_inner_hooks])
 @pytest.mark.parametrize("where", ["around", "within"])
-def test_hooks_of_saved_tensors(where: str, hooks: Callable[[], Any], steps: Steps, inside: bool) -> None:
-    checked(steps, inside, *((hooks, nullcontext) if where == "around" else (nullcontext, hooks)))
+def test_hooks_of_saved_tensors(where: str, hooks: Around, steps: Steps, inside: bool) -> None:
+    checked(steps, inside, **{where: hooks})
+
+
+@REENTRANT
+def test_a_recompute_inside_of_the_next_context(use_reentrant: bool) -> None:
+    """It is in the layout and on the buffers of its forward, not of the context that is open around the backward."""
+
+    def steps(problem: Problem) -> torch.Tensor:
+        return checkpoint(plain, problem, problem.weight, use_reentrant=use_reentrant)
+
+    def following() -> context_parallel:
+        return context_parallel(dist.group.WORLD, seq_len=LENGTH, layout=Contiguous())
+
+    checked(steps, False, after=following, layout=Striped())
+
+
+@REENTRANT
+def test_an_exception_in_the_recompute_leaves_buffers_whole(use_reentrant: bool) -> None:
+    def fails_the_second_time(problem: Problem, weight: torch.Tensor) -> torch.Tensor:
+        if problem.calls:
+            raise KeyError("recompute")
+        return plain(problem, weight)
+
+    def body(rank: int) -> None:
+        problem = Problem()
+        with problem.context():
+            out = checkpoint(fails_the_second_time, problem, problem.weight, use_reentrant=use_reentrant)
+        with pytest.raises(KeyError, match="recompute"):
+            out.backward()
+        problem.check_whole()
+        q = torch.randn(1, 1, 4, 4)
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), (q @ q.mT / 2).softmax(-1) @ q)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("context_of", ["nobody", "this thread", "another thread"])
+@REENTRANT
+def test_a_checkpoint_made_outside_never_becomes_ring_attention(use_reentrant: bool, context_of: str) -> None:
+    alone = Problem()
+    plain(alone).backward()
+
+    def body(rank: int) -> None:
+        problem = Problem()
+        in_context = rank in {"nobody": [], "this thread": [0, 1], "another thread": [1]}[context_of]
+        group = dist.new_group([1]) if context_of == "another thread" else dist.group.WORLD
+        out = checkpoint(plain, problem, problem.weight, use_reentrant=use_reentrant)
+        with context_parallel(group) if in_context else nullcontext():
+            dist.barrier()
+            if context_of == "this thread":  # it may or may not belong to this context: refused, never guessed
+                with pytest.raises(RuntimeError, match=r"is ambiguous.*ContextParallel"):
+                    out.backward()
+            elif not in_context:
+                out.backward()
+                torch.testing.assert_close(problem.weight.grad, alone.weight.grad, rtol=1e-10, atol=1e-10)
+                assert problem.calls == 2
+            dist.barrier()
+
+    run_ranks(2, body)
 
 
 def test_a_buffer_that_requires_grad_inside_gets_the_gradient_of_its_shard() -> None:
     """The alias of a leaf that requires grad leads to the same leaf."""
-    whole = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
-    x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
+    whole, x = Problem().table, Problem(1).table
 
     def body(rank: int) -> None:
         table = whole.clone()
         with save_on_cpu(), context_parallel(dist.group.WORLD, buffers=[table], buffer_seq_dims=[0]):
             table.requires_grad_()
-            mine = shard(x, HeadTail(), rank, WORLD, 0).requires_grad_()
+            mine = shard(x, HeadTail(), rank, RANKS, 0).requires_grad_()
             (run(lambda y: y * table * table, mine) * table).sum().backward()
-            torch.testing.assert_close(table.grad, shard(3 * x * whole**2, HeadTail(), rank, WORLD, 0))
-        torch.testing.assert_close(mine.grad, shard(whole**3, HeadTail(), rank, WORLD, 0))
+            torch.testing.assert_close(table.grad, shard(3 * x * whole**2, HeadTail(), rank, RANKS, 0))
+        torch.testing.assert_close(mine.grad, shard(whole**3, HeadTail(), rank, RANKS, 0))
 
-    run_ranks(WORLD, body)
+    run_ranks(RANKS, body)
 
 
 def test_a_gradient_of_a_buffer_that_comes_after_exit_is_told() -> None:
@@ -190,12 +274,13 @@ def test_a_gradient_of_a_buffer_that_comes_after_exit_is_told() -> None:
         assert table.grad is None
 
     with pytest.warns(UserWarning, match=r"shape \(5, 6\), after the context had ended"):
-        run_ranks(WORLD, body)
+        run_ranks(RANKS, body)
 
 
 def test_hooks_outlive_a_context_that_is_left_first() -> None:
     """Hooks that are pushed inside stay when the context is left before them, and nothing of ours does."""
     packed: list[str] = []
+    enter = vars(saved_tensors_hooks)["__enter__"]
 
     def hooks(name: str) -> Any:
         return saved_tensors_hooks(lambda x: (packed.append(name), x.detach())[1], lambda x: x)
@@ -208,8 +293,10 @@ def test_hooks_outlive_a_context_that_is_left_first() -> None:
         with hooks("outer"):
             context, inner = context_parallel(dist.group.WORLD), hooks("inner")
             context.__enter__()
+            assert vars(saved_tensors_hooks)["__enter__"] is not enter
             inner.__enter__()
             context.__exit__(None, None, None)
+            assert vars(saved_tensors_hooks)["__enter__"] is enter
             save()
             assert set(packed) == {"inner"}
             inner.__exit__(None, None, None)
@@ -218,16 +305,5 @@ def test_hooks_outlive_a_context_that_is_left_first() -> None:
         del packed[:]
         save()
         assert not packed
-
-    run_ranks(1, body)
-
-
-def test_nothing_is_left_in_torch() -> None:
-    enter = vars(saved_tensors_hooks)["__enter__"]
-
-    def body(rank: int) -> None:
-        with context_parallel(dist.group.WORLD):
-            assert vars(saved_tensors_hooks)["__enter__"] is not enter
-        assert vars(saved_tensors_hooks)["__enter__"] is enter
 
     run_ranks(1, body)

@@ -1,7 +1,11 @@
-"""`context_parallel_shard`, `context_parallel_unshard` and `local_positions`, over one axis and over two."""
+"""`context_parallel_shard`, `context_parallel_unshard` and `local_positions`; what they and contexts do not take."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,8 @@ from support.problems import shard
 from support.ranks import run_ranks
 from support.sequences import normal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from cp_dtensor import (
     Contiguous,
@@ -22,6 +27,7 @@ from cp_dtensor import (
     Layout,
     MirroredBatch,
     Striped,
+    context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
     local_positions,
@@ -34,15 +40,12 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 Names = tuple[str, ...]
 ONE_AXIS: Names = ("cp",)
 TWO_AXES: list[Names] = [RING_ULYSSES, ULYSSES_RING, ("cp_node", "cp_gpu")]
-any_names = st.sampled_from([ONE_AXIS, *TWO_AXES])
 
 
 def on_mesh(names: Names, sizes: tuple[int, ...]) -> tuple[DeviceMesh, int]:
     """The mesh, and this rank's place in the sequence."""
     mesh = init_device_mesh("cpu", sizes[: len(names)], mesh_dim_names=names)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return mesh, place(list(coordinate), names, tuple(mesh.shape))
+    return mesh, place(list(mesh.get_coordinate() or []), names, tuple(mesh.shape))
 
 
 def distinct(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +68,7 @@ def cases(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], int, torch.dtype]:
 
 @settings(max_examples=120)
 @example((Contiguous(), (18, 1), 0, torch.bool), ONE_AXIS, (2,))
-@given(cases(), any_names, st.tuples(st.integers(1, 3), st.integers(1, 3)))
+@given(cases(), st.sampled_from([ONE_AXIS, *TWO_AXES]), st.tuples(st.integers(1, 3), st.integers(1, 3)))
 def test_shards_are_the_layouts_positions_and_unshard_is_the_inverse(
     case: tuple[Layout, tuple[int, ...], int, torch.dtype], names: Names, sizes: tuple[int, ...]
 ) -> None:
@@ -80,22 +83,32 @@ def test_shards_are_the_layouts_positions_and_unshard_is_the_inverse(
         (back,) = context_parallel_unshard(mesh, [mine], [dim], layout)
         assert back.dtype == dtype
         assert torch.equal(back, whole)
+        mine.zero_()  # new memory
         assert torch.equal(whole, distinct(shape, dtype))
+        rows = torch.arange(shape[dim]).expand(5, -1)
+        for batch in (5,) if isinstance(layout, MirroredBatch) else (5, None):
+            positions = local_positions(mesh, shape[dim], layout, batch_size=batch)
+            assert positions.dtype == torch.int64
+            owned = shard(rows, layout, here, mesh.size(), 1)
+            assert torch.equal(positions.expand_as(owned), owned)
+            assert positions.dim() == 1 + (batch is not None)
 
     run_ranks(math.prod(sizes[: len(names)]), body)
 
 
-def test_the_axis_called_ulysses_is_the_inner_one_by_hand() -> None:
-    """Ranks 0 1 2 3 stand at (0, 0), (0, 1), (1, 0), (1, 1) of the mesh."""
+def test_by_hand() -> None:
+    """The axis called "ulysses" is the inner one; ranks 0 to 3 stand at (0, 0), (0, 1), (1, 0), (1, 1) of the mesh."""
 
-    def body(rank: int) -> dict[Names, list[int]]:
-        meshes = {names: on_mesh(names, (2, 2))[0] for names in TWO_AXES}
-        return {names: local_positions(mesh, 4, Contiguous()).tolist() for names, mesh in meshes.items()}
+    def body(rank: int) -> list[list[int]]:
+        meshes = [on_mesh(names, (2, 2))[0] for names in TWO_AXES]
+        return [local_positions(mesh, 4, Contiguous()).tolist() for mesh in meshes]
 
-    owned = run_ranks(4, body)
-    assert [of_rank[RING_ULYSSES] for of_rank in owned] == [[0], [1], [2], [3]]
-    assert [of_rank[ULYSSES_RING] for of_rank in owned] == [[0], [2], [1], [3]]
-    assert [of_rank["cp_node", "cp_gpu"] for of_rank in owned] == [[0], [1], [2], [3]]
+    assert run_ranks(4, body) == [[[0], [0], [0]], [[1], [2], [1]], [[2], [1], [2]], [[3], [3], [3]]]
+
+    def mirrored(rank: int) -> list[list[int]]:
+        return local_positions(dist.group.WORLD, 4, MirroredBatch(), batch_size=2).tolist()
+
+    assert run_ranks(2, mirrored) == [[[0, 1], [2, 3]], [[2, 3], [0, 1]]]
 
 
 def test_several_tensors_of_different_lengths_and_dims_at_once() -> None:
@@ -111,33 +124,7 @@ def test_several_tensors_of_different_lengths_and_dims_at_once() -> None:
     run_ranks(WORLD, body)
 
 
-def test_shards_are_new_memory() -> None:
-    def body(rank: int) -> None:
-        whole = distinct((6, 2), torch.float32)
-        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [0], Contiguous())
-        mine.fill_(-1)
-        assert torch.equal(whole, distinct((6, 2), torch.float32))
-
-    run_ranks(1, body)
-    run_ranks(WORLD, body)
-
-
-@each_layout
-def test_the_gradient_of_shard_is_zero_outside_of_the_shard_and_sums_to_the_whole(layout: Layout) -> None:
-    weight = normal(4, 7, 2)
-
-    def body(rank: int) -> torch.Tensor:
-        whole = normal(4, 7, 2, seed=1).requires_grad_()
-        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [1], layout)
-        (mine * shard(weight, layout, rank, WORLD, 1)).sum().backward()
-        owned = shard(torch.arange(56).view(4, 7, 2), layout, rank, WORLD, 1)
-        others = torch.ones(56, dtype=torch.bool)
-        others[owned.flatten()] = False
-        assert whole.grad is not None
-        assert not whole.grad.flatten()[others].any()
-        return whole.grad
-
-    torch.testing.assert_close(sum(run_ranks(WORLD, body)), weight, rtol=0, atol=0)
+# Gradients
 
 
 def whole_loss(hidden: torch.Tensor) -> torch.Tensor:
@@ -150,95 +137,113 @@ def whole_loss(hidden: torch.Tensor) -> torch.Tensor:
     [*((ONE_AXIS, (3,), length) for length in (1, 2, 7, 12)), *((names, (3, 2), 7) for names in TWO_AXES)],
     ids=str,
 )
-@pytest.mark.parametrize("grad", ["replicated", "partial"])
 @each_layout
 def test_gradients_through_shard_and_unshard_are_those_of_one_device(
-    layout: Layout, grad: str, names: Names, sizes: tuple[int, ...], length: int
+    layout: Layout, names: Names, sizes: tuple[int, ...], length: int
 ) -> None:
     alone = normal(2, length, 3).requires_grad_()
     whole_loss(alone.sin()).backward()
     shares = torch.linspace(0.1, 1, math.prod(sizes), dtype=torch.float64)
 
-    def body(rank: int) -> torch.Tensor:
+    def body(rank: int) -> list[torch.Tensor]:
         mesh, _ = on_mesh(names, sizes)
-        whole = normal(2, length, 3).requires_grad_()
-        (mine,) = context_parallel_shard(mesh, [whole], [1], layout)
-        (hidden,) = context_parallel_unshard(mesh, [mine.sin()], [1], layout, grad=grad)
-        (whole_loss(hidden) * (shares[rank] / shares.sum() if grad == "partial" else 1.0)).backward()
-        assert whole.grad is not None
-        return whole.grad
+        grads = []
+        for grad, share in (("replicated", 1.0), ("partial", shares[rank] / shares.sum())):
+            whole = normal(2, length, 3).requires_grad_()
+            (mine,) = context_parallel_shard(mesh, [whole], [1], layout)
+            (hidden,) = context_parallel_unshard(mesh, [mine.sin()], [1], layout, grad=grad)
+            (found,) = torch.autograd.grad(whole_loss(hidden) * share, whole)
+            positions = local_positions(mesh, length, layout, batch_size=2)
+            others = found.index_put((torch.arange(2)[:, None], positions), torch.zeros((), dtype=found.dtype))
+            assert not others.any(), "zero outside of the shard"
+            grads.append(found)
+        return grads
 
-    torch.testing.assert_close(sum(run_ranks(len(shares), body)), alone.grad, rtol=1e-10, atol=1e-10)
+    for of_ranks in zip(*run_ranks(len(shares), body), strict=True):
+        torch.testing.assert_close(sum(of_ranks), alone.grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 5, 13])
-@each_layout
-def test_local_positions_are_the_shard_of_arange(layout: Layout, length: int) -> None:
+# Refusals
+
+TOKENS, LABELS = distinct((2, 8), torch.int64), distinct((2, 8), torch.int64)
+MIRRORED = MirroredBatch()
+PLAIN = "buffer 0: expected a plain torch.Tensor.*"
+
+
+def in_context(mesh: Any, buffers: Any = (TOKENS,), dims: Any = (1,), layout: Any = None, **options: Any) -> object:
+    return context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, layout=layout, **options)
+
+
+def sharded_tensor() -> DTensor:
+    return DTensor.from_local(TOKENS, init_device_mesh("meta", (2,)), [Shard(0)], run_check=False)
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(3, 2), torch.randn(5, 2)], layout=layout)
+
+
+def quantized() -> torch.Tensor:
+    if not hasattr(torch, "quantize_per_tensor"):
+        pytest.skip("this torch has no quantized tensors")
+    return torch.quantize_per_tensor(torch.ones(8, 2), 1.0, 0, torch.qint8)
+
+
+EACH, CONTEXT = (context_parallel_shard, context_parallel_unshard, in_context), (in_context,)
+Make = Callable[[], tuple[Any, ...]]
+# Functions; tensors, dims and layout; the error and its message.
+REFUSED: list[tuple[tuple[Callable[..., object], ...], Make, type[Exception], str]] = [
+    *((EACH, lambda dim=dim: ([TOKENS, LABELS], [1, dim]), ValueError, f"buffer 1: sequence dim {dim} is out of range")
+      for dim in (2, -3)),
+    *((EACH, lambda dim=dim: ([TOKENS], [dim]), TypeError, "buffer 0: expected an integer sequence dim")
+      for dim in (True, 1.0, None)),
+    *((EACH, lambda layout=layout: ([TOKENS], [1], layout), TypeError, "layout") for layout in (HeadTail, "headtail")),
+    *((EACH, lambda layout=layout: ([nested(layout)], [1]), TypeError, r"buffer 0: expected .* got a nested tensor")
+      for layout in (torch.jagged, torch.strided)),
+    (EACH, lambda: ([TOKENS, LABELS], [1]), ValueError, "got 1 for 2"),
+    (EACH, lambda: ([sharded_tensor()], [1]), TypeError, PLAIN + "DTensor"),
+    (EACH, lambda: ([[1, 2]], [1]), TypeError, PLAIN + "list"),
+    (EACH, lambda: ([TOKENS, LABELS], [1, -2], MIRRORED), ValueError, r"buffer 1: .*needs a batch dim"),
+    (EACH, lambda: ([TOKENS, TOKENS[:1]], [1, 1], MIRRORED), ValueError, "one batch size"),
+    (CONTEXT, lambda: (TOKENS, [0]), TypeError, "buffers to be a sequence"),
+    (CONTEXT, lambda: ([TOKENS], 0), TypeError, "buffer_seq_dims to be a sequence"),
+    (CONTEXT, lambda: ([TOKENS], None), ValueError, "got 0 for 1"),
+    (CONTEXT, lambda: ([TOKENS, TOKENS], [1, 1]), ValueError, "buffer 1 is the same tensor as buffer 0"),
+    (CONTEXT, lambda: ([torch.ones(1, 8, requires_grad=True) * 1], [1]), ValueError,
+     r"buffer 0: got a tensor that requires grad.*context_parallel_shard"),
+    # It would say that it is a shard, and compute with the whole.
+    (CONTEXT, lambda: ([TwoTensor(TOKENS, LABELS)], [1]), TypeError, "TwoTensor, which keeps its data in other"),
+    # Contents that cannot be compared; a view of a quantized one ended the process.
+    (CONTEXT, lambda: ([torch.ones(8, 2).to_sparse()], [0]), TypeError, "a dense tensor, got one of torch.sparse_coo"),
+    (CONTEXT, lambda: ([torch.ones(8, 2).to_sparse_csr()], [0]), TypeError, "tensor, got one of torch.sparse_csr"),
+    (CONTEXT, lambda: ([quantized()], [0]), TypeError, "tensor, got one of torch.qint8"),
+    ((partial(in_context, no_restore_buffers=TOKENS),), tuple, TypeError, "no_restore_buffers to be a collection"),
+    ((partial(in_context, no_restore_buffers=[LABELS]),), tuple, ValueError, r"no_restore_b.*same objects.*\(2, 8\)"),
+    ((partial(in_context, rotate_method="ring"),), tuple, ValueError, r"'ring'.*'allgather', 'alltoall'"),
+    ((partial(context_parallel_unshard, grad="summed"),), lambda: ([TOKENS], [1]), ValueError, "summed"),
+    ((partial(local_positions, seq_len=-1), partial(local_positions, seq_len=2.0)), tuple, ValueError, "seq_len"),
+    ((partial(local_positions, seq_len=8, layout=MIRRORED),), tuple, ValueError, "batch_size"),
+    (tuple(lambda _, f=each: f("cp", [TOKENS], [1]) for each in EACH), tuple, TypeError, "got str"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of nested, of sparse and of quantized tensors
+@pytest.mark.parametrize(("functions", "make", "error", "message"), REFUSED)
+def test_what_does_not_fit_is_refused_before_any_collective(
+    functions: tuple[Callable[..., object], ...], make: Make, error: type[Exception], message: str
+) -> None:
     def body(rank: int) -> None:
-        rows = torch.arange(length).expand(5, length)
-        positions = local_positions(dist.group.WORLD, length, layout, batch_size=5)
-        assert positions.dtype == torch.int64
-        assert torch.equal(positions, shard(rows, layout, rank, WORLD, 1))
-        if not isinstance(layout, MirroredBatch):
-            positions = local_positions(dist.group.WORLD, length, layout)
-            assert positions.dtype == torch.int64
-            assert torch.equal(positions, shard(rows[0], layout, rank, WORLD, 0))
-
-    run_ranks(WORLD, body)
-
-
-def test_positions_of_mirrored_rows_differ_so_the_batch_size_is_asked_for() -> None:
-    def body(rank: int) -> None:
-        with pytest.raises(ValueError, match="batch_size"):
-            local_positions(dist.group.WORLD, 8, MirroredBatch())
-        assert local_positions(dist.group.WORLD, 4, MirroredBatch(), batch_size=2).tolist() == [
-            [2 * rank, 2 * rank + 1],
-            [2 - 2 * rank, 3 - 2 * rank],
-        ]
-        for seq_len in (-1, 2.0):
-            with pytest.raises(ValueError, match="seq_len"):
-                local_positions(dist.group.WORLD, seq_len)  # type: ignore[arg-type]
+        if rank == 0:  # the other one would have to join a collective
+            for function in functions:
+                with pytest.raises(error, match=message):
+                    function(dist.group.WORLD, *make())
 
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("function", [context_parallel_shard, context_parallel_unshard])
-def test_what_does_not_fit_is_refused_before_any_collective(function: Callable[..., object]) -> None:
-    tokens = distinct((2, 8), torch.int64)
-
+def test_a_tensor_that_keeps_its_data_in_others_is_sharded() -> None:
     def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        sharded = distribute_tensor(tokens, mesh)
-        if rank != 0:  # which would have to join a collective
-            return
-        for dim in (2, -3):
-            with pytest.raises(ValueError, match=rf"buffer 1: sequence dim {dim} is out of range for shape \(2, 8\)"):
-                function(mesh, [tokens, tokens], [1, dim])
-        with pytest.raises(ValueError, match="got 1 for 2"):
-            function(mesh, [tokens, tokens], [1])
-        with pytest.raises(TypeError, match="str"):
-            function("cp", [tokens], [1])
-        for dim in (True, 1.0, None):
-            with pytest.raises(TypeError, match="buffer 0: expected an integer sequence dim"):
-                function(mesh, [tokens], [dim])
-        for not_plain in (sharded, [1, 2]):
-            with pytest.raises(TypeError, match=f"plain torch.Tensor.*{type(not_plain).__name__}"):
-                function(mesh, [not_plain], [1])
-        for layout in (HeadTail, "headtail"):
-            with pytest.raises(TypeError, match="layout"):
-                function(mesh, [tokens], [1], layout)
-        with pytest.raises(ValueError, match=r"buffer 1: .*needs a batch dim"):
-            function(mesh, [tokens, tokens], [1, -2], MirroredBatch())
-        with pytest.raises(ValueError, match="one batch size"):
-            function(mesh, [tokens, tokens[:1]], [1, 1], MirroredBatch())
-
-    run_ranks(2, body)
-
-
-def test_unshard_refuses_an_unknown_kind_of_gradient() -> None:
-    def body(rank: int) -> None:
-        with pytest.raises(ValueError, match="summed"):
-            context_parallel_unshard(dist.group.WORLD, [torch.zeros(2)], [0], grad="summed")  # type: ignore[arg-type]
+        (mine,) = context_parallel_shard(dist.group.WORLD, [TwoTensor(torch.arange(8), torch.arange(8))], [0])
+        assert (mine.a.tolist(), mine.b.tolist()) == ([[0, 1, 6, 7], [2, 3, 4, 5]][rank],) * 2
 
     run_ranks(2, body)
 
@@ -261,18 +266,19 @@ def test_shards_whose_lengths_are_not_the_layouts_are_refused_on_every_rank(
     run_ranks(len(lengths), body)
 
 
-@pytest.mark.parametrize("differ", ["dtype", "shape", "dim", "layout", "count", "grad"])
+ODD: dict[str, dict[str, Any]] = {
+    "dtype": {"tensors": [torch.zeros(4, 4).double()]}, "shape": {"tensors": [torch.zeros(4, 5)]},
+    "count": {"tensors": [torch.zeros(4, 4)] * 2, "dims": [0, 0]}, "dim": {"dims": [1]},
+    "layout": {"layout": Contiguous()}, "grad": {"grad": "partial"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("differ", ODD)
 def test_ranks_that_unshard_different_things_are_refused_on_every_rank(differ: str) -> None:
     def body(rank: int) -> None:
-        odd = rank == 1
-        tensor = torch.zeros(4, 5 if odd and differ == "shape" else 4, dtype=DTYPES[odd and differ == "dtype"])
-        count = 2 if odd and differ == "count" else 1
-        dim = int(odd and differ == "dim")
-        layout = Contiguous() if odd and differ == "layout" else HeadTail()
-        context_parallel_unshard(
-            dist.group.WORLD, [tensor] * count, [dim] * count, layout,
-            grad="partial" if odd and differ == "grad" else "replicated",
-        )  # fmt: skip
+        usual = {"tensors": [torch.zeros(4, 4)], "dims": [0], "layout": HeadTail(), "grad": "replicated"}
+        tensors, dims, layout, grad = {**usual, **(ODD[differ] if rank == 1 else {})}.values()
+        context_parallel_unshard(dist.group.WORLD, tensors, dims, layout, grad=grad)
 
     for error in errors_by_rank(WORLD, body):
         assert type(error) is ValueError

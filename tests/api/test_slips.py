@@ -1,5 +1,7 @@
 """Mistakes of users that shards alone do not show: found by comparing ranks at the first entry and the first call."""
 
+from __future__ import annotations
+
 import re
 import warnings
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from cp_dtensor.api.extension import local_sdpa
 
 RANKS = 3
 LENGTH = 12
+LOCAL = LENGTH // RANKS
 
 
 def group() -> Any:
@@ -112,7 +115,7 @@ def test_buffers_that_differ_between_ranks(which: str, debug: bool) -> None:
         ({"sinks": torch.zeros(2)}, r"sinks: rank 2 says 'float32 \(2,\)"),
     ],
 )
-def test_settings_that_differ_between_ranks(odd: dict[str, Any], message: str) -> None:
+def test_options_that_differ_between_ranks(odd: dict[str, Any], message: str) -> None:
     def body(rank: int) -> None:
         with context_parallel(group(), **(odd if rank == 2 else {})):
             raise AssertionError("entered")
@@ -123,8 +126,8 @@ def test_settings_that_differ_between_ranks(odd: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_ranks_compare_each_kind_of_context_once_and_with_debug_always(debug: bool) -> None:
-    """Another batch, also of another length, is no other kind."""
+def test_ranks_compare_each_signature_once_and_with_debug_always(debug: bool) -> None:
+    """Another batch, also of another length, has no other one."""
     tokens = [torch.randn(1, 2, length, 4) for length in (LENGTH, LENGTH, 2 * LENGTH)]
 
     def body(rank: int) -> None:
@@ -135,11 +138,10 @@ def test_ranks_compare_each_kind_of_context_once_and_with_debug_always(debug: bo
 
     with recorded_collectives(of_first_calls=True) as collectives:
         run_ranks(RANKS, body)
-    gathers = kinds(collectives).count("AllGather")
-    assert gathers == (6 if debug else 2)  # of contexts and calls
+    assert kinds(collectives).count("AllGather") == (6 if debug else 2)  # of contexts and calls
 
 
-def test_a_kind_that_was_refused_is_compared_again() -> None:
+def test_what_was_refused_is_compared_again_and_lazy_signs_by_value() -> None:
     def body(rank: int) -> None:
         for odd in (1, 2):
             x = torch.arange(LENGTH) + (rank == odd)
@@ -148,30 +150,21 @@ def test_a_kind_that_was_refused_is_compared_again() -> None:
                 context_parallel(group(), buffers=[x], buffer_seq_dims=[0]),
             ):
                 pass
-        x = torch.arange(LENGTH)
-        with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
-            assert len(x) == LENGTH // RANKS
+        lazy = torch.polar(torch.ones(LENGTH), torch.arange(float(LENGTH))).conj()
+        signs = [lazy, lazy.imag] if rank else [lazy.resolve_conj(), lazy.imag.resolve_neg()]
+        for buffers in ([torch.arange(LENGTH)], signs):
+            with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0] * len(buffers)):
+                assert len(buffers[0]) == LOCAL
 
     run_ranks(RANKS, body)
-
-
-def test_what_torch_conjugates_and_negates_later_is_compared_by_value() -> None:
-    def body(rank: int) -> None:
-        lazy = torch.polar(torch.ones(12), torch.arange(12.0)).conj()
-        buffers = [lazy, lazy.imag] if rank else [lazy.resolve_conj(), lazy.imag.resolve_neg()]
-        with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 0]):
-            assert len(buffers[0]) == 4
-
-    run_ranks(3, body)
 
 
 def test_hashes_of_contents() -> None:
     x = torch.randn(3 << 20, dtype=torch.float64).bfloat16()
     copy = torch.cat([x[:1], x])[1:]  # at an odd place in memory, not a multiple of a word
     assert content_hash(copy) == content_hash(x)
-    last = x.clone()
+    last, swapped = x.clone(), x.clone()
     last[-1] += 1
-    swapped = x.clone()
     swapped[[0, -1]] = x[[-1, 0]]
     others = [x, last, swapped, x.view(3, -1), x.view(torch.int16), x[1:], x.flip(0), x.roll(1 << 20)]
     assert len({content_hash(each) for each in others}) == len(others)
@@ -190,42 +183,34 @@ def test_hashes_of_contents() -> None:
 
 def _attend_linearly(seq_len: int | None, **odd: Any) -> None:
     case = {"heads": 2, "dim": 2, "g": (2,), "has_state": False} | odd
-    of_head = 1, LENGTH // RANKS, case["heads"], case["dim"]
-    q, k, v = torch.ones(of_head), torch.ones(of_head), torch.ones(1, LENGTH // RANKS, 2, 5)
-    g = None if case["g"] is None else -torch.ones(1, LENGTH // RANKS, *case["g"])
+    of_head = 1, LOCAL, case["heads"], case["dim"]
+    q, k, v = torch.ones(of_head), torch.ones(of_head), torch.ones(1, LOCAL, 2, 5)
+    g = None if case["g"] is None else -torch.ones(1, LOCAL, *case["g"])
     state = torch.ones(1, 2, case["dim"], 5) if case["has_state"] else None
     linear_attention(q, k, v, g, initial_state=state, mesh=group(), seq_len=seq_len)
 
 
-def _shift(n: int, channels: int) -> None:
-    shift(torch.ones(2, LENGTH // RANKS, channels), n, mesh=group(), dim=1, seq_len=LENGTH)
+def _shift(n: int = 1, channels: int = 3) -> None:
+    shift(torch.ones(2, LOCAL, channels), n, mesh=group(), dim=1, seq_len=LENGTH)
 
 
-def _convolve(width: int) -> None:
-    causal_conv1d(torch.ones(1, LENGTH // RANKS, 3), torch.ones(3, width), mesh=group(), seq_len=LENGTH)
+def _convolve(width: int = 4) -> None:
+    causal_conv1d(torch.ones(1, LOCAL, 3), torch.ones(3, width), mesh=group(), seq_len=LENGTH)
 
 
-LAYERS: dict[str, Callable[[bool], None]] = {
-    "rows of a shift": lambda odd: _shift(1 + odd, 3),
-    "channels": lambda odd: _shift(1, 3 + odd),
-    "the width of a convolution": lambda odd: _convolve(4 + odd),
-    **{
-        f"{other} {seq_len}": lambda odd, other=other, seq_len=seq_len: _attend_linearly(
-            seq_len, **(other if odd else {})
-        )
-        for other in ({"dim": 3}, {"heads": 1}, {"g": (2, 2)}, {"g": None}, {"has_state": True})
-        for seq_len in (LENGTH, None)
-    },
-}
+LAYERS: list[tuple[Callable[..., None], dict[str, Any]]] = [
+    (_shift, {"n": 2}), (_shift, {"channels": 4}), (_convolve, {"width": 5}),
+    *((_attend_linearly, odd) for odd in ({"dim": 3}, {"heads": 1}, {"g": (2, 2)}, {"g": None}, {"has_state": True})),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", LAYERS)
-def test_layers_that_differ_between_ranks(what: str) -> None:
+@pytest.mark.parametrize(("layer", "odd"), LAYERS, ids=str)
+def test_layers_that_differ_between_ranks(layer: Callable[..., None], odd: dict[str, Any]) -> None:
     """Whether or not their lengths are declared."""
-    errors = errors_by_rank(RANKS, lambda rank: LAYERS[what](rank == 1))
-    assert all("rank 1 says" in str(each) for each in errors)
-    if "width" in what:
-        assert "other tensors: rank 1 says ((1, 'torch.float32', 5),)" in str(errors[1])
+    for usual in [{"seq_len": LENGTH}, {"seq_len": None}] if layer is _attend_linearly else [{}]:
+        errors = errors_by_rank(RANKS, lambda rank, usual=usual: layer(**usual, **(odd if rank == 1 else {})))
+        assert all("rank 1 says" in str(each) for each in errors)
+        assert "width" not in odd or "other tensors: rank 1 says ((1, 'torch.float32', 5),)" in str(errors[1])
 
 
 @pytest.mark.parametrize("seq_lens", [(11, 12), (11, None)])
@@ -233,16 +218,15 @@ def test_lengths_of_sequence_operations_that_fit_each_rank_and_differ(seq_lens: 
     """The ranks' shards are those of 11 tokens; the first rank has as many of 12."""
 
     def body(rank: int) -> None:
-        x = torch.ones(6 - rank, 1)
-        shift(x, 1, mesh=group(), dim=0, layout=Contiguous(), seq_len=seq_lens[1 - rank])
+        shift(torch.ones(6 - rank, 1), 1, mesh=group(), dim=0, layout=Contiguous(), seq_len=seq_lens[1 - rank])
 
-    for rank, error in enumerate(errors_by_rank(2, body)):
-        assert "global length: rank 1 says 11, the others 12" in str(error), rank
+    for error in errors_by_rank(2, body):
+        assert "global length: rank 1 says 11, the others 12" in str(error)
 
 
 def _in_declared_context(q: torch.Tensor) -> None:
     with context_parallel(group(), seq_len=LENGTH):
-        F.scaled_dot_product_attention(q, q, q)
+        attend(q, is_causal=False)
 
 
 @pytest.mark.parametrize(
@@ -255,16 +239,14 @@ def _in_declared_context(q: torch.Tensor) -> None:
     ids=["context", "function", "shift"],
 )
 def test_shards_of_a_wrong_length_are_refused_on_every_rank(call: Callable[..., object]) -> None:
-    """At the first call of a kind, though lengths are declared. A rank whose shard is wrong says what is expected."""
+    """At the first call of a signature, though lengths are declared. A wrong rank says what is expected."""
 
     def body(rank: int, wrong: tuple[int, ...]) -> None:
-        q = torch.randn(1, 2, LENGTH // RANKS + (rank in wrong), 4)
-        call(q)
+        call(torch.randn(1, 2, LOCAL + (rank in wrong), 4))
 
     # In a context, equal shards of another length are those of ranks x local tokens.
     for wrong in ((1,),) if call is _in_declared_context else ((1,), (0, 1, 2)):
-        errors = errors_by_rank(RANKS, lambda rank, wrong=wrong: body(rank, wrong))
-        for rank, error in enumerate(errors):
+        for rank, error in enumerate(errors_by_rank(RANKS, lambda rank, wrong=wrong: body(rank, wrong))):
             assert isinstance(error, ValueError)
             named = "rank 1 says .*(15|5 local tokens).*, the others .*12"
             if rank in wrong:  # they may be those of an undeclared length in a context
@@ -273,8 +255,8 @@ def test_shards_of_a_wrong_length_are_refused_on_every_rank(call: Callable[..., 
     run_ranks(RANKS, lambda rank: body(rank, ()))
 
 
-def test_ranks_compare_the_first_call_of_each_kind_and_again_if_it_was_refused() -> None:
-    """Declared lengths and values of masks are of the data: no other kind."""
+def test_ranks_compare_the_first_call_of_each_signature_and_again_if_it_was_refused() -> None:
+    """Declared lengths and values of masks are of the data: no other signature."""
 
     def call(heads: int, length: int = LENGTH, window: int = 3, odd: bool = False) -> None:
         q = torch.randn(1 + odd, heads, length // RANKS, 4)
@@ -307,42 +289,35 @@ def test_fake_groups_compare_nothing() -> None:
         dist.destroy_process_group()
 
 
-def test_whole_tensors_in_a_context() -> None:
-    whole = torch.randn(1, 2, LENGTH, 4)
-
-    def body(rank: int, is_causal: bool = True) -> None:
-        with context_parallel(group()):
-            attend(whole, is_causal=is_causal)
-            attend(whole, is_causal=is_causal)
-
-    found = refused(body)
-    assert "q, k and v (1, 2, 12, 4), (1, 2, 12, 4), (1, 2, 12, 4) are equal on all 3 ranks" in found
-    assert "local_sdpa" in found
-    with warnings.catch_warnings(record=True) as caught:  # without a mask results are right
-        warnings.simplefilter("always")
-        run_ranks(RANKS, body, False)
-    assert ["are equal on all 3 ranks" in str(each.message) for each in caught] == [True] * RANKS  # once a rank
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attend(x)
 
 
-@pytest.mark.parametrize("form", ["function", "module"])
-def test_whole_tensors_outside_of_contexts_are_named_in_a_warning(form: str) -> None:
-    """A program that measures may draw equal shards, so these calls go on."""
+@pytest.mark.parametrize("form", ["context", "context without a mask", "function", "module"])
+def test_whole_tensors(form: str) -> None:
+    """Refused in contexts. Other programs may draw equal shards to measure; without a mask results are right."""
     q = torch.randn(1, 2, LENGTH, 4)
-
-    class Attention(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return attend(x)
 
     def body(rank: int) -> None:
         if form == "function":
             ring_attention(q, q, q, mesh=group(), is_causal=True)
-        else:
+        elif form == "module":
             parallelize_module(Attention(), group(), ContextParallel())(q)
+        else:
+            with context_parallel(group()):
+                for _ in range(2):
+                    attend(q, is_causal=form == "context")
 
+    if form == "context":
+        found = refused(body)
+        assert "q, k and v (1, 2, 12, 4), (1, 2, 12, 4), (1, 2, 12, 4) are equal on all 3 ranks" in found
+        assert "local_sdpa" in found
+        return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_ranks(RANKS, body)
-    assert ["are equal on all 3 ranks" in str(each.message) for each in caught] == [True] * RANKS
+    assert ["are equal on all 3 ranks" in str(each.message) for each in caught] == [True] * RANKS  # once a rank
 
 
 def test_equal_tensors_that_are_no_mistake() -> None:
@@ -356,30 +331,11 @@ def test_equal_tensors_that_are_no_mistake() -> None:
             attend(shards)
             with local_sdpa(queries_are_shards=False):
                 attend(whole)
+        # Each rank of a ring may have a mask of one row for all queries, where others have a row for each.
+        q, mask = torch.randn(1, 1, 4, 8) + rank, torch.randn(1, 1, 1 if rank else 4, 8 + 4)
+        ring_attention(q, q, q, mesh=group(), attn_mask=mask.expand(1, 1, -1, 12), seq_len=12, debug=True)
 
     run_ranks(RANKS, body)
-
-
-def _shard_dim_0(shape: tuple[int, ...], q_len: int) -> Callable[[int], None]:
-    def body(rank: int) -> None:
-        x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-        with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
-            attend(torch.randn(x.size(0), 2, q_len, 8))
-
-    return body
-
-
-@pytest.mark.parametrize(("shape", "dim"), [((4, 16), 1), ((4, 16, 8), 1), ((6, 2, 16, 8), 2)])
-def test_the_batch_dim_is_given_for_the_sequence_dim(shape: tuple[int, ...], dim: int) -> None:
-    found = refused(_shard_dim_0(shape, 16), 2)
-    assert f"buffer 0 of shape {shape} is sharded along dim 0" in found
-    assert f"for buffer 0 maybe {dim}" in found
-
-
-@pytest.mark.parametrize("shape", [(16, 8), (16, 2, 8)])
-def test_a_sequence_dim_that_is_the_first_is_no_mistake(shape: tuple[int, ...]) -> None:
-    """Although the shard is as long as the batch and the queries are as long as another dim."""
-    run_ranks(2, _shard_dim_0(shape, 8))
 
 
 @pytest.mark.parametrize("has_buffers", [False, True])
@@ -389,23 +345,11 @@ def test_generation_inside_of_a_context(has_buffers: bool) -> None:
     def body(rank: int, **announced: int) -> None:
         given = {"buffers": [torch.arange(LENGTH)], "buffer_seq_dims": [0]} if has_buffers else {}
         with context_parallel(group(), **given, **announced):
-            attend(torch.randn(1, 2, LENGTH // RANKS, 4))
-            attend(torch.randn(1, 2, 1, 4), torch.randn(1, 2, LENGTH // RANKS + (not announced), 4), is_causal=False)
+            attend(torch.randn(1, 2, LOCAL, 4))
+            attend(torch.randn(1, 2, 1, 4), torch.randn(1, 2, LOCAL + (not announced), 4), is_causal=False)
 
     found = refused(body)
     assert "got one query and 5 keys on each of 3 ranks, as in generation" in found
     assert "seq_len=3" in found
     if has_buffers:
         run_ranks(RANKS, lambda rank: body(rank, seq_len=RANKS))
-
-
-def test_masks_of_one_row_on_some_ranks_are_compared_with_debug() -> None:
-    """Each rank of a ring may have a mask of one row for all queries, where others have a row for each."""
-
-    def body(rank: int) -> None:
-        q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(rank))
-        mask = torch.randn(1, 1, 1 if rank else 4, 2 * 4, generator=torch.Generator().manual_seed(7))
-        mesh = group()
-        ring_attention(q, q, q, mesh=mesh, attn_mask=mask.expand(1, 1, -1, 8), seq_len=8, debug=True)
-
-    run_ranks(2, body)

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.collectives import errors_by_rank
-from support.problems import Problem, reference, shard
+from support.masked_problems import MaskedProblem
+from support.problems import shard
 from support.processes import Processes
 from support.ranks import run_ranks
+from support.shards import Shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
     Contiguous,
+    Full,
     HeadTail,
     Striped,
     context_parallel,
@@ -30,6 +34,8 @@ from cp_dtensor import (
 )
 
 LENGTH, RANKS = 32, 4
+HEADS = LENGTH // RANKS
+"""As many heads as tokens of a shard."""
 
 
 def group() -> Any:
@@ -62,17 +68,24 @@ def rows_of_heads(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 8))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "q_of", "hint"),
-    [
-        ((2, 8, LENGTH, 16), 1, itself, "for buffer 1 maybe 2"),  # the heads
-        ((2, 8, LENGTH, 16), 3, itself, "for buffer 1 maybe 2"),  # the head dim
-        ((2, LENGTH, 6, 16), 1, itself, r"maybe q\.transpose\(1, 2\)"),
-        ((2, LENGTH, 6 * 8), 1, rows_of_heads, r"maybe q\.transpose\(1, 2\)"),
-        ((LENGTH, 6 * 8), 0, rows_of_heads, r"maybe q\.transpose\(1, 2\)"),
-        ((3, 2, 8, LENGTH, 16), 2, itself, "for buffer 1 maybe 3"),
-    ],
-)
+def of_length(x: torch.Tensor) -> torch.Tensor:
+    """Queries of all tokens, for each row that is left of the batch."""
+    return torch.randn(x.size(0), 2, LENGTH, 8)
+
+
+OTHER_DIMS: list[tuple[tuple[int, ...], int, Callable[[torch.Tensor], torch.Tensor], str]] = [
+    ((2, 8, LENGTH, 16), 1, itself, "for buffer 1 maybe 2"),  # the heads
+    ((2, 8, LENGTH, 16), 3, itself, "for buffer 1 maybe 2"),  # the head dim
+    ((2, LENGTH, 6, 16), 1, itself, r"maybe q\.transpose\(1, 2\)"),
+    ((2, LENGTH, 6 * 8), 1, rows_of_heads, r"maybe q\.transpose\(1, 2\)"),
+    ((LENGTH, 6 * 8), 0, rows_of_heads, r"maybe q\.transpose\(1, 2\)"),
+    ((3, 2, 8, LENGTH, 16), 2, itself, "for buffer 1 maybe 3"),
+    ((8, LENGTH), 0, of_length, "for buffer 1 maybe 1"), ((8, LENGTH, 8), 0, of_length, "for buffer 1 maybe 1"),
+    ((12, 2, LENGTH, 8), 0, of_length, "for buffer 1 maybe 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dim", "q_of", "hint"), OTHER_DIMS)
 def test_another_dim_than_the_sequence(
     shape: tuple[int, ...], dim: int, q_of: Callable[[torch.Tensor], torch.Tensor], hint: str
 ) -> None:
@@ -94,10 +107,22 @@ def test_another_dim_than_the_sequence(
         raise ValueError(message)
 
 
+@pytest.mark.parametrize("shape", [(16, 8), (16, 2, 8)])
+def test_a_sequence_dim_that_is_the_first_is_no_mistake(shape: tuple[int, ...]) -> None:
+    """Although the shard is as long as the batch and the queries are as long as another dim."""
+
+    def body(rank: int) -> None:
+        x = drawn(*shape)
+        with context_parallel(group(), buffers=[x], buffer_seq_dims=[0]):
+            F.scaled_dot_product_attention(*[torch.randn(x.size(0), 2, 8, 8)] * 3, is_causal=True)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("kv_heads", [6, 2])
 def test_rows_of_heads_that_no_buffer_explains_are_warned_of_once(kv_heads: int) -> None:
     """They may be heads: as many as a rank has tokens."""
-    q, k = drawn(2, LENGTH // RANKS, 6, 16), drawn(2, LENGTH // RANKS, kv_heads, 16)
+    q, k = drawn(2, HEADS, 6, 16), drawn(2, HEADS, kv_heads, 16)
 
     def body(rank: int) -> None:
         for _ in range(2):
@@ -111,47 +136,32 @@ def test_rows_of_heads_that_no_buffer_explains_are_warned_of_once(kv_heads: int)
     assert ["maybe q.transpose(1, 2)" in text and "seq_len=24" in text for text in texts] == [True] * RANKS
 
 
-HEADS = LENGTH // RANKS
-"""As many heads as tokens of a shard."""
-
-
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "kv_heads", "transposed", "seq_len"),
     [
-        (LENGTH, LENGTH, HEADS, False, None),
-        (LENGTH, 20, HEADS, False, None),
-        (LENGTH, 7, HEADS, False, 7),
-        (20, LENGTH, HEADS, False, None),
-        (20, 20, HEADS, True, None),
-        (20, 20, 2, False, None),
-        (20, 20, HEADS, False, 20),
-        (7, 12, HEADS, True, 7),
-        (64, 64, HEADS, True, None),
+        (LENGTH, LENGTH, HEADS, False, None), (LENGTH, 20, HEADS, False, None), (LENGTH, 7, HEADS, False, 7),
+        (20, LENGTH, HEADS, False, None), (20, 20, HEADS, True, None), (20, 20, 2, False, None),
+        (20, 20, HEADS, False, 20), (7, 12, HEADS, True, 7), (64, 64, HEADS, True, None),
     ],
-)
-@pytest.mark.parametrize("dims", [(2, 1), (1,), (1, 1, 0), ()], ids=str)
+)  # fmt: skip
 def test_as_many_heads_as_tokens_of_a_shard_are_no_mistake(
-    q_len: int, kv_len: int, kv_heads: int, transposed: bool, seq_len: int | None, dims: tuple[int, ...]
+    q_len: int, kv_len: int, kv_heads: int, transposed: bool, seq_len: int | None
 ) -> None:
     """Also attention over lengths that no buffer has, where keys are laid out as projections are."""
-    problem = Problem(q_len=q_len, kv_len=kv_len, batch=2, q_heads=HEADS, kv_heads=kv_heads)
-    whole = problem.draw(0)
-    expected = reference(problem, *whole)
-    layout = Contiguous()
+    problem = MaskedProblem(q_len, kv_len, Full(), 2, HEADS, kv_heads)
+
+    def attend(shards: Shards, *qkv: torch.Tensor) -> torch.Tensor:
+        return shards.sdpa(*(x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x for x in qkv))
 
     def body(rank: int) -> None:
-        *leaves, grad_out = (shard(each, layout, rank, RANKS) for each in whole)
-        if transposed:
-            leaves = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in leaves]
-        leaves = [each.requires_grad_() for each in leaves]
-        buffers = [drawn(2, HEADS, LENGTH, 8), drawn(2, LENGTH)] if dims == (2, 1) else [drawn(2, LENGTH, 48)]
-        buffers = [*buffers, drawn(2, 2 * LENGTH), drawn(LENGTH)] if len(dims) == 3 else buffers
-        options = {"buffers": buffers[: len(dims)], "buffer_seq_dims": dims, "layout": layout, "seq_len": seq_len}
-        with context_parallel(group(), **options):
-            out = F.scaled_dot_product_attention(*leaves, enable_gqa=True)
-            out.backward(grad_out)
-        for found, whole_one in zip((out, *(leaf.grad for leaf in leaves)), expected, strict=True):
-            torch.testing.assert_close(found, shard(whole_one, layout, rank, RANKS), rtol=1e-10, atol=1e-10)
+        heads, hidden = (drawn(2, HEADS, LENGTH, 8), 2), (drawn(2, LENGTH, 48), 1)
+        for buffers in (
+            [heads, (drawn(2, LENGTH), 1)], [hidden], [hidden, (drawn(2, 2 * LENGTH), 1), (drawn(LENGTH), 0)], []
+        ):  # fmt: skip
+            shards = Shards(rank, problem, Contiguous(), RANKS)
+            given = {"buffers": [x for x, _ in buffers], "buffer_seq_dims": [dim for _, dim in buffers]}
+            around = partial(context_parallel, group(), layout=Contiguous(), seq_len=seq_len, **given)
+            shards.check(partial(attend, shards), around)
 
     run_ranks(RANKS, body)
 
@@ -182,24 +192,18 @@ def test_a_float_mask_of_zeros_and_ones_is_warned_of_once_for_each_kind(form: st
     assert ["has zeros and ones only" in text and "attn_mask.bool()" in text for text in texts] == [True] * 2
 
 
-@pytest.mark.parametrize("kind", ["bool", "zeros", "ones", "-inf", "random", "learned", "half"])
-def test_masks_that_are_no_mistake(kind: str) -> None:
+def test_masks_that_are_no_mistake() -> None:
     seen = torch.ones(LENGTH, LENGTH).tril()
-    mask = {
-        "bool": seen.bool(),
-        "zeros": seen * 0,
-        "ones": seen * 0 + 1,
-        "-inf": (1 - seen) * -1e9,
-        "random": torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)),
-        "learned": seen,
-        "half": torch.cat([seen[:, 1:], seen[:, :1] / 2], dim=1),
-    }[kind]
+    random = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
+    half = torch.cat([seen[:, 1:], seen[:, :1] / 2], dim=1)
+    masks = [seen.bool(), seen * 0, seen * 0 + 1, (1 - seen) * -1e9, random, half, seen.clone().requires_grad_()]
 
     def body(rank: int) -> None:
         q = shard(drawn(1, 2, LENGTH, 8), HeadTail(), rank, 2).float()
-        rows = shard(mask, HeadTail(), rank, 2, 0).requires_grad_(kind == "learned")
-        with context_parallel(group(), seq_len=LENGTH):
-            F.scaled_dot_product_attention(q, q, q, rows)
+        for mask in masks:
+            rows = shard(mask.detach(), HeadTail(), rank, 2, 0).requires_grad_(mask.requires_grad)
+            with context_parallel(group(), seq_len=LENGTH):
+                F.scaled_dot_product_attention(q, q, q, rows)
 
     run_ranks(2, body)
 

@@ -1,4 +1,7 @@
-"""torch.func, forward mode and batches of gradients are refused by name in every function that communicates."""
+"""What every function that communicates refuses by name: torch.func, forward mode, batches of gradients, meta tensors.
+
+SDPA in a context leaves meta tensors to torch (test_context_attention.py).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.collectives import recorded_collectives
 from support.ranks import run_ranks
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
     Contiguous,
+    Documents,
     affine_scan,
     causal_conv1d,
     context_parallel,
@@ -36,25 +41,25 @@ from cp_dtensor import (
 Function = Callable[[torch.Tensor], Any]
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def drawn(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 X = drawn(1, 2, 4, 8)
-OF_ATTENTION = (
-    "attention", "ring", "ulysses", "mla", "varlen", "flex", "sdpa in a context", "causal sdpa in a context", "unshard"
-)  # fmt: skip
-OF_ROWS = "halo", "shift", "relayout", "causal_conv1d", "shift in a context", "delta rule by heads"
+OF_ATTENTION = "attention", "ring", "ulysses", "mla", "varlen", "flex"
+IN_CONTEXT = "sdpa in a context", "causal sdpa in a context", "shift in a context"
+OF_ROWS = "halo", "shift", "relayout", "causal_conv1d", "delta rule by heads"
 OF_STATES = "gated_delta_rule", "kda", "linear_attention", "mamba2", "affine_scan"
+EACH = (*OF_ATTENTION, *IN_CONTEXT, *OF_ROWS, *OF_STATES, "unshard")
 
 
-def functions(rank: int, size: int) -> dict[str, Function]:
+def functions(rank: int, size: int, device: str = "cpu") -> dict[str, Function]:
     """Functions of x (1, 2, 4, 8), this rank's."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     there: dict[str, Any] = {"mesh": mesh, "layout": Contiguous()}
-    k, v, rows = (drawn(1, 2, 4, 8, seed=2 * rank + each) for each in range(3))
+    k, v, rows = (drawn(1, 2, 4, 8, seed=2 * rank + each, device=device) for each in range(3))
     beta = rows[..., 0].transpose(1, 2).sigmoid()
-    up, weight = drawn(2 * 8, 8), drawn(8, 3)
+    up, weight = drawn(2 * 8, 8, device=device), drawn(8, 3, device=device)
     heads = {"method": "heads", **there}
 
     def in_context(function: Function) -> Function:
@@ -86,8 +91,10 @@ def functions(rank: int, size: int) -> dict[str, Function]:
         "gated_delta_rule": lambda x: gated_delta_rule(last(k), last(x), last(v), -beta, beta, **there),
         "kda": lambda x: kda(last(k), last(x), last(v), -last(k).abs(), beta, **there),
         "linear_attention": lambda x: linear_attention(last(k), last(x), last(v), **there),
-        "mamba2": lambda x: mamba2(last(x), beta, -torch.ones(2), last(k), last(v), **there),
+        "mamba2": lambda x: mamba2(last(x), beta, -torch.ones(2, device=device), last(k), last(v), **there),
         "affine_scan": lambda x: affine_scan(x[:, :, 0, 0], v[..., :2], seq_len=4 * size, **there),
+        "Documents": lambda x: Documents(x.flatten().int()),
+        "from_ids": lambda x: Documents.from_ids(x.flatten(0, 2).int()),
     }  # fmt: skip
 
 
@@ -95,13 +102,8 @@ def summed(function: Function) -> Function:
     return lambda x: function(x).square().sum()
 
 
-def of_dual(function: Function) -> Any:
-    with forward_ad.dual_level():
-        return function(forward_ad.make_dual(X, torch.ones_like(X)))
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", [*OF_ATTENTION, *OF_ROWS, *OF_STATES])
+@pytest.mark.parametrize("name", EACH)
 def test_transforms(name: str) -> None:
     def body(rank: int) -> None:
         function = functions(rank, 2)[name]
@@ -121,26 +123,32 @@ def test_transforms(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own decompositions
-@pytest.mark.parametrize("name", [each for each in (*OF_ATTENTION, *OF_ROWS) if each != "flex"])
-def test_forward_mode(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in EACH if name not in ("flex", *OF_STATES)])
+def test_forward_mode_and_batches_of_gradients(name: str) -> None:
     """On one rank, since torch's level of forward mode is one of all threads; FlexAttention is torch's own there."""
 
     def body(rank: int) -> None:
         function = functions(rank, 1)[name]
         with pytest.raises(NotImplementedError, match=r"transform of torch\.func"):
             torch.func.jvp(function, (X,), (X,))
-        with pytest.raises(NotImplementedError, match="got tangents of forward-mode differentiation"):
-            of_dual(function)
+        refused = pytest.raises(NotImplementedError, match="got tangents of forward-mode differentiation")
+        with forward_ad.dual_level(), refused:
+            function(forward_ad.make_dual(X, torch.ones_like(X)))
+        if name != "unshard":
+            x = X.clone().requires_grad_()
+            out = function(x)
+            with pytest.raises(NotImplementedError, match="one gradient at a time, got a batch of them"):
+                torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)
 
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("name", [each for each in (*OF_ATTENTION, *OF_ROWS) if each not in ("flex", "unshard")])
-def test_batches_of_gradients(name: str) -> None:
+@pytest.mark.parametrize("name", [*(name for name in EACH if "sdpa" not in name), "Documents", "from_ids"])
+def test_meta_tensors_are_refused_before_any_exchange(name: str) -> None:
     def body(rank: int) -> None:
-        x = X.clone().requires_grad_()
-        out = functions(rank, 1)[name](x)
-        with pytest.raises(NotImplementedError, match="one gradient at a time, got a batch of them"):
-            torch.autograd.grad(out, x, torch.ones(3, *out.shape), is_grads_batched=True)
+        with pytest.raises(ValueError, match=r"got .*meta"):
+            functions(rank, 2, "meta")[name](X.to("meta"))
 
-    run_ranks(1, body)
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert "context" in name or not collectives  # ranks compare contexts

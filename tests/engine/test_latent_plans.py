@@ -32,9 +32,8 @@ from cp_dtensor.engine import latent as latents
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call
-from cp_dtensor.engine.choose import EXPANDED, Estimate, estimates, expanded, fastest
+from cp_dtensor.engine.choose import EXPANDED, Estimate, attention_bytes, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
-from cp_dtensor.engine.traffic import attention_bytes
 from cp_dtensor.plan.cost import Cluster, Hardware, Tier
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 

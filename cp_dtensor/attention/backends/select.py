@@ -118,8 +118,8 @@ def choose_backend(spec: CallSpec, allowed: Allowed | None = None) -> AttentionB
 
     1. A backend of `register_backend` is taken if it does not refuse the call.
     2. For full and causal tiles FlashAttention-4, a package, is taken if FLASH_ATTENTION is allowed and it does not
-       refuse the call. Otherwise the first of torch's kernels is taken that the user allows and that does not refuse the
-       call, in the user's order (`set_priority=True`), or in one that was measured on such GPUs.
+       refuse the call. Otherwise the first of torch's kernels is taken that the user allows and that does not refuse
+       it, in the user's order (`set_priority=True`), or in one that was measured on such GPUs.
     3. Tiles with other masks, a bias or dropout are computed by cuDNN's FlexAttention, a package, if CUDNN_ATTENTION is
        allowed and it does not refuse the call; otherwise by our own kernels, which refuse nothing.
 
