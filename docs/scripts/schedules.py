@@ -19,6 +19,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, MirroredBatch, Striped
+from cp_dtensor.tools.draw import RANK_COLOURS
 
 TRANSPORTS = ("allgather", "alltoall")  # the plan of symm_mem is that of allgather
 PANELS: tuple[tuple[str, Layout, int], ...] = (
@@ -30,10 +31,6 @@ PANELS: tuple[tuple[str, Layout, int], ...] = (
     ("MirroredBatch(), second half", MirroredBatch(), 1),
 )
 """Title, layout and batch row."""
-RANK_COLOURS = (
-    "#7fb8da", "#f6b26b", "#93c98b", "#e58b8b", "#b39ddb", "#c8a27c", "#f1a7cf", "#a9b1b8",
-    "#d3cf6d", "#6fcfc9", "#4f81bd", "#c8743c", "#4f9a5d", "#b0506a", "#7566a8", "#8d8d4e",
-)  # fmt: skip
 
 
 def main() -> None:

@@ -53,7 +53,10 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         ("train-bench --mask documents:0,96 --seq-lens 64", "the documents of a mask end at 96"),
         ("draw --mask documents:0,90", "the documents of a mask end at 90"),
         ("draw --layout Zigzag", "expected a layout, one of HeadTail"),
+        ("draw --ranks 17", "--ranks: expected at most 16"),
         ("draw --seq-len 4096", "--seq-len: expected at most 2048"),
+        ("draw -o /no/such/folder/x.png", "--output /no/such/folder/x.png"),
+        ("draw -o x.word", "--output x.word"),
     ],
 )
 def test_command_lines_that_are_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

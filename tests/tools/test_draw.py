@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 from support.docs_scripts import docs_script
 from support.masked_problems import shown
@@ -134,22 +137,34 @@ def test_layouts_by_name() -> None:
         layout_by_name("PerDocument", Causal(), 16)
 
 
-def test_lines_have_the_ranks_of_their_queries(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the plans of all ranks have them; of both halves of a batch where these differ, of all queries of a cell."""
-    for name in ("HeadTail", "Striped(4)", "MirroredBatch", "Balanced"):
-        draw.main(["--mask", "documents:0,5,16 & causal", "--layout", name, "--ranks", "3", "--seq-len", "16"])
-        *lines, title = capsys.readouterr().out.splitlines()
-        mask = mask_by_name("documents:0,5,16 & causal", 16)
-        layout = layout_by_name(name, mask, 16)
-        rows = range(len(layout.batch_groups(2)))
-        drawn = [assignment(mask, layout, 16, 3, batch_size=len(rows), batch_row=row).owner.max(1) for row in rows]
-        assert [line[32:] for line in lines] == ["  " + "|".join(map(str, ranks)) for ranks in zip(*drawn, strict=True)]
-        assert title.startswith(f"documents:0,5,16 & causal · {name} · 16 tokens on 3 ranks: imbalance ")
-    draw.main(["--seq-len", "64", "--ranks", "2", "--layout", "Striped"])
-    assert capsys.readouterr().out.splitlines()[1] == "▓▓" + "··" * 31 + "  0,1"
+@pytest.mark.parametrize("layout", ["HeadTail", "Striped(4)", "MirroredBatch", "Balanced"])
+def test_the_picture_shows_the_work_of_every_rank(layout: str) -> None:
+    mask = mask_by_name("documents:0,5,16 & causal", 16)
+    value = layout_by_name(layout, mask, 16)
+    figure = draw.draw_owners(mask, value, 16, 3, "a title")
+    rows = range(len(value.batch_groups(2)))
+    drawn = [assignment(mask, value, 16, 3, batch_size=len(rows), batch_row=row).owner for row in rows]
+    work = [sum(np.count_nonzero(owner == rank) for owner in drawn) for rank in range(3)]
+    assert sum(work) == len(drawn) * mask.pairs(16, 16)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [f"rank {rank}: {pairs} pairs" for rank, pairs in enumerate(work)]
+    for owner, axis in zip(drawn, figure.get_axes(), strict=True):
+        np.testing.assert_array_equal(axis.images[0].get_array().filled(-1), owner)
 
 
-def test_the_command_prints_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_picture_or_prints_the_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw.main(["--mask", "window:1,0", "--seq-len", "8", "--ranks", "16", "-o", str(tmp_path / "window.png")])
+    assert (tmp_path / "window.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'window.png'}\n"
     draw.main(["--mask", "documents:0,1,2 & causal", "--seq-len", "2", "--ranks", "2", "--layout", "Contiguous"])
-    expected = "██··  0\n··██  1\ndocuments:0,1,2 & causal · Contiguous · 2 tokens on 2 ranks: imbalance 0.0%\n"
+    expected = "██··\n··██\ndocuments:0,1,2 & causal · Contiguous · 2 tokens on 2 ranks: imbalance 0.0%\n"
     assert capsys.readouterr().out == expected
+
+
+def test_without_matplotlib_its_installation_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        draw.main(["-o", "x.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err
