@@ -74,7 +74,6 @@ from cp_dtensor.engine.choose import Estimate, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
 from cp_dtensor.engine.run import CallMask, NamedMask
-from cp_dtensor.engine.traffic import counted
 from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
 from cp_dtensor.plan.plan import ring_plan
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
@@ -104,7 +103,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "begin_pass",
     # cost of the methods of a layer, and its table
     "BACKWARD", "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
-    "FIRST", "Assumed", "Explanation", "check_numbers", "counted", "counted_ranks", "shortened",
+    "FIRST", "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
     "from_local", "local_beside", "refuse_other_place", "to_local",

@@ -6,7 +6,6 @@ receives most over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from cp_dtensor.engine.choose import EXPANDED, Estimate, expanded
@@ -21,17 +20,23 @@ from cp_dtensor.plan.partition import (
 from cp_dtensor.spec.layouts import Span
 
 
-def counted(found: dict[str, Estimate], bytes_of: Callable[[str], Span]) -> dict[str, Estimate]:
-    """Add bytes to the estimates of methods: those over the outer and the inner axis, by the name of a method."""
-    spans = {name: bytes_of(name) for name in found}
-    return {name: replace(each, outer_bytes=spans[name][0], inner_bytes=spans[name][1]) for name, each in found.items()}
+def counted(
+    found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None = None
+) -> dict[str, Estimate]:
+    """Add the bytes of a call to the estimates of its methods.
 
-
-def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None = None) -> Span:
-    """Return the bytes over the outer and the inner axis of a method of attention, a key of `estimates`.
-
-    `inner_size` is None if there is one axis.
+    Args:
+        inner_size: ranks of the inner axis, None if there is one axis.
     """
+    by_method = {}
+    for name, each in found.items():
+        outer, inner = attention_bytes(spec, name, outer_size, inner_size)
+        by_method[name] = replace(each, outer_bytes=outer, inner_bytes=inner)
+    return by_method
+
+
+def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None) -> Span:
+    """Return the bytes over the outer and the inner axis of a method of attention, a key of `estimates`."""
     if method.startswith(EXPANDED):
         return attention_bytes(expanded(spec), method.removeprefix(EXPANDED), outer_size, inner_size)
     if method == "ulysses":
