@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from cp_dtensor.api.extension import BACKWARD, Cluster, Estimate, Hardware, Step, seconds
-from cp_dtensor.layers.methods import Rows, token_bytes
+from cp_dtensor.layers.chunked import Rows, token_bytes
 from cp_dtensor.layers.rows import Relayout, SequenceLayout, rows_over_axes
 from cp_dtensor.layers.scan import scan_plan
 from cp_dtensor.spec.layouts import Contiguous, Span, shard_lengths

@@ -24,8 +24,8 @@ from cp_dtensor.api.extension import (
     shortened,
 )
 from cp_dtensor.layers.call import document_edges
+from cp_dtensor.layers.chunked import Rows
 from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates
-from cp_dtensor.layers.methods import Rows
 from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.spec.layouts import Layout
 
