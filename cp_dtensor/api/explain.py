@@ -13,7 +13,7 @@ from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ran
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.engine.arguments import expect
 from cp_dtensor.engine.call import Call, checked_mask
-from cp_dtensor.engine.choose import Estimate, attention_bytes, counted, estimates, fastest
+from cp_dtensor.engine.choose import Estimate, counted, estimates, fastest
 from cp_dtensor.engine.contexts import inherited
 from cp_dtensor.engine.planner import call_spec
 from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardware, Tier, named
@@ -133,7 +133,7 @@ def explain(
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {counted_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
         f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {shortened(call.layout)}",
-        assumption, names, counted(found, lambda name: attention_bytes(spec, name, outer, *inner)), fastest(found),
+        assumption, names, counted(found, spec, outer, *inner), fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)

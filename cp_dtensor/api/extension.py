@@ -46,7 +46,7 @@ from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
 from cp_dtensor.engine.arguments import check_devices, check_tensors, refuse_unsupported_sdpa
 from cp_dtensor.engine.call import Call, Sharding, checked_layout, checked_length, refuse_other_lengths, softmax_scale
-from cp_dtensor.engine.choose import Estimate, counted, fastest
+from cp_dtensor.engine.choose import Estimate, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
 from cp_dtensor.engine.run import CallMask
@@ -79,7 +79,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "begin_pass",
     # cost of the methods of a layer, and its table
     "BACKWARD", "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
-    "FIRST", "Assumed", "Explanation", "check_numbers", "counted", "counted_ranks", "shortened",
+    "FIRST", "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
     "from_local", "local_beside", "refuse_other_place", "to_local",

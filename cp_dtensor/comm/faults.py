@@ -71,10 +71,10 @@ def exchanged(
     rows: torch.Tensor, group: dist.ProcessGroup, what: str,
     sizes: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Send the first rows of a tensor to rank 0 of a group, the next to rank 1, and so on; return what comes, likewise.
+    """Send each rank of a group its rows of a tensor; return the rows that come from each.
 
     Args:
-        rows: (rows, ...), of any dtype.
+        rows: (rows, ...), of any dtype: those for rank 0 first, then those for rank 1, and so on, as in the result.
         what: the exchange, for the error, a `PeerError`.
         sizes: numbers of rows to each rank, and from each rank; None for equally many.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
@@ -215,10 +214,12 @@ def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> floa
 # Bytes over each axis, of the rank that receives most over it. What a rank keeps does not travel.
 
 
-def counted(found: dict[str, Estimate], bytes_of: Callable[[str], Span]) -> dict[str, Estimate]:
-    """Add bytes to the estimates of methods: those over the outer and the inner axis, by the name of a method."""
-    spans = {name: bytes_of(name) for name in found}
-    return {name: replace(each, outer_bytes=spans[name][0], inner_bytes=spans[name][1]) for name, each in found.items()}
+def counted(
+    found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None = None
+) -> dict[str, Estimate]:
+    """Add bytes to the estimates of a call, by the plans of all ranks; `inner_size` is None if there is one axis."""
+    by_method = {name: attention_bytes(spec, name, outer_size, inner_size) for name in found}
+    return {name: replace(found[name], outer_bytes=o, inner_bytes=i) for name, (o, i) in by_method.items()}
 
 
 def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None = None) -> Span:

@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cp_dtensor.api.extension import wide_dtype
+
+
+class Rows(NamedTuple):
+    """Arguments of a recurrence over T tokens; H is a multiple of H'. For predictions, of any T on the meta device."""
+
+    v: Tensor
+    """(B, T, H, V)."""
+    q: Tensor
+    """(B, T, H', K)."""
+    k: Tensor
+    """(B, T, H', K)."""
+    g: Tensor | None
+    """(B, T, H) or (B, T, H, K)."""
+    beta: Tensor | None
+    """(B, T, H), of a delta rule."""
+
+    @property
+    def decays_by_channel(self) -> bool:
+        return self.g is not None and self.g.dim() == 4
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of a token's output, all batch rows, in the dtype of q, as of kernels."""
+        return self.v.size(0) * math.prod(self.v.shape[2:]) * self.q.itemsize
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes of the map of a run: a matrix with the delta rule, else a diagonal, and a state."""
+        batch, _, heads, columns = self.v.shape
+        width = 1 if self.beta is None else self.q.size(3)
+        return batch * heads * self.q.size(3) * (width + columns) * wide_dtype(self.v).itemsize
+
+    def copies_of_keys(self, ranks: int) -> int:
+        """Return the copies of each head of q and k by which ranks get whole heads of them, with those of v."""
+        of_keys, each = self.q.size(2), self.v.size(2) // self.q.size(2)
+        return next(times for times in range(1, each + 1) if each % times == 0 and of_keys * times % ranks == 0)
+
+
+def token_bytes(*tensors: Tensor | None) -> int:
+    """Return the bytes of a token of some tensors (B, T, ...), all batch rows."""
+    return sum(x.size(0) * math.prod(x.shape[2:]) * x.itemsize for x in tensors if x is not None)
+
 
 Maps = tuple[Tensor, Tensor]
 """`(transition, state)` of some pieces: a piece maps the state S that enters it to M S + state. M is a matrix (K, K) or
@@ -53,20 +97,10 @@ class ChunkedRecurrence:
     """Of the output."""
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
-        lengths: Sequence[int],
-    ) -> ChunkedRecurrence:  # fmt: skip
-        """Prepare the chunks of a shard.
-
-        Args:
-            q, k: (B, T, H, K).
-            v: (B, T, H, V).
-            g: (B, T, H) or (B, T, H, K), logarithms of decays, <= 0; None for none.
-            beta: (B, T, H), or None for no delta rule.
-            lengths: tokens of each piece; their sum is T.
-        """
-        by_channel = g is not None and g.dim() == 4
+    def of(cls, given: Rows, scale: float, lengths: Sequence[int]) -> ChunkedRecurrence:
+        """Prepare the chunks of a shard with H = H'; `lengths` are the tokens of each piece."""
+        v, q, k, g, beta = given
+        by_channel = given.decays_by_channel
         chunk = BY_CHANNEL_CHUNK if by_channel else CHUNK
         places, rows, chunks = _grid(lengths, chunk, q.device)
         wide = wide_dtype(q)

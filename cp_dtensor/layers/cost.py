@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from cp_dtensor.api.extension import BACKWARD, Cluster, Estimate, Hardware, Step, seconds
-from cp_dtensor.layers.methods import Rows, token_bytes
+from cp_dtensor.layers.chunked import Rows, token_bytes
 from cp_dtensor.layers.rows import Relayout, SequenceLayout, rows_over_axes
 from cp_dtensor.layers.scan import scan_plan
 from cp_dtensor.spec.layouts import Contiguous, Span, shard_lengths
@@ -121,18 +121,24 @@ def _runs(sequence: SequenceLayout, rank: int) -> tuple[int, int]:
 # Bytes over each axis, counted from the plans of all ranks, forward and backward together
 
 
-def busiest_bytes(groups: Iterable[tuple[Rows, SequenceLayout]], method: str, inner_size: int) -> Span:
-    """Return the bytes of a method over the outer and the inner axis, on the rank that receives most over it.
+def counted_recurrence(
+    found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int
+) -> dict[str, Estimate]:
+    """Add the bytes of a recurrent layer to the estimates of its methods.
 
     Args:
-        groups: for each group of batch rows that are divided alike, the arguments, of any number of tokens, and the
+        groups: for each group of batch rows that are divided alike, its arguments, of any number of tokens, and its
             sequence.
         inner_size: ranks of the inner axis, 1 if there is one axis.
     """
-    of_groups = [recurrence_bytes(rows, sequence, method, inner_size) for rows, sequence in groups]
-    by_rank = list(zip(*of_groups, strict=True))
-    outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
-    return outer, inner
+    groups = list(groups)
+    by_method = {}
+    for name, each in found.items():
+        of_groups = [recurrence_bytes(rows, sequence, name, inner_size) for rows, sequence in groups]
+        by_rank = list(zip(*of_groups, strict=True))
+        outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
+        by_method[name] = replace(each, outer_bytes=outer, inner_bytes=inner)
+    return by_method
 
 
 def recurrence_bytes(rows: Rows, sequence: SequenceLayout, method: str, inner_size: int) -> list[Span]:

@@ -17,7 +17,6 @@ from cp_dtensor.api.extension import (
     check_numbers,
     checked_length,
     cluster_of_mesh,
-    counted,
     counted_ranks,
     fastest,
     inherited,
@@ -25,8 +24,8 @@ from cp_dtensor.api.extension import (
     shortened,
 )
 from cp_dtensor.layers.call import document_edges
-from cp_dtensor.layers.cost import busiest_bytes, recurrence_estimates
-from cp_dtensor.layers.methods import Rows
+from cp_dtensor.layers.chunked import Rows
+from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates
 from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.spec.layouts import Layout
 
@@ -103,7 +102,7 @@ def explain_recurrence(
     explanation = Explanation(
         f"{layer} of {seq_len:,} tokens on {counted_ranks(str(ranks.size))}, {heads}{of_keys} heads of "
         f"{key_dim}/{value_dim}, batch {batch_size}, {dtype}, {shortened(call.layout)}",
-        assumption, names, counted(found, lambda name: busiest_bytes(groups, name, ranks.inner_size)), fastest(found),
+        assumption, names, counted_recurrence(found, groups, ranks.inner_size), fastest(found),
         FIRST,
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:

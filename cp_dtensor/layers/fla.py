@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cp_dtensor.api.extension import autograd_recorded, first_use, quiet, wrong_result
-from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, no_maps
+from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, Rows, no_maps
 from cp_dtensor.layers.exchange import tables_on
 
 _FLA_AVAILABLE = find_spec("fla") is not None
@@ -48,12 +48,8 @@ class FlaRecurrence:
     Maps have gradients for what `layers.scan` makes of them, the state M S + B that leaves a piece: see `_FromZero`.
     """
 
-    q: Tensor
-    """(1, B * T, H, K), batch row after batch row, as k, v (..., V), g and beta."""
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
+    rows: Rows
+    """(1, B * T, H, ...), batch row after batch row, with as many heads of q and k as of v."""
     scale: float
     batch: int
     lengths: tuple[int, ...]
@@ -62,38 +58,36 @@ class FlaRecurrence:
     """The pieces whose maps are known, their outputs from a state of zero, their queries, and the states that enter."""
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, scale: float,
-        lengths: Sequence[int],
-    ) -> FlaRecurrence:  # fmt: skip
+    def of(cls, given: Rows, scale: float, lengths: Sequence[int]) -> FlaRecurrence:
         """Take the arguments of `ChunkedRecurrence.of`."""
-        given = (q.to(v.dtype), k.to(v.dtype), v, g, beta)
+        given = given._replace(q=given.q.to(given.v.dtype), k=given.k.to(given.v.dtype))
         flat: list[Any] = [x if x is None else x.flatten(0, 1).unsqueeze(0) for x in given]
-        return cls(flat[0], flat[1], flat[2], flat[3], flat[4], scale, q.size(0), tuple(lengths))
+        return cls(Rows(*flat), scale, given.v.size(0), tuple(lengths))
 
     def maps(self, pieces: Sequence[int]) -> Maps:
         """Return maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
         if not pieces:
-            sizes = self.batch, self.q.size(2), self.k.size(-1), self.v.size(-1)
-            given = [x for x in (self.k, self.v, self.g, self.beta) if x is not None]
-            return no_maps(*sizes, self.beta is not None, given)
+            v, q, *others = self.rows
+            given = [x for x in (v, *others) if x is not None]
+            return no_maps(self.batch, v.size(2), q.size(-1), v.size(-1), self.rows.beta is not None, given)
         some = self._of_pieces(pieces)
         static, entered = (some.scale, some.batch, some.lengths), list[Tensor | None]()
-        out, ends, queries, transition = _FromZero.apply(static, entered, some.q, some.k, some.v, some.g, some.beta)
+        out, ends, queries, transition = _FromZero.apply(static, entered, *some.rows)
         self._of_maps = tuple(pieces), out, queries, entered
         by_piece = [x.unflatten(0, (self.batch, -1)).transpose(0, 1) for x in (transition, ends)]
         return by_piece[0], by_piece[1]
 
     def _from_zero(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return outputs and last states from a state of zero; queries and transitions."""
-        columns, width = self.v.size(-1), self.k.size(-1)
-        if self.beta is None:
-            out, ends = self._run(self.v, None, True)
+        v, _, k, _, beta = self.rows
+        columns, width = v.size(-1), k.size(-1)
+        if beta is None:
+            out, ends = self._run(v, None, True)
             queries, transition = self._decayed()
             return out, ends, queries.to(out.dtype), transition
-        identity = torch.eye(width, dtype=torch.float32, device=self.v.device)
-        identity = identity.expand(self.batch * len(self.lengths), self.k.size(2), width, width).contiguous()
-        found = self._run(F.pad(self.v, (0, width)), F.pad(identity, (columns, 0)), True)
+        identity = torch.eye(width, dtype=torch.float32, device=v.device)
+        identity = identity.expand(self.batch * len(self.lengths), k.size(2), width, width).contiguous()
+        found = self._run(F.pad(v, (0, width)), F.pad(identity, (columns, 0)), True)
         (out, queries), (ends, transition) = (x.split([columns, width], -1) for x in found)
         return out, ends, queries, transition
 
@@ -104,19 +98,18 @@ class FlaRecurrence:
         firsts = [0, *accumulate(self.lengths)]
         tokens = torch.cat(
             [
-                torch.arange(firsts[piece], firsts[piece + 1], device=self.v.device) + row * firsts[-1]
+                torch.arange(firsts[piece], firsts[piece + 1], device=self.rows.v.device) + row * firsts[-1]
                 for row in range(self.batch)
                 for piece in pieces
             ]
         )
-        g, beta = (x if x is None else x.index_select(1, tokens) for x in (self.g, self.beta))
-        q, k, v = (x.index_select(1, tokens) for x in (self.q, self.k, self.v))
-        return FlaRecurrence(q, k, v, g, beta, self.scale, self.batch, tuple(self.lengths[piece] for piece in pieces))
+        some: list[Any] = [x if x is None else x.index_select(1, tokens) for x in self.rows]
+        return FlaRecurrence(Rows(*some), self.scale, self.batch, tuple(self.lengths[piece] for piece in pieces))
 
     def outputs(self, states: Sequence[Tensor | None], final: bool = False) -> tuple[Tensor, list[Tensor]]:
         """Compute `ChunkedRecurrence.outputs`; no states leave after `maps`."""
         if self._of_maps is None:
-            out, ends = self._run(self.v, self._entering(states), final)
+            out, ends = self._run(self.rows.v, self._entering(states), final)
             leaving = [] if not final else list(ends.unflatten(0, (self.batch, -1)).unbind(1))
             return out.squeeze(0).unflatten(0, (self.batch, -1)), leaving
         assert not final
@@ -132,7 +125,7 @@ class FlaRecurrence:
                 outs[row, piece] = torch.baddbmm(out, of_piece, state[row].to(out.dtype)).transpose(0, 1)
         if others:
             some = self._of_pieces(others)
-            out, _ = some._run(some.v, some._entering([states[piece] for piece in others]), False)
+            out, _ = some._run(some.rows.v, some._entering([states[piece] for piece in others]), False)
             outs |= self._by_piece(others, out)
         return torch.cat([outs[each] for each in sorted(outs)]).unflatten(0, (self.batch, -1)), []
 
@@ -153,25 +146,25 @@ class FlaRecurrence:
         """Return outputs, and the last states (sequences, H, K, V) if `final`."""
         options = {"scale": self.scale, "initial_state": initial, "output_final_state": final}
         options["cu_seqlens"] = _edges(self.lengths * self.batch, v.device)
-        by_channel = self.g is not None and self.g.dim() == 4
-        kernel = _kernel(self.beta is not None, by_channel)
-        g = self.g
-        if g is None and self.beta is not None:
+        _, q, k, g, beta = self.rows
+        kernel = _kernel(beta is not None, self.rows.decays_by_channel)
+        if g is None and beta is not None:
             g = torch.zeros(v.shape[:3], dtype=torch.float32, device=v.device)
         decays = {} if g is None else {"g": g.float().clamp(min=_ZERO)}
-        rates = {} if self.beta is None else {"beta": self.beta}
-        result: tuple[Tensor, Any] = kernel(self.q, self.k, v, **decays, **rates, **options)
+        rates = {} if beta is None else {"beta": beta}
+        result: tuple[Tensor, Any] = kernel(q, k, v, **decays, **rates, **options)
         return result
 
     def _decayed(self) -> tuple[Tensor, Tensor]:
         """Return queries, scaled and decayed from the start of their piece; each piece's decay, (B * pieces, H, K)."""
-        if self.g is None:
-            decays = self.k.new_ones(self.batch * len(self.lengths), *self.k.shape[2:], dtype=torch.float32)
-            return self.q * self.scale, decays
-        sums = [x.cumsum(0) for x in self.g.squeeze(0).float().split(list(self.lengths * self.batch))]
+        _, q, k, g, _ = self.rows
+        if g is None:
+            decays = k.new_ones(self.batch * len(self.lengths), *k.shape[2:], dtype=torch.float32)
+            return q * self.scale, decays
+        sums = [x.cumsum(0) for x in g.squeeze(0).float().split(list(self.lengths * self.batch))]
         by_channel = [x if x.dim() == 3 else x.unsqueeze(-1) for x in sums]
-        decays = torch.stack([x[-1] for x in by_channel]).exp().expand(-1, -1, self.k.size(-1))
-        return self.q * self.scale * torch.cat(by_channel).exp().unsqueeze(0), decays
+        decays = torch.stack([x[-1] for x in by_channel]).exp().expand(-1, -1, k.size(-1))
+        return q * self.scale * torch.cat(by_channel).exp().unsqueeze(0), decays
 
 
 class _FromZero(torch.autograd.Function):
@@ -186,10 +179,11 @@ class _FromZero(torch.autograd.Function):
     def forward(ctx: Any, static: tuple[Any, ...], entered: list[Tensor | None], *tensors: Any) -> tuple[Tensor, ...]:
         ctx.static, ctx.entered = static, entered  # `outputs` writes the states that enter
         ctx.save_for_backward(*tensors)
-        out, ends, queries, transition = FlaRecurrence(*tensors, *static)._from_zero()
+        out, ends, queries, transition = FlaRecurrence(Rows(*tensors), *static)._from_zero()
         # Ranks join the same collectives: for q alone, maps have no gradient, as those of a rank that sends none. Then
         # queries have one, ignored: it saves the states, so that a checkpoint computes them again, by an exchange.
-        ctx.mark_non_differentiable(transition, queries if any(ctx.needs_input_grad[3:]) else ends)
+        of_maps = dict(zip(Rows._fields, ctx.needs_input_grad[2:], strict=True)) | {"q": False}
+        ctx.mark_non_differentiable(transition, queries if any(of_maps.values()) else ends)
         return out, ends, queries, transition
 
     @staticmethod
@@ -199,8 +193,8 @@ class _FromZero(torch.autograd.Function):
         tensors: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
         leaves = [x.requires_grad_() for x, is_needed in zip(tensors, needed, strict=True) if is_needed]
         with torch.enable_grad():
-            again = FlaRecurrence(*tensors, *ctx.static)
-            found = again._run(again.v, ctx.entered[0] if ctx.entered else None, True)
+            again = FlaRecurrence(Rows(*tensors), *ctx.static)
+            found = again._run(again.rows.v, ctx.entered[0] if ctx.entered else None, True)
         given = [pair for pair in zip(found, (grad_out, grad_ends), strict=True) if pair[0].requires_grad]
         results, sizes = zip(*given, strict=True)
         grads = iter(torch.autograd.grad(results, leaves, sizes, allow_unused=True))
@@ -219,18 +213,16 @@ def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return tables_on(device, lengths, made)[0]
 
 
-def fla_serves(q: Tensor, v: Tensor, g: Tensor | None, is_delta: bool, lengths: Sequence[int]) -> bool:
-    """Return whether kernels of the package compute a recurrence in q's dtype; at first use a small one is compared.
-
-    Only whether there are decays `g`, and whether they differ by channel, matters of them.
-    """
+def fla_serves(rows: Rows, lengths: Sequence[int]) -> bool:
+    """Return whether kernels of the package compute a recurrence in q's dtype; at first use a small one is compared."""
+    v, q, _, g, beta = rows
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.size(-1) > 256:
         return False
     if not all(lengths) or not _FLA_AVAILABLE:
         return False
-    decays = "" if g is None else "by channel" if g.dim() == 4 else "by head"
-    key = ("fla", is_delta, decays, q.dtype, q.size(-1), v.size(-2), v.size(-1))
-    return first_use(key, q.device, lambda: _small_error(q, v, decays, is_delta), _warn) == ""
+    decays = "" if g is None else "by channel" if rows.decays_by_channel else "by head"
+    key = ("fla", beta is not None, decays, q.dtype, q.size(-1), v.size(-2), v.size(-1))
+    return first_use(key, q.device, lambda: _small_error(q, v, decays, beta is not None), _warn) == ""
 
 
 def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -262,7 +254,7 @@ def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
 
     tokens = sum(CHECKED)
     k = F.normalize(normal(tokens, heads, width), dim=-1)
-    small = [x.to(q.dtype) for x in (normal(tokens, heads, width), k, normal(tokens, heads, columns))]
+    small = [x.to(q.dtype) for x in (normal(tokens, heads, columns), normal(tokens, heads, width), k)]
     by_channel, g = decays == "by channel", None
     if decays:
         g = F.logsigmoid(normal(tokens, heads, width) if by_channel else normal(tokens, heads))
@@ -271,14 +263,13 @@ def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
     given = (*small, g, beta, normal(2, heads, width, columns))
     results: list[list[Tensor]] = []
     weights: list[Tensor] = []
-    for kind, dtype in ((FlaRecurrence, None), (ChunkedRecurrence, torch.float64)):
+    for kind, dtype, most in ((FlaRecurrence, None, heads), (ChunkedRecurrence, torch.float64, 2)):
         with autograd_recorded():  # the first call may be an operator of compiled code
             # All tensors have heads in dim 2. Two of them are compared.
-            mine = [x if x is None else x.detach()[:, :, : 2 if dtype else heads].to(dtype or x.dtype) for x in given]
+            mine: Any = [x if x is None else x.detach()[:, :, :most].to(dtype or x.dtype) for x in given]
             leaves = [x.requires_grad_() for x in mine if x is not None]
-            q_, k_, v_, g_, beta_, states = mine
-            recurrence = kind.of(q_, k_, v_, g_, beta_, 0.5, CHECKED)  # type: ignore[arg-type]
-            assert states is not None
+            *of_tokens, states = mine
+            recurrence = kind.of(Rows(*of_tokens), 0.5, CHECKED)
             transition, state = recurrence.maps([1])
             entering = states[1:].to(transition.dtype)
             passed = transition @ entering if is_delta else transition.unsqueeze(-1) * entering
@@ -287,6 +278,6 @@ def _small_error(q: Tensor, v: Tensor, decays: str, is_delta: bool) -> str:
             sums = [(x.double() * weight[:, :, : x.size(2)]).sum() for x, weight in zip(found, weights, strict=False)]
             grads = torch.autograd.grad(torch.stack(sums).sum(), leaves)
             results.append([x.detach()[:, :, :2] for x in (*found, *grads)])
-    of_grads = ["dq", "dk", "dv", *["dg"] * bool(decays), *["dbeta"] * is_delta, "d(state)"]
+    of_grads = ["dv", "dq", "dk", *["dg"] * bool(decays), *["dbeta"] * is_delta, "d(state)"]
     names = ["out", "leaving state", "transition", "state", *of_grads]
     return wrong_result(names, results[0], results[1], LARGEST_ERROR)

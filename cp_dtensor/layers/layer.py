@@ -23,11 +23,11 @@ from cp_dtensor.api.extension import (
     wide_dtype,
 )
 from cp_dtensor.layers.call import SequenceCall, operation_of, sequence_call_of
-from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.layers.chunked import ChunkedRecurrence, Rows
 from cp_dtensor.layers.cost import recurrence_estimates
 from cp_dtensor.layers.exchange import rows_of
 from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
-from cp_dtensor.layers.methods import METHODS, Rows, axis_of_heads
+from cp_dtensor.layers.methods import METHODS, axis_of_heads
 from cp_dtensor.layers.rows import Extended, Relayout, RowMap, SequenceLayout
 from cp_dtensor.layers.scan import scan_plan, scanned
 from cp_dtensor.spec.layouts import Layout, Span
@@ -211,8 +211,7 @@ class LinearRecurrence(SequenceLayer):
         return torch.cat(outs), torch.cat(finals) if finals else None
 
     def _prepared(self, rows: Rows, lengths: Sequence[int]) -> ChunkedRecurrence | FlaRecurrence:
-        v, q, k, g, beta = rows
-        has_kernels = fla_serves(q, v, g, beta is not None, lengths)
+        has_kernels, (v, q, k, *_) = fla_serves(rows, lengths), rows
         v = v.to(q.dtype if has_kernels else v.dtype)
         if self.normalizes:
             q, k = _normalized(q), _normalized(k)
@@ -220,7 +219,7 @@ class LinearRecurrence(SequenceLayer):
             q, k = (x.repeat_interleave(v.size(2) // x.size(2), 2) for x in (q, k))
         recurrence = FlaRecurrence if has_kernels else ChunkedRecurrence
         scale = k.size(3) ** -0.5 if self.scale is None else self.scale
-        return recurrence.of(q, k, v, g, beta, scale, lengths)
+        return recurrence.of(rows._replace(v=v, q=q, k=k), scale, lengths)
 
     def _method(self, call: SequenceCall, rows: Rows, sequence: SequenceLayout) -> str:
         """Return the method of a call, alike on every rank; "auto" takes the one that is predicted to be fastest."""

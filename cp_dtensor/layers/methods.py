@@ -7,64 +7,21 @@ ranks exchange rows for heads, as Ulysses attention does, and each rank computes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor.api.extension import SequenceRanks, positions_of, wide_dtype
-from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.api.extension import SequenceRanks, positions_of
+from cp_dtensor.layers.chunked import ChunkedRecurrence, Rows
 from cp_dtensor.layers.exchange import gathered, rows_of, swapped, tables_on
 from cp_dtensor.layers.fla import FlaRecurrence
 from cp_dtensor.layers.rows import Relayout, SequenceLayout
 from cp_dtensor.layers.scan import scan_plan, scanned
 from cp_dtensor.spec.layouts import Contiguous, shard_lengths
-
-
-class Rows(NamedTuple):
-    """Arguments of a recurrence over T tokens; H is a multiple of H'. For predictions, of any T on the meta device."""
-
-    v: Tensor
-    """(B, T, H, V)."""
-    q: Tensor
-    """(B, T, H', K)."""
-    k: Tensor
-    """(B, T, H', K)."""
-    g: Tensor | None
-    """(B, T, H) or (B, T, H, K)."""
-    beta: Tensor | None
-    """(B, T, H), of a delta rule."""
-
-    @property
-    def decays_by_channel(self) -> bool:
-        return self.g is not None and self.g.dim() == 4
-
-    @property
-    def out_bytes(self) -> int:
-        """Bytes of a token's output, all batch rows, in the dtype of q, as of kernels."""
-        return self.v.size(0) * math.prod(self.v.shape[2:]) * self.q.itemsize
-
-    @property
-    def map_bytes(self) -> int:
-        """Bytes of the map of a run: a matrix with the delta rule, else a diagonal, and a state."""
-        batch, _, heads, columns = self.v.shape
-        width = 1 if self.beta is None else self.q.size(3)
-        return batch * heads * self.q.size(3) * (width + columns) * wide_dtype(self.v).itemsize
-
-    def copies_of_keys(self, ranks: int) -> int:
-        """Return the copies of each head of q and k by which ranks get whole heads of them, with those of v."""
-        of_keys, each = self.q.size(2), self.v.size(2) // self.q.size(2)
-        return next(times for times in range(1, each + 1) if each % times == 0 and of_keys * times % ranks == 0)
-
-
-def token_bytes(*tensors: Tensor | None) -> int:
-    """Return the bytes of a token of some tensors (B, T, ...), all batch rows."""
-    return sum(x.size(0) * math.prod(x.shape[2:]) * x.itemsize for x in tensors if x is not None)
-
 
 Prepare = Callable[[Rows, Sequence[int]], ChunkedRecurrence | FlaRecurrence]
 """The recurrence of some rows, given the lengths of their pieces."""

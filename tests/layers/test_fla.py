@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_dtensor import Contiguous, HeadTail, Striped, _torch, linear_attention, mamba2
 from cp_dtensor.attention.backends import first_use
 from cp_dtensor.layers import chunked, fla
-from cp_dtensor.layers.chunked import ChunkedRecurrence
+from cp_dtensor.layers.chunked import ChunkedRecurrence, Rows
 from cp_dtensor.spec.cache import LRUCache
 
 KINDS = {"gated_delta_rule": (True, False), "kda": (True, True), "simple_gla": (False, False), "gla": (False, True)}
@@ -54,7 +54,7 @@ def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernels_used(kernel: Callable[..., Any] | None = None) -> Iterator[None]:
     """Pretends that the package serves layers, with these kernels by kind."""
     with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda rows, lengths: all(lengths)),
         mock.patch.object(fla, "_kernel", kernel or (lambda *_kind: pretended())),
     ):
         yield
@@ -106,7 +106,7 @@ def test_one_run_gives_outputs_and_maps(monkeypatch: pytest.MonkeyPatch) -> None
         entering = normal(2, 2, HEADS, K, V, seed=5).requires_grad_()
         q, k, v, g, beta = leaves
         for kind in (fla.FlaRecurrence, ChunkedRecurrence):
-            recurrence = kind.of(q, k, v, g, beta, 0.5, lengths)
+            recurrence = kind.of(Rows(v, q, k, g, beta), 0.5, lengths)
             transition, state = recurrence.maps([0, 1])
             found = [transition @ entering + state, recurrence.outputs([entering[0], entering[1]])[0]]
             grads = torch.autograd.grad([x.square().sum() for x in found], [*leaves, entering])
@@ -137,7 +137,7 @@ def test_layers_share_the_edges_of_their_sequences() -> None:
 
     with mock.patch.object(fla, "_kernel", return_value=kernel):
         for lengths in ((5, 3), (5, 3), (4, 4)):
-            fla.FlaRecurrence.of(x, x, x, None, None, 1.0, lengths).outputs([None, None])
+            fla.FlaRecurrence.of(Rows(x, x, x, None, None), 1.0, lengths).outputs([None, None])
     assert seen[0] is seen[1]
     assert [each.tolist() for each in seen[1:]] == [[0, 5, 8, 13, 16], [0, 4, 8, 12, 16]]
 
@@ -158,7 +158,7 @@ def test_a_recurrence_without_decays_has_a_first_use_of_its_own() -> None:
         mock.patch.object(torch.Tensor, "is_cuda", True),
     ):
         for decays in (g, None, g.unsqueeze(-1), g, None):
-            assert fla.fla_serves(q, q, decays, False, [4])
+            assert fla.fla_serves(Rows(q, q, q, decays, None), [4])
     assert tried == ["by head", "", "by channel"]
 
 
@@ -180,7 +180,7 @@ def test_kernels_get_finite_decays_and_one_dtype() -> None:
         assert mamba2(x, dt.clamp(max=2), -torch.ones(1), b, b, mesh=dist.group.WORLD).dtype == torch.bfloat16  # type: ignore[union-attr]
 
     with (
-        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda q, v, g, is_delta, lengths: all(lengths)),
+        mock.patch("cp_dtensor.layers.layer.fla_serves", lambda rows, lengths: all(lengths)),
         mock.patch.object(fla, "_kernel", return_value=kernel),
     ):
         run_ranks(1, body)
@@ -252,4 +252,4 @@ def test_the_warning_says_which_torch_brings_the_triton_that_the_package_asks_fo
 
 def test_cpus_and_float32_do_not_use_the_package() -> None:
     q = torch.zeros(1, 1, 1, 8)
-    assert not fla.fla_serves(q, q, None, True, [1])
+    assert not fla.fla_serves(Rows(q, q, q, None, None), [1])

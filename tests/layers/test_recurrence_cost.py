@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dtensor import Contiguous, HeadTail, Layout, Striped, explain_recurrence, linear_attention
 from cp_dtensor.engine.choose import fastest
 from cp_dtensor.layers import layer
+from cp_dtensor.layers.chunked import Rows
 from cp_dtensor.layers.cost import kernels, recurrence_estimates
 from cp_dtensor.layers.layer import LinearRecurrence
-from cp_dtensor.layers.methods import Rows
 from cp_dtensor.layers.rows import SequenceLayout
 from cp_dtensor.plan.cost import Cluster, Hardware, Tier, seconds
 
