@@ -204,7 +204,7 @@ LAYERS: list[tuple[Callable[..., None], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layer", "odd"), LAYERS, ids=str)
+@pytest.mark.parametrize(("layer", "odd"), LAYERS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_layers_that_differ_between_ranks(layer: Callable[..., None], odd: dict[str, Any]) -> None:
     """Whether or not their lengths are declared."""
     for usual in [{"seq_len": LENGTH}, {"seq_len": None}] if layer is _attend_linearly else [{}]:
