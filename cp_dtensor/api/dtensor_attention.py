@@ -137,7 +137,7 @@ def placed_call(
         mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
         transport=transport_by_name(rotate_method), pair=pair,
         first=_first_of(q, placed) if values["dropout_p"] else (0, 0), **values,
-        placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
+        placed=PlacedPartition(*pair, local_q.size(0), placed, shape, tuple(mesh.get_coordinate() or ())),
     )  # fmt: skip
     return PlacedCall(call, Tensors(local_q, local_k, local_v), placed)
 
@@ -201,12 +201,6 @@ def to_local(
     if not torch.compiler.is_dynamo_compiling() and torch.is_inference_mode_enabled():
         tensor = cast("DTensor", tensor.detach())
     return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements or placements)
-
-
-def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return tuple(coordinate)
 
 
 def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
@@ -296,7 +290,7 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _first_of(q: DTensor, placed: AttentionPlacements) -> tuple[int, int]:
     """Return the first of a rank's batch rows, and of its query heads."""
-    shape, coordinate = tuple(q.device_mesh.shape), _coordinate(q.device_mesh)
+    shape, coordinate = q.device_mesh.shape, q.device_mesh.get_coordinate() or ()
     batch, head = (local_segment(q.size(dim), placed.q, shape, coordinate, dim).start for dim in (BATCH_DIM, HEAD_DIM))
     return batch, head
 
