@@ -157,14 +157,14 @@ def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) ->
 
 
 def _clear_varlen_caches() -> None:
-    """Clear the caches of torch's dispatcher in Python, which traces."""
+    """Make torch's dispatcher in Python, which is used while code is traced, find the kernels anew."""
     for name in _VARLEN_OPS:
         if hasattr(torch.ops.torch_attn, name):
             _varlen_op(name)._dispatch_cache.clear()
 
 
 def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of the handler, else of torch's next kernel."""
+    """Compute an operator's call by the handler or, where it returns None, by the kernel that torch would have taken."""
     op = _varlen_op(name)
     result = handler(bound_arguments(op, args, kwargs))
     if result is not None:
@@ -176,7 +176,7 @@ def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, 
 
 @lru_cache(maxsize=2)
 def _original_varlen(name: str) -> Callable[..., Any]:
-    """Return torch's own autograd kernel."""
+    """Return torch's autograd kernel of an operator, which ours replaces at the autograd keys."""
     return make_autograd_impl(_varlen_op(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
 
 

@@ -46,7 +46,7 @@ class _MovedRows(RankFunction):
 
 
 def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
-    """Return the result of a route."""
+    """Return rows of x along `dim`, each at its place by the route, from this and other ranks; zeros elsewhere."""
     out, table = _zeros(x, dim, route.rows_out), _tables(route, x.device)
     out.index_copy_(dim, table.own_target, x.index_select(dim, table.own_source))
     sizes = route.rows_sent, route.rows_received, route.passed
@@ -55,7 +55,10 @@ def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor
 
 
 def _moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
-    """Return the transpose of `_moved`: a row's gradient is the sum over its copies on all ranks, rounded once."""
+    """Return the gradient of x in `_moved`, whose result has the gradient `grad`: rows go back where they came from.
+
+    A row that was copied to several places gets the sum of their gradients, in float32 or wider, rounded once.
+    """
     table = _tables(route, grad.device)
     dtype = wide_dtype(grad) if table.has_several_copies else grad.dtype
     total = _zeros(grad, dim, route.rows_in, dtype)
@@ -110,13 +113,11 @@ def _over_axis(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
 
 
 def swapped(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the first rows of x to rank 0 of a group, the next to rank 1, and so on; return what comes, likewise.
-
-    Differentiable any number of times.
+    """Send each rank of a group its rows of x; return the rows that come from each. Differentiable any number of times.
 
     Args:
-        x: (rows, ...).
-        sent, received: numbers of rows, to each rank and from each rank.
+        x: (rows, ...), the rows for rank 0 first, then those for rank 1, and so on; the result is in the same order.
+        sent, received: numbers of rows to each rank, and from each rank.
     """
     result: Tensor = _Swapped.apply(x, sent, received, group)
     return result
