@@ -164,7 +164,7 @@ def _clear_varlen_caches() -> None:
 
 
 def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute an operator's call by the handler or, where it returns None, by the kernel that torch would have taken."""
+    """Compute a call by the handler or, where it returns None, by the kernel that torch would have taken."""
     op = _varlen_op(name)
     result = handler(bound_arguments(op, args, kwargs))
     if result is not None:
