@@ -202,8 +202,8 @@ MUTANTS = (
         "recompute in another context",
         "a checkpoint's recompute takes the context that is open then",
         "api/context.py",
-        "stack.enter_context(entered(context))\n            if queries",
-        "stack.enter_context(entered(innermost_context() or context))\n            if queries",
+        "return entered(context)(function)",
+        "return lambda *args: entered(innermost() or context)(function)(*args)",
         "tests/api/test_checkpointing.py::test_a_recompute_inside_of_the_next_context",
     ),
     Mutant(
@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         "edges of keys ignored",
         "keys of packed documents are cut where queries are",
-        "spec/documents.py",
+        "api/varlen.py",
         "queries if cu_seq_k is cu_seq_q else ascending",
         "queries if True else ascending",
         "tests/api/test_context_varlen.py",
