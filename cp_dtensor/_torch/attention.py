@@ -136,15 +136,13 @@ _VARLEN_OPS = ("_varlen_attn", "_varlen_attn_out")  # the latter from torch 2.13
 
 
 @contextmanager
-def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) -> Iterator[None]:
+def varlen_attn_overridden(handler: VarlenHandler) -> Iterator[None]:
     """Call a handler, while open, before torch computes a `varlen_attn`, also in captured programs.
 
-    Args:
-        attend: returns (out, lse, random state), as the operator does.
-        attend_into: handler of the operator that writes into a tensor `out`.
+    It returns (out, lse, random state), as the operator does. A call that has an argument `out` writes into it.
     """
     library = torch.library.Library("torch_attn", "IMPL")
-    for name, handler in zip(_VARLEN_OPS, (attend, attend_into), strict=True):
+    for name in _VARLEN_OPS:
         for key in (*_VARLEN_AUTOGRAD_KEYS, _BEFORE_BACKENDS):
             kernel = partial(_varlen, name, handler, key in _VARLEN_AUTOGRAD_KEYS)
             library.impl(name, kernel, key, with_keyset=True)

@@ -14,7 +14,7 @@ from cp_dtensor.engine.arguments import check_tensors, expect, refuse_beside
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, Options
-from cp_dtensor.engine.contexts import OpenContext, current, queries_alone
+from cp_dtensor.engine.contexts import current, queries_alone
 from cp_dtensor.engine.handles import Keys, fake_handle, handle_of
 from cp_dtensor.engine.run import CallMask, NamedMask
 from cp_dtensor.spec.documents import Documents, ascending, checked_lengths, packed_mask
@@ -168,9 +168,14 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
 
     The documents are those of the whole sequences of the batch rows, one after another.
     """
-    context = _context_of(call)
-    if context is None:
+    context = None if call["query"].is_meta else current()
+    if context is None or queries_alone(context) is not None:
         return None
+    if "out" in call:
+        raise NotImplementedError(
+            "varlen_attn_out is not supported inside of context_parallel, where results are new tensors: call "
+            "varlen_attn"
+        )
     tensors = q, _, _ = call["query"], call["key"], call["value"]
     if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in tensors):
         raise NotImplementedError(
@@ -234,19 +239,3 @@ compiled code, attention of sharded sequences is one of the first two, and is sa
 nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
 merges run again.
 """
-
-
-def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
-    """Refuse `varlen_attn_out` in contexts."""
-    if _context_of(call) is not None:
-        raise NotImplementedError(
-            "varlen_attn_out is not supported inside of context_parallel, where results are new tensors: call "
-            "varlen_attn"
-        )
-
-
-def _context_of(call: dict[str, Any]) -> OpenContext | None:
-    if call["query"].is_meta:
-        return None
-    context = current()
-    return None if context is None or queries_alone(context) is not None else context
