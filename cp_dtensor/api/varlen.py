@@ -87,8 +87,12 @@ def varlen_attention(
     for name, given in options.items():
         if name in ("mask", "attn_mask") and given is not None:
             raise TypeError(f"varlen_attention takes no {name} beside cu_seqlens, got {given!r}: pass within=")
-    inside = _mask_of_document(options.pop("is_causal", False), window_size, within)
-    options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=inside)
+    window = bottom_right_mask(options.pop("is_causal", False), window_size)
+    if isinstance(within, Mask) and window != Full():
+        window = within & window
+    elif within is not None:  # `Documents` refuses other than masks
+        window = within
+    options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=window)
     result = context_parallel_attention(*views, sinks=sinks, enable_gqa=True, return_lse=return_lse, **options)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()
@@ -144,17 +148,6 @@ def bottom_right_mask(is_causal: bool, window_size: Window) -> Mask:
     if is_causal:
         return Causal("bottom_right") if left is None else SlidingWindow(left, 0, "bottom_right")
     return Full() if (left, right) == (None, None) else window
-
-
-def _mask_of_document(is_causal: bool, window_size: Window, within: Mask | None) -> Mask:
-    window = bottom_right_mask(is_causal, window_size)
-    if within is None:
-        return window
-    if not isinstance(within, Mask):
-        raise TypeError(f"expected within to be a Mask such as PrefixLM(8), got {type(within).__name__}")
-    if within.batch_size is not None:
-        raise ValueError(f"expected within to be one mask for all documents, got one of {within.batch_size} batch rows")
-    return within if window == Full() else within & window
 
 
 # varlen_attn in contexts
