@@ -70,7 +70,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # registries
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
-    "ContextHook", "hooks_held", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
+    "ContextHook", "hooks_held", "register_context_hook", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "NamedMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare
@@ -92,9 +92,3 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # patches of other programs
     "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",
 ]  # fmt: skip
-
-
-def ranks_of_context() -> SequenceRanks | None:
-    """Return the ranks of the innermost open context of this thread; None outside of contexts."""
-    context = innermost()
-    return None if context is None else context.call.ranks
