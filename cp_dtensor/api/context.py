@@ -287,9 +287,7 @@ def _refuse_torchs_modules() -> None:
 def _warn_of_other_layout(call: Call, seq_len: tuple[int, ...]) -> None:
     """Warn, once, of a context without buffers inside of one whose buffers are shards in another layout.
 
-    Args:
-        call: of the context that is about to be entered.
-        seq_len: its global lengths. Others than those of the context around are of shards of its own.
+    `call` and `seq_len` are those of the inner one. Other lengths than those of the outer one are of shards of its own.
     """
     around = innermost()
     if around is None or not around.buffers or call.ranks.size == 1 or around.call.layout == call.layout:
