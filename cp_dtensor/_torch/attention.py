@@ -130,15 +130,13 @@ _VARLEN_OPS = ("_varlen_attn", "_varlen_attn_out")  # the latter from torch 2.13
 
 
 @contextmanager
-def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) -> Iterator[None]:
+def varlen_attn_overridden(handler: VarlenHandler) -> Iterator[None]:
     """Call a handler, while open, before torch computes a `varlen_attn`, also in captured programs.
 
-    Args:
-        attend: returns (out, lse, random state), as the operator does.
-        attend_into: handler of the operator that writes into a tensor `out`.
+    It returns (out, lse, random state), as the operator does. A call that has an argument `out` writes into it.
     """
     library = torch.library.Library("torch_attn", "IMPL")
-    for name, handler in zip(_VARLEN_OPS, (attend, attend_into), strict=True):
+    for name in _VARLEN_OPS:
         for key in (*_VARLEN_AUTOGRAD_KEYS, _BEFORE_BACKENDS):
             kernel = partial(_varlen, name, handler, key in _VARLEN_AUTOGRAD_KEYS)
             library.impl(name, kernel, key, with_keyset=True)
@@ -151,14 +149,14 @@ def varlen_attn_overridden(attend: VarlenHandler, attend_into: VarlenHandler) ->
 
 
 def _clear_varlen_caches() -> None:
-    """Clear the caches of torch's dispatcher in Python, which traces."""
+    """Make torch's dispatcher in Python, which is used while code is traced, find the kernels anew."""
     for name in _VARLEN_OPS:
         if hasattr(torch.ops.torch_attn, name):
             _varlen_op(name)._dispatch_cache.clear()
 
 
 def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of the handler, else of torch's next kernel."""
+    """Compute a call by the handler or, where it returns None, by the kernel that torch would have taken."""
     op = _varlen_op(name)
     result = handler(bound_arguments(op, args, kwargs))
     if result is not None:
@@ -170,7 +168,7 @@ def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, 
 
 @lru_cache(maxsize=2)
 def _original_varlen(name: str) -> Callable[..., Any]:
-    """Return torch's own autograd kernel."""
+    """Return torch's autograd kernel of an operator, which ours replaces at the autograd keys."""
     return make_autograd_impl(_varlen_op(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
 
 

@@ -27,7 +27,7 @@ from cp_dtensor.api.hooks import hooks_held, loaded_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
 from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
 from cp_dtensor.api.sharding import checked_buffers
-from cp_dtensor.api.varlen import refuse_varlen_attn_out, varlen_attn_in_context
+from cp_dtensor.api.varlen import varlen_attn_in_context
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
 from cp_dtensor.engine.arguments import checked_of_heads
@@ -236,7 +236,7 @@ def _patches() -> Iterator[AbstractContextManager[object]]:
     yield _torch.compiled_code_kept_apart(_variant_of_compiled_code, _check_compiled)
     yield _torch.lower_right_bias_redirected(lower_right_sdpa)
     yield flex_redirection.held()
-    yield _torch.varlen_attn_overridden(varlen_attn_in_context, refuse_varlen_attn_out)
+    yield _torch.varlen_attn_overridden(varlen_attn_in_context)
     yield _torch.multihead_attention_ends_in_sdpa(check_multihead_attention)
     yield _torch.module_buffers_broadcast_but(is_shard_now)
     yield hooks_held()
@@ -287,9 +287,7 @@ def _refuse_torchs_modules() -> None:
 def _warn_of_other_layout(call: Call, seq_len: tuple[int, ...]) -> None:
     """Warn, once, of a context without buffers inside of one whose buffers are shards in another layout.
 
-    Args:
-        call: of the context that is about to be entered.
-        seq_len: its global lengths. Others than those of the context around are of shards of its own.
+    `call` and `seq_len` are those of the inner one. Other lengths than those of the outer one are of shards of its own.
     """
     around = innermost()
     if around is None or not around.buffers or call.ranks.size == 1 or around.call.layout == call.layout:

@@ -137,7 +137,7 @@ def placed_call(
         mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
         transport=transport_by_name(rotate_method), pair=pair,
         first=_first_of(q, placed) if values["dropout_p"] else (0, 0), **values,
-        placed=PlacedPartition(*pair, local_q.size(0), placed, shape, _coordinate(mesh)),
+        placed=PlacedPartition(*pair, local_q.size(0), placed, shape, tuple(mesh.get_coordinate() or ())),
     )  # fmt: skip
     return PlacedCall(call, Tensors(local_q, local_k, local_v), placed)
 
@@ -203,12 +203,6 @@ def to_local(
     return tensor.redistribute(placements=placements).to_local(grad_placements=grad_placements or placements)
 
 
-def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return tuple(coordinate)
-
-
 def on_one_mesh(*tensors: torch.Tensor) -> tuple[DTensor, ...]:
     """Return all as DTensors of one mesh; refuse plain tensors among DTensors, and different meshes."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
@@ -251,28 +245,26 @@ def local_only_sdpa(
 ) -> torch.Tensor | None:
     """Compute SDPA of local tensors of DTensors (over heads or batch) whose mesh shares one rank with the context.
 
-    Returns None if the mesh shares more ranks with the context. DTensors that are not sharded (or replicated) alike
-    over batch or heads: None if the context has a single rank, which has the whole sequence.
-
-    Raises:
-        NotImplementedError: such DTensors in a context of several ranks.
+    Return None if the mesh shares more ranks with the context. DTensors that are not sharded (or replicated) alike over
+    batch or heads are refused, or None is returned if the context has a single rank, which has the whole sequence.
     """
     q, k, v = on_one_mesh(call.q, call.k, call.v)
     with _torch.no_modes():  # the mesh's tensor is real, also where other tensors are traced
         shared_ranks = set(q.device_mesh.mesh.flatten().tolist()) & set(ring_ranks)
-    is_one_rank = len(ring_ranks) == 1
-    if len(shared_ranks) > 1 or (is_one_rank and q.dim() != 4):
+    if len(shared_ranks) > 1:
         return None
-    if q.dim() != 4:
-        raise NotImplementedError(f"inside of context_parallel, DTensors must have four dims, got {tuple(q.shape)}")
-    placed = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
-    if is_seq_sharded(placed.q) or not q.placements == k.placements == v.placements == placed.q:
-        if is_one_rank:
+    placed = None
+    if q.dim() == 4:
+        planned = plan_placements(q.placements, k.placements, v.placements, q.device_mesh.shape, q.size(1), k.size(1))
+        is_local = not is_seq_sharded(planned.q) and q.placements == k.placements == v.placements == planned.q
+        placed = planned if is_local else None
+    if placed is None:
+        if len(ring_ranks) == 1:
             return None
         raise NotImplementedError(
-            "inside of context_parallel, DTensors over other ranks than those of the context must be sharded alike "
-            f"over batch (Shard(0)) or whole groups of heads (Shard(1)), or replicated; got "
-            f"q {q.placements}, k {k.placements}, v {v.placements}"
+            "inside of context_parallel, DTensors over other ranks than those of the context must have four dims and "
+            "be sharded alike over batch (Shard(0)) or whole groups of heads (Shard(1)), or replicated; got "
+            f"q {tuple(q.shape)} {q.placements}, k {k.placements}, v {v.placements}"
         )
     mask = _local_bias(q, call.attn_mask, placed) if isinstance(call.attn_mask, DTensor) else call.attn_mask
     local = replace(call, q=q.to_local(), k=k.to_local(), v=v.to_local(), attn_mask=mask, first=_first_of(q, placed))
@@ -296,7 +288,7 @@ def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _first_of(q: DTensor, placed: AttentionPlacements) -> tuple[int, int]:
     """Return the first of a rank's batch rows, and of its query heads."""
-    shape, coordinate = tuple(q.device_mesh.shape), _coordinate(q.device_mesh)
+    shape, coordinate = q.device_mesh.shape, q.device_mesh.get_coordinate() or ()
     batch, head = (local_segment(q.size(dim), placed.q, shape, coordinate, dim).start for dim in (BATCH_DIM, HEAD_DIM))
     return batch, head
 

@@ -73,9 +73,7 @@ def _fused_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             raise NotImplementedError(f"{op}: expected scale > 0, got {scale}; use F.scaled_dot_product_attention")
         context = innermost() if callable(outputs) else None
         if context is not None:
-            changed = [
-                name for name, value in context.call.of_dtensors.items() if value is not None and value is not False
-            ]
+            changed = [name for name, value in context.call.of_dtensors.items() if value not in (None, False)]
             refuse_beside((*changed, *context.beside), f"{op} on DTensors")
     with torch.no_grad(), no_autocast(q):
         local = placed_call(q, k, v, checked_mask(None, is_causal), scale=scale)

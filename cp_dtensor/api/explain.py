@@ -20,11 +20,8 @@ from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardwa
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
-FIRST = f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward'
-_RULE = (
-    f"{FIRST}\n"
-    f"K/V by: symm_mem if ranks share memory, else the first of allgather and alltoall within {TOLERANCE - 1:.0%}"
-)
+_CHOSEN = f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward'
+_SENT = f"K/V by: symm_mem if ranks share memory, else the first of allgather and alltoall within {TOLERANCE - 1:.0%}"
 Assumed = Hardware | str
 
 
@@ -42,7 +39,6 @@ class Explanation:
     rank expands its own latents, and K/V are sent."""
     chosen: str
     """The method that `method="auto"` takes on such hardware."""
-    rule: str = _RULE
 
     def __str__(self) -> str:
         over_axes = [f"over {name}" for name in self.axes]
@@ -53,11 +49,12 @@ class Explanation:
             times = f"{1e3 * each.forward:.3g} ms", f"{1e3 * each.seconds:.3g} ms"
             memory = [f"{count / 2**20:.0f} MiB" for count in (*of_axes, each.memory)]
             rows.append((name + " *" * (name == self.chosen), each.transport, *times, *memory))
+        rules = [_CHOSEN, _SENT]
         if all(each.transport == "-" for each in self.methods.values()):  # no rings
-            rows = [(row[0], *row[2:]) for row in rows]
+            rows, rules = [(row[0], *row[2:]) for row in rows], [_CHOSEN]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join((self.call, self.assumption, *lines, self.rule))
+        return "\n".join((self.call, self.assumption, *lines, *rules))
 
 
 def explain(

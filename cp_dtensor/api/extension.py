@@ -25,7 +25,7 @@ from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import local_sdpa
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
-from cp_dtensor.api.explain import FIRST, Assumed, Explanation, check_numbers, cluster_of_mesh, counted_ranks, shortened
+from cp_dtensor.api.explain import Assumed, Explanation, check_numbers, cluster_of_mesh, counted_ranks, shortened
 from cp_dtensor.api.functional import cast_by_autocast, takes_options
 from cp_dtensor.api.hooks import ContextHook, hooks_held, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
@@ -70,7 +70,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # registries
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
-    "ContextHook", "hooks_held", "register_context_hook", "ranks_of_context", "gathered_shards", "positions_of",
+    "ContextHook", "hooks_held", "register_context_hook", "gathered_shards", "positions_of",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare
@@ -79,7 +79,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "begin_pass",
     # cost of the methods of a layer, and its table
     "BACKWARD", "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
-    "FIRST", "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
+    "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
     "from_local", "local_beside", "refuse_other_place", "to_local",
@@ -92,9 +92,3 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # patches of other programs
     "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",
 ]  # fmt: skip
-
-
-def ranks_of_context() -> SequenceRanks | None:
-    """Return the ranks of the innermost open context of this thread; None outside of contexts."""
-    context = innermost()
-    return None if context is None else context.call.ranks

@@ -150,12 +150,12 @@ class FlexCall(NamedTuple):
             positions: global positions of the local queries, as `LocalRows.positions`.
             local_mask: makes the block mask of the local queries of that of the whole sequence.
         """
-        mask, mod = self.block_mask, self.score_mod
+        mask = self.block_mask
+        mod: Any = self.score_mod
 
         def of_rows(
             score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
         ) -> torch.Tensor:
-            assert mod is not None
             return mod(score, b, h, position_of(positions, b, q), kv)
 
         if mask is not None and self.q.size(2) > 0:
@@ -186,7 +186,7 @@ def _flex_of_shards(flex: FlexCall, call: Call) -> Any:
     if ranks.size == 1:
         return flex.attend(flex.k, flex.v, flex.score_mod, mask)
     rows = LocalRows.of(layout, q_len, ranks.rank, ranks.size, flex.q.size(0))
-    if mask is not None and of_mask is not None:
+    if mask is not None:
         rows.check_batch_size(mask.kv_indices.size(0))
     # Gather first: the host makes tables and launches attention while K/V are in flight.
     gather = KVGather(call, kv_len)

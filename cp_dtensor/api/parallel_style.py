@@ -89,7 +89,7 @@ class ContextParallel(ParallelStyle):
         call = replace(Call.of(device_mesh, **self._options), lengths=self._lengths)
         has_replaced_layers = True in [hook.module(module) for hook in loaded_hooks()]  # all of them are called
         module.forward = _ContextForward(
-            module, vars(module).get("forward"), call, self._beside, self._inherits, has_replaced_layers
+            module, module.forward, call, self._beside, self._inherits, has_replaced_layers
         )
         return module
 
@@ -99,8 +99,8 @@ class _ContextForward:
     """Forward of a module in a context; an object, not a closure, so that a copy of the module has its own."""
 
     module: nn.Module
-    replaced: Callable[..., Any] | None
-    """The forward that the module had as an instance attribute, if any."""
+    forward: Callable[..., Any]
+    """The module's own."""
     call: Call
     beside: dict[str, torch.Tensor | str]
     """As those of a context, or the names of the module's attributes."""
@@ -116,10 +116,9 @@ class _ContextForward:
         weakref.finalize(self, flex_redirection.held().close)
         if self.has_replaced_layers:
             weakref.finalize(self, hooks_held().close)
-        functools.update_wrapper(self, self.replaced or type(self.module).forward, updated=())
+        functools.update_wrapper(self, self.forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.replaced or self._module_forward
         if torch.compiler.is_dynamo_compiling():
             if self.has_replaced_layers:
                 raise NotImplementedError(
@@ -129,14 +128,14 @@ class _ContextForward:
             inherits = self.inherits
             key = _key_in_trace(self._key, inherits["layout"], inherits["mask"], tuple(self.beside))
             if not key:
-                return forward(*args, **kwargs)
+                return self.forward(*args, **kwargs)
             # Code is compiled for the key; the context is entered when the captured forward is traced further.
             _torch.begin_traced_scope(key)  # FlexAttention is redirected while Dynamo traces forward
             try:
-                return _torch.traced_inside(functools.partial(_in_context_of, key), forward, *args, **kwargs)
+                return _torch.traced_inside(functools.partial(_in_context_of, key), self.forward, *args, **kwargs)
             finally:
                 _torch.end_traced_scope()
-        return _run_in_context(self._context_of_call(), False, forward, *args, **kwargs)
+        return _run_in_context(self._context_of_call(), False, self.forward, *args, **kwargs)
 
     def _context_of_call(self) -> OpenContext:
         call = inherited("ContextParallel", self.call, **self.inherits)
@@ -147,9 +146,6 @@ class _ContextForward:
             beside[name] = checked_of_heads(name, getattr(self.module, given)) if isinstance(given, str) else given
         return replace(context, beside=beside) if beside else context
 
-    def _module_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
-
     def __reduce__(self) -> Any:
         raise TypeError(
             f"{type(self.module).__name__} with ContextParallel cannot be pickled, since it holds process groups: "
@@ -159,7 +155,7 @@ class _ContextForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> _ContextForward:
         # The call is shared: it holds process groups and no tensors.
         return _ContextForward(
-            copy.deepcopy(self.module, memo), copy.deepcopy(self.replaced, memo), self.call,
+            copy.deepcopy(self.module, memo), copy.deepcopy(self.forward, memo), self.call,
             copy.deepcopy(self.beside, memo), self.inherits, self.has_replaced_layers,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from cp_dtensor.engine.arguments import check_tensors, expect, refuse_beside
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, Options
-from cp_dtensor.engine.contexts import OpenContext, current, queries_alone
+from cp_dtensor.engine.contexts import current, queries_alone
 from cp_dtensor.engine.handles import Keys, fake_handle, handle_of
 from cp_dtensor.engine.run import CallMask
 from cp_dtensor.spec.documents import Documents, ascending, checked_lengths, packed_mask
@@ -87,8 +87,12 @@ def varlen_attention(
     for name, given in options.items():
         if name in ("mask", "attn_mask") and given is not None:
             raise TypeError(f"varlen_attention takes no {name} beside cu_seqlens, got {given!r}: pass within=")
-    inside = _mask_of_document(options.pop("is_causal", False), window_size, within)
-    options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=inside)
+    window = bottom_right_mask(options.pop("is_causal", False), window_size)
+    if isinstance(within, Mask) and window != Full():
+        window = within & window
+    elif within is not None:  # `Documents` refuses other than masks
+        window = within
+    options["mask"] = Documents(cu_seqlens, cu_seqlens_k, within=window)
     result = context_parallel_attention(*views, sinks=sinks, enable_gqa=True, return_lse=return_lse, **options)
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1).contiguous()
@@ -146,17 +150,6 @@ def bottom_right_mask(is_causal: bool, window_size: Window) -> Mask:
     return Full() if (left, right) == (None, None) else window
 
 
-def _mask_of_document(is_causal: bool, window_size: Window, within: Mask | None) -> Mask:
-    window = bottom_right_mask(is_causal, window_size)
-    if within is None:
-        return window
-    if not isinstance(within, Mask):
-        raise TypeError(f"expected within to be a Mask such as PrefixLM(8), got {type(within).__name__}")
-    if within.batch_size is not None:
-        raise ValueError(f"expected within to be one mask for all documents, got one of {within.batch_size} batch rows")
-    return within if window == Full() else within & window
-
-
 # varlen_attn in contexts
 
 _REFUSED = {"seqused_k": "cache of keys", "block_table": "paged cache of keys", "num_splits": "batch-invariant results"}
@@ -168,9 +161,14 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
 
     The documents are those of the whole sequences of the batch rows, one after another.
     """
-    context = _context_of(call)
-    if context is None:
+    context = None if call["query"].is_meta else current()
+    if context is None or queries_alone(context) is not None:
         return None
+    if "out" in call:
+        raise NotImplementedError(
+            "varlen_attn_out is not supported inside of context_parallel, where results are new tensors: call "
+            "varlen_attn"
+        )
     tensors = q, _, _ = call["query"], call["key"], call["value"]
     if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in tensors):
         raise NotImplementedError(
@@ -234,19 +232,3 @@ compiled code, attention of sharded sequences is one of the first two, and is sa
 nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
 merges run again.
 """
-
-
-def refuse_varlen_attn_out(call: dict[str, Any]) -> None:
-    """Refuse `varlen_attn_out` in contexts."""
-    if _context_of(call) is not None:
-        raise NotImplementedError(
-            "varlen_attn_out is not supported inside of context_parallel, where results are new tensors: call "
-            "varlen_attn"
-        )
-
-
-def _context_of(call: dict[str, Any]) -> OpenContext | None:
-    if call["query"].is_meta:
-        return None
-    context = current()
-    return None if context is None or queries_alone(context) is not None else context

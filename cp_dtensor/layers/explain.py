@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cp_dtensor.api.extension import (
-    FIRST,
     Assumed,
     Call,
     Explanation,
@@ -103,7 +102,6 @@ def explain_recurrence(
         f"{layer} of {seq_len:,} tokens on {counted_ranks(str(ranks.size))}, {heads}{of_keys} heads of "
         f"{key_dim}/{value_dim}, batch {batch_size}, {dtype}, {shortened(call.layout)}",
         assumption, names, counted_recurrence(found, groups, ranks.inner_size), fastest(found),
-        FIRST,
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)

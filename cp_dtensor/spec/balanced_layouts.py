@@ -137,7 +137,12 @@ class _EvenWork(OneLength):
 
     @abstractmethod
     def _partition(self, world_size: int) -> BalancedPartition:
-        """Return the partition of tokens, or of blocks of tokens."""
+        """Return the partition of tokens, or of blocks of `alignment` tokens."""
+
+    def blocks(self, world_size: int) -> list[list[Span]]:
+        size = self.alignment
+        by_rank = self._partition(world_size).blocks()
+        return [[(start * size, min(stop * size, self.seq_len)) for start, stop in spans] for spans in by_rank]
 
     def imbalance(self, world_size: int) -> float:
         """Return the excess of the busiest rank's work over the mean, as a fraction of the mean.
@@ -190,9 +195,6 @@ class Balanced(_EvenWork):
     def _partition(self, world_size: int) -> BalancedPartition:
         workload = workload_of(self.mask, self.seq_len, self.seq_len)
         return BalancedPartition(workload, self.seq_len, world_size, self.tolerance)
-
-    def blocks(self, world_size: int) -> list[list[Span]]:
-        return self._partition(world_size).blocks()
 
 
 def _checked_length(layout: str, seq_len: Any, tolerance: float) -> int:
@@ -258,12 +260,6 @@ class BalancedBlocks(_EvenWork):
     @property
     def alignment(self) -> int:
         return self.block
-
-    def blocks(self, world_size: int) -> list[list[Span]]:
-        return [
-            [(start * self.block, min(stop * self.block, self.seq_len)) for start, stop in ranges]
-            for ranges in self._partition(world_size).blocks()
-        ]
 
     def _partition(self, world_size: int) -> BalancedPartition:
         """Return the partition of blocks, not tokens. Cuts cost nothing, since FlexAttention gathers all keys."""

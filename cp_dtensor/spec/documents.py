@@ -12,7 +12,7 @@ from typing import Any
 
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.intervals import FAR, IntervalBand, IntervalSets
-from cp_dtensor.spec.layouts import CachedHash, Span
+from cp_dtensor.spec.layouts import CachedHash
 from cp_dtensor.spec.masks import Batched, Full, Intersection, Mask, Union, clipped_interval_sets, is_integer
 
 
@@ -177,7 +177,16 @@ def edges_of_documents(mask: Mask, seq_len: int | None = None) -> tuple[int, ...
             mask.check_lengths(seq_len, seq_len)
         if mask.cu_seqlens != mask.cu_seqlens_k:
             raise NotImplementedError("documents whose keys are at other positions")
-        return _edges_with_nested(mask) if edges_of_documents(mask.within) else mask.cu_seqlens
+        if not edges_of_documents(mask.within):
+            return mask.cu_seqlens
+        nested = [
+            (start + lo, start + hi)
+            for start, stop in pairwise(mask.cu_seqlens)
+            for lo, hi in pairwise(edges_of_documents(mask.within, stop - start))
+        ]
+        if any(before[1] != behind[0] for before, behind in pairwise(nested)):
+            raise NotImplementedError("nested documents with padding between them")
+        return (nested[0][0], *(stop for _, stop in nested)) if nested else mask.cu_seqlens[:1]
     if isinstance(mask, Intersection):
         found = [edges for part in mask.masks if (edges := edges_of_documents(part, seq_len))]
         return reduce(_edges_of_both, found) if found else ()
@@ -188,16 +197,6 @@ def edges_of_documents(mask: Mask, seq_len: int | None = None) -> tuple[int, ...
             raise NotImplementedError(f"{of} with different documents")
         return different.pop()
     return ()
-
-
-def _edges_with_nested(mask: Documents) -> tuple[int, ...]:
-    """Return the edges of the documents within each document."""
-    found: list[Span] = []
-    for start, stop in pairwise(mask.cu_seqlens):
-        found += [(start + lo, start + hi) for lo, hi in pairwise(edges_of_documents(mask.within, stop - start))]
-    if any(before[1] != behind[0] for before, behind in pairwise(found)):
-        raise NotImplementedError("nested documents with padding between them")
-    return (found[0][0], *(stop for _, stop in found)) if found else mask.cu_seqlens[:1]
 
 
 def _edges_of_both(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_k": [0, 12]}, ValueError, "as many documents of keys as of queries, got 1 and 2"),
     ({"window_size": 3}, ValueError, r"window_size to be a pair .*got 3"),
     ({"window_size": (-2, -1)}, ValueError, "numbers of keys >= 0, or None"),
-    ({"within": "causal"}, TypeError, "within to be a Mask .*got str"),
+    ({"within": "causal"}, ValueError, "within to be one mask such as .*got 'causal'"),
     ({"seq_len": (6, 8)}, ValueError, "query length does not fit: got 6 local tokens on rank . of 2, expected 3"),
     ({"cu_seqlens": "of rank"}, ValueError, "disagree about mask"),
 ]

@@ -14,8 +14,8 @@ from cp_dtensor.api.extension import (
     Mesh,
     attention_of_shards,
     hooks_held,
+    innermost,
     is_handle,
-    ranks_of_context,
     sequence_ranks,
     value_of,
 )
@@ -195,9 +195,10 @@ def causal_lm_loss(
     """
     if gradients not in ("mean", "sum"):
         raise ValueError(f'expected gradients to be "mean" or "sum", got {gradients!r}')
-    ranks = ranks_of_context() if mesh is None else sequence_ranks(mesh)
-    if ranks is None:
+    context = innermost() if mesh is None else None
+    if mesh is None and context is None:
         raise ValueError("causal_lm_loss needs mesh= outside of context_parallel")
+    ranks = sequence_ranks(mesh) if context is None else context.call.ranks
     wide = logits if logits.dtype == torch.float64 else logits.float()
     own = F.cross_entropy(wide.flatten(0, -2), shift_labels.flatten(), ignore_index=ignore_index, reduction="sum")
     count = (shift_labels != ignore_index).sum()
