@@ -100,11 +100,12 @@ def test_mamba2(sequence: Sequence) -> None:
 
     def ours(mesh: Any, *tensors: torch.Tensor) -> Any:
         x, dt, b, c, a, d, bias = tensors
-        return mamba2(x, dt, a, b, c, D=d, dt_bias=bias, dt_softplus=True, mesh=mesh, **sequence.options())  # type: ignore[arg-type]
+        options = {"dt_softplus": True, "dt_limit": (0.3, 1.5), **sequence.options()}
+        return mamba2(x, dt, a, b, c, D=d, dt_bias=bias, mesh=mesh, **options)  # type: ignore[arg-type]
 
     def reference(*tensors: torch.Tensor) -> torch.Tensor:
         x, dt, b, c, a, d, bias = tensors
-        step = F.softplus(dt + bias)
+        step = F.softplus(dt + bias).clamp(0.3, 1.5)
         return recurrence(sequence, c, b, x * step.unsqueeze(-1), step * a, None, 1.0)[0] + d.unsqueeze(-1) * x
 
     check_layer(sequence, ours, reference, tokens, parameters)
