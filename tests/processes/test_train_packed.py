@@ -1,7 +1,6 @@
 """The training example on packed documents: samples, and equality with one rank for every layout and model."""
 
 import copy
-import math
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -33,20 +32,6 @@ def test_files_of_a_stretch_are_its_documents() -> None:
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert batch.labels[0].tolist() == [*b"bc\0", IGNORE, *b"ef\0", IGNORE, *b"h", IGNORE]
     assert PackedFiles(b"abc\0defg\0h", seq_len=9, seed=0).samples(0, 1).documents == ((0, 4, 9),)
-
-
-def test_pieces_are_of_the_text_and_of_lognormal_lengths() -> None:
-    data = PackedPieces(TEXT, seq_len=900, seed=0, median=20, sigma=0.5)
-    batch = data.samples(3, 16)
-    lengths = []
-    for tokens, edges in zip(batch.tokens.tolist(), batch.documents, strict=True):
-        assert (edges[0], edges[-1]) == (0, 900)
-        assert all(bytes(tokens[start:stop]) in TEXT for start, stop in pairwise(edges))
-        lengths += [stop - start for start, stop in pairwise(edges[:-1])]  # the last is cut off
-    logs = torch.tensor(lengths).double().log()
-    assert abs(logs.mean() - math.log(20)) < 0.1
-    assert abs(logs.std() - 0.5) < 0.1
-    assert len(set(batch.documents)) == 16
 
 
 @pytest.mark.parametrize(("documents", "kind"), [("files", PackedFiles), ("lognormal", PackedPieces)])
