@@ -375,7 +375,7 @@ def without_attention() -> None:
 
 
 CASES: list[Any] = [
-    *[(layouts, *each) for each in (("Gemma 3", "sdpa"), ("gpt-oss", "cp_dtensor"), ("Llama", "sdpa"))],
+    *[(layouts, *each) for each in (("Gemma 3", "sdpa"), ("gpt-oss", "cp_dtensor"))],
     *[(caches_and_checkpoints, family) for family in ("Gemma 3", "gpt-oss", "Mistral")],
     *[pytest.param((compiled_layers, family), marks=pytest.mark.slow) for family in ("gpt-oss", "Gemma 3")],
     *[(modules, family) for family in ("Gemma 3", "gpt-oss", "Qwen3-Next")],
