@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,6 +33,8 @@ from cp_dtensor import (
     local_runs,
     mamba2,
 )
+from cp_dtensor.layers.rows import SequenceLayout
+from cp_dtensor.layers.scan import scan_plan
 
 
 @settings(max_examples=40)
@@ -100,11 +102,12 @@ def test_mamba2(sequence: Sequence) -> None:
 
     def ours(mesh: Any, *tensors: torch.Tensor) -> Any:
         x, dt, b, c, a, d, bias = tensors
-        return mamba2(x, dt, a, b, c, D=d, dt_bias=bias, dt_softplus=True, mesh=mesh, **sequence.options())  # type: ignore[arg-type]
+        options = {"dt_softplus": True, "dt_limit": (0.3, 1.5), **sequence.options()}
+        return mamba2(x, dt, a, b, c, D=d, dt_bias=bias, mesh=mesh, **options)  # type: ignore[arg-type]
 
     def reference(*tensors: torch.Tensor) -> torch.Tensor:
         x, dt, b, c, a, d, bias = tensors
-        step = F.softplus(dt + bias)
+        step = F.softplus(dt + bias).clamp(0.3, 1.5)
         return recurrence(sequence, c, b, x * step.unsqueeze(-1), step * a, None, 1.0)[0] + d.unsqueeze(-1) * x
 
     check_layer(sequence, ours, reference, tokens, parameters)
@@ -289,3 +292,40 @@ def test_example_of_affine_scan() -> None:
         return affine_scan(two, added, mesh=dist.group.WORLD, seq_len=2, layout=Contiguous()).item()  # type: ignore[union-attr]
 
     assert run_ranks(2, body) == [0, 1]
+
+
+# Plans of scans
+
+
+class Position(int):
+    """An integer that counts how often such integers are compared."""
+
+    compared: ClassVar[int] = 0
+
+    def _count(self) -> None:
+        Position.compared += 1
+
+    def __lt__(self, other: Any) -> bool:
+        self._count()
+        return int(self) < int(other)
+
+    def __le__(self, other: Any) -> bool:
+        self._count()
+        return int(self) <= int(other)
+
+    def __gt__(self, other: Any) -> bool:
+        self._count()
+        return int(self) > int(other)
+
+
+def test_documents_without_tokens_and_tokens_without_documents() -> None:
+    sequence = SequenceLayout(Contiguous(), 12, 2, edges=(1, 2, 2, 8, 8, 10))
+    assert scan_plan(sequence, 0, False).documents == (None, 0, 2)
+    assert scan_plan(sequence, 1, False).documents == (2, 4, None)
+
+
+def test_comparisons_of_many_documents_are_not_the_square_of_their_number() -> None:
+    edges = tuple(map(Position, range(0, 1202, 2)))
+    plan = scan_plan(SequenceLayout(Contiguous(), 1200, 2, edges=edges), 0, True)
+    assert plan.documents == tuple(range(300))
+    assert Position.compared < 600 * 600 / 4

@@ -22,11 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from cp_dtensor import (
     ContextParallel,
     Contiguous,
-    HeadTail,
     context_parallel,
     context_parallel_shard,
     enable_context_parallel_dispatcher,
-    ring_attention,
     shift,
 )
 
@@ -63,7 +61,7 @@ def _dtensors(rank: int, seed: int) -> None:
 
 
 @torch_before_2_12
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_dtensors_with_uneven_shards(four_processes: Processes, seed: int) -> None:
     four_processes.run(_dtensors, seed)
 
@@ -145,31 +143,7 @@ def test_undeclared_lengths_of_a_shift(four_processes: Processes) -> None:
     assert four_processes.run(_shifted) == [[1, 2], [3, 4], [5, 6], [7, 0]]
 
 
-# Ranks that disagree or fail
-
-DISAGREEMENTS: dict[str, dict[str, Any]] = {
-    "mask": {"is_causal": True}, "dropout_p": {"dropout_p": 0.1}, "scale": {"scale": 0.25},
-    "layout": {"layout": Contiguous()}, "dtype": {"dtype": torch.float64}, "global": {"length": 5},
-}  # fmt: skip
-"""What rank 2 does otherwise. A length of no layout is found without `debug=True`, too."""
-
-
-def _disagreement(rank: int, what: str) -> str:
-    usual = {"is_causal": False, "dropout_p": 0.0, "scale": 0.5, "layout": HeadTail(), "dtype": torch.float32}
-    options: dict[str, Any] = {"length": 4, **usual} | (DISAGREEMENTS[what] if rank == 2 else {})
-    q = torch.zeros(1, 1, options.pop("length"), 4, dtype=options.pop("dtype"))
-    with pytest.raises(ValueError, match="disagree") as caught:
-        ring_attention(q, q, q, mesh=dist.group.WORLD, debug=what != "global", **options)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_the_rank_that_disagrees_is_named_on_every_rank(four_processes: Processes, what: str) -> None:
-    messages = four_processes.run(_disagreement, what)
-    assert len(set(messages)) == 1
-    says = r"(queries, keys): rank 2 says (20, 20), the others (16, 16)" if what == "global" else ": rank 2 says"
-    assert f"disagree about {what}" in messages[0]
-    assert says in messages[0]
+# Ranks that fail
 
 
 def _one_rank_raises(rank: int) -> None:

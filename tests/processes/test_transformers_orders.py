@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.forked_programs import launch
 
 pytest.importorskip("transformers", reason="needs the extra [transformers]")
-
-TESTS = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
 import sys
@@ -124,13 +119,10 @@ print("as eager models", rank)
 
 
 @pytest.mark.parametrize("order", ["before", "inside", "after"])
-def test_transformers_is_imported_before_inside_or_after_a_context(order: str) -> None:
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, order], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_transformers_is_imported_before_inside_or_after_a_context(order: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    launch(1, program, order, folder=tmp_path)
 
 
 def test_models_that_were_compiled_before_the_first_context(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from conftest import GPUS
 from cp_dtensor.attention.masked import RowMask, attention_backward_reference, attention_forward_reference
 from cp_dtensor.attention.triton.dropout import Dropout
 from support.dropouts import moved
+from support.problems import dense
 from support.row_masks import documents, prefix, window
 from support.triton_interpreter import replace_functions_once_a_launch
 
@@ -60,11 +61,7 @@ def seen_by(rows: int, columns: int, offset: int | None) -> torch.Tensor:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float = SCALE) -> Tensors:
     """Returns `(out, lse)` of textbook attention in float64; (0, -inf) for rows without keys."""
     q, k, v = (tensor.cpu().double() for tensor in (q, k, v))
-    group = q.size(1) // k.size(1)
-    logits = (scale * q @ k.repeat_interleave(group, 1).mT).masked_fill(~seen, -INFINITY)
-    lse = logits.logsumexp(-1)
-    weights = (logits - torch.where(lse > -INFINITY, lse, 0.0).unsqueeze(-1)).exp()
-    return weights @ v.repeat_interleave(group, 1), lse
+    return dense(q, k, v, seen, scale)
 
 
 def empty_result(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -32,25 +32,33 @@ class Collective:
 
 
 @contextmanager
+def _each(note: Callable[[Any, int, Any], None], of_first_calls: bool) -> Iterator[None]:
+    """While open, `note` gets every collective of every thread: the collective, the rank and its data."""
+    lock, join = threading.Lock(), threaded.Collective.join
+
+    def noting_join(self: Any, rank: int, data: Any) -> Any:
+        with lock:
+            note(self, rank, data)
+        return join(self, rank, data)
+
+    is_compared = nullcontext() if of_first_calls else mock.patch.object(agreement._compared, "has", return_value=True)
+    with mock.patch.object(threaded.Collective, "join", noting_join), is_compared:
+        yield
+
+
+@contextmanager
 def recorded_collectives(*, of_first_calls: bool = False) -> Iterator[list[Collective]]:
     """Yields a list that gets every collective of every thread, in the order of the calls.
 
     Ranks do not compare the first call of each kind, as in every later one, unless `of_first_calls`.
     """
     collectives: list[Collective] = []
-    lock = threading.Lock()
-    join = threaded.Collective.join
 
-    def recording_join(self: Any, rank: int, data: Any) -> Any:
+    def note(collective: Any, rank: int, data: Any) -> None:
         sent = data[1] if isinstance(data, tuple) else data  # (output, input, ...), or tensors changed in place
-        with lock:
-            collectives.append(Collective(rank, type(self._collective).__name__, tuple(_tensors(sent))))
-        return join(self, rank, data)
+        collectives.append(Collective(rank, type(collective._collective).__name__, tuple(_tensors(sent))))
 
-    with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(threaded.Collective, "join", recording_join))
-        if not of_first_calls:
-            patches.enter_context(mock.patch.object(agreement._compared, "has", return_value=True))
+    with _each(note, of_first_calls):
         yield collectives
 
 
@@ -62,19 +70,12 @@ def received_bytes() -> Iterator[dict[tuple[int, int], int]]:
     others.
     """
     received: dict[tuple[int, int], int] = {}
-    lock = threading.Lock()
-    join = threaded.Collective.join
 
-    def recording_join(self: Any, rank: int, data: Any) -> Any:
-        key = dist.get_rank(), self._world_size
-        with lock:
-            received[key] = received.get(key, 0) + _bytes_of_others(type(self._collective).__name__, rank, data)
-        return join(self, rank, data)
+    def note(collective: Any, rank: int, data: Any) -> None:
+        key = dist.get_rank(), collective._world_size
+        received[key] = received.get(key, 0) + _bytes_of_others(type(collective._collective).__name__, rank, data)
 
-    with (
-        mock.patch.object(threaded.Collective, "join", recording_join),
-        mock.patch.object(agreement._compared, "has", return_value=True),
-    ):
+    with _each(note, of_first_calls=False):
         yield received
 
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Layout, context_parallel_mla
-from support.masked_checks import place
+from support.masked_checks import MaskedCase, check_masked
 from support.masked_problems import MaskedProblem, Tensors
-from support.problems import assert_close, normals, shard
-from support.ranks import run_ranks
+from support.problems import normals, shard
 
 NAMES = ("out", "dq", "d latent", "d k_rope", "lse")
 
@@ -53,16 +51,27 @@ class LatentProblem(MaskedProblem):
             *bias,
         )
 
-    def results(self, tensors: Tensors, sinks: torch.Tensor | None = None) -> tuple[Tensors, torch.Tensor]:
-        """Returns (out, dq, d latent, d k_rope, lse), and d up."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "q", "latent", "k_rope", "up", "grad_out", "bias"
+
+    def call(self, x: dict[str, torch.Tensor], **options: Any) -> Any:
+        return context_parallel_mla(x["q"], x["latent"], x["k_rope"], up=x["up"], **options)
+
+    def expected(self, tensors: Tensors, sinks: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         q, *leaves, grad_out = (tensor.clone().requires_grad_() for tensor in tensors[:5])
         kv = keys_and_values(*leaves, self.q_heads, self.head_dim)
-        found = self.reference(q.detach(), *(x.detach() for x in kv), grad_out.detach(), *tensors[5:], sinks=sinks)
-        out, dq, dk, dv, lse = found[:5]
-        of_latent, of_rope, of_up = torch.autograd.grad(kv, leaves, (dk, dv))
-        return (out, dq, of_latent, of_rope, lse), of_up
+        given = (q.detach(), *(x.detach() for x in kv), grad_out.detach(), *tensors[5:])
+        found = super().expected(given, sinks)
+        grads = torch.autograd.grad(kv, leaves, (found.pop("k"), found.pop("v")))
+        return found | dict(zip(self.names[1:4], grads, strict=True))
 
-    def shards(self, tensors: Tensors, layout: Layout, rank: int, size: int) -> Tensors:
+    def results(self, tensors: Tensors) -> tuple[Tensors, torch.Tensor]:
+        """Returns (out, dq, d latent, d k_rope, lse), and d up."""
+        found = self.expected(tensors)
+        return tuple(found[name] for name in ("out", "q", "latent", "k_rope", "lse")), found["up"]
+
+    def shard(self, tensors: Tensors, layout: Layout, rank: int, size: int) -> Tensors:
         """Returns a rank's shards of the tensors of `draw`; `up` is whole."""
         q, latent, k_rope, up, grad_out, *bias = tensors
         return (
@@ -74,43 +83,7 @@ class LatentProblem(MaskedProblem):
             *(self.shard_bias(each, layout, rank, size) for each in bias),
         )
 
-
-@dataclass(frozen=True)
-class LatentCase:
-    """Problem with a layout and options of the call."""
-
-    problem: LatentProblem
-    layout: Layout
-    options: tuple[tuple[str, Any], ...] = ()
-    seed: int = 0
+    shards = shard
 
 
-def _attend(rank: int, cases: list[LatentCase], shape: tuple[int, ...], names: tuple[str, ...]) -> list[Any]:
-    """Returns this rank's rank in the sequence, its results as `LatentProblem.results`, and its share of d up."""
-    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=names), []
-    here = place(list(mesh.get_coordinate() or []), names, shape)
-    for case in cases:
-        problem = case.problem
-        q, latent, k_rope, up, grad_out, *bias = problem.shards(problem.draw(case.seed), case.layout, here, mesh.size())
-        leaves = [tensor.requires_grad_() for tensor in (q, latent, k_rope, up)]
-        out, lse = context_parallel_mla(
-            q, latent, k_rope, up=up, mesh=mesh, layout=case.layout, mask=problem.mask, is_causal=problem.is_causal,
-            attn_mask=bias[0] if bias else None, scale=problem.scale, sinks=problem.draw_sinks(case.seed),
-            softcap=problem.softcap, return_lse=True,
-            **{"seq_len": (problem.q_len, problem.kv_len), **dict(case.options)},
-        )  # fmt: skip
-        *grads, of_up = torch.autograd.grad(out, leaves, grad_out)
-        found.append((here, (out.detach(), *grads, lse), of_up))
-    return found
-
-
-def check_latents(cases: list[LatentCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
-    """Checks several cases on one set of ranks, since starting ranks takes longer than a case."""
-    size = torch.Size(shape).numel()
-    for case, *by_rank in zip(cases, *run_ranks(size, _attend, cases, shape, names), strict=True):
-        expected, whole_up = case.problem.results(case.problem.draw(case.seed), case.problem.draw_sinks(case.seed))
-        for here, results, _ in by_rank:
-            for name, got, whole in zip(NAMES, results, expected, strict=True):
-                dim = 1 if whole.dim() == 3 and name != "lse" else 2
-                assert_close(got, shard(whole, case.layout, here, size, dim), f"{name} of place {here} of {case}")
-        assert_close(torch.stack([of_up for _, _, of_up in by_rank]).sum(0), whole_up, f"d up of {case}")
+LatentCase, check_latents = MaskedCase, check_masked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,11 @@ from cp_dtensor import (
     MirroredBatch,
     PerDocument,
     Striped,
-    context_parallel_attention,
 )
-from support.masked_problems import MaskedProblem, Tensors, any_mask, fits
+from support.masked_problems import MaskedProblem, any_mask, fits
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
 
-NAMES = ("out", "dq", "dk", "dv", "lse")
 BIASES = (
     "", "", "", "boolean bhs", "boolean s", "boolean b", "additive bhs", "additive hs", "additive s", "additive h",
 )  # fmt: skip
@@ -51,8 +50,8 @@ class MaskedCase:
 
     problem: MaskedProblem
     layout: Layout
-    options: tuple[tuple[str, Any], ...]
-    seed: int
+    options: tuple[tuple[str, Any], ...] = ()
+    seed: int = 0
 
 
 @st.composite
@@ -83,54 +82,44 @@ def masked_cases(draw: st.DrawFn, axes: int, biases: tuple[str, ...] = BIASES) -
 
 
 def _attend_all(
-    rank: int, cases: list[tuple[MaskedCase, Tensors]], shape: tuple[int, ...], names: tuple[str, ...]
-) -> list[tuple[int, Tensors]]:
+    _rank: int, cases: list[MaskedCase], shape: tuple[int, ...], names: tuple[str, ...]
+) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """Returns this rank's place in the sequence, and results and gradients by name."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    here = place(list(mesh.get_coordinate() or []), names, shape)
-    results = []
-    for case, tensors in cases:
-        q, k, v, grad_out, *bias = case.problem.shard(tensors, case.layout, here, mesh.size())
-        leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in (q, k, v, *bias)]
-        sinks = case.problem.draw_sinks(case.seed)
-        out, lse = context_parallel_attention(
-            *leaves[:3], mesh=mesh, layout=case.layout, mask=case.problem.mask, is_causal=case.problem.is_causal,
-            attn_mask=leaves[3] if bias else None, sinks=None if sinks is None else sinks.requires_grad_(),
-            softcap=case.problem.softcap, scale=case.problem.scale, return_lse=True,
-            enable_gqa=case.problem.q_heads != case.problem.kv_heads,
-            seq_len=(case.problem.q_len, case.problem.kv_len), **dict(case.options),
+    here, results = place(list(mesh.get_coordinate() or []), names, shape), []
+    for case in cases:
+        problem = case.problem
+        given = problem.shard(problem.draw(case.seed), case.layout, here, mesh.size())
+        x = dict(zip(problem.names, given, strict=False))
+        grad_out, x["sinks"] = x.pop("grad_out"), problem.draw_sinks(case.seed)
+        x = {name: each.clone() for name, each in x.items() if each is not None}
+        leaves = {name: each.requires_grad_() for name, each in x.items() if each.is_floating_point()}
+        out, lse = problem.call(
+            x, mesh=mesh, layout=case.layout, mask=problem.mask, is_causal=problem.is_causal,
+            attn_mask=x.get("bias"), sinks=x.get("sinks"), softcap=problem.softcap, scale=problem.scale,
+            return_lse=True, **{"seq_len": (problem.q_len, problem.kv_len), **dict(case.options)},
         )  # fmt: skip
         out.backward(grad_out)
-        grads = [leaf.grad for leaf in (*leaves, *([] if sinks is None else [sinks])) if leaf.requires_grad]
-        results.append((here, (out.detach(), *grads[:3], lse, *grads[3:])))
+        grads = {name: leaf.grad for name, leaf in leaves.items()}
+        results.append((here, {"out": out.detach(), "lse": lse, **grads}))
     return results
 
 
-def check_masked(cases: list[MaskedCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
+def check_masked(cases: Sequence[MaskedCase], shape: tuple[int, ...], names: tuple[str, ...] = ("cp",)) -> None:
     """Checks several cases on one set of ranks, since starting ranks takes longer than a case."""
-    drawn = [(case, case.problem.draw(case.seed)) for case in cases]
-    expected = [case.problem.reference(*tensors, sinks=case.problem.draw_sinks(case.seed)) for case, tensors in drawn]
     size = torch.Size(shape).numel()
-    by_rank = run_ranks(size, _attend_all, drawn, shape, names)
-    for index, (case, wholes) in enumerate(zip(cases, expected, strict=True)):
-        results = [of_rank[index] for of_rank in by_rank]
-        for here, result in results:
-            for name, got, whole in zip(NAMES, result[:5], wholes[:5], strict=True):
-                assert_close(got, shard(whole, case.layout, here, size), f"{name} of place {here}, {case}")
-            if case.problem.sinks:  # of this rank's rows
-                own_share = shard(wholes[-1], case.layout, here, size).sum((0, 2))
-                assert_close(result[-1], own_share, f"dsinks of place {here}, {case}")
-        if case.problem.bias.startswith("additive"):
-            _check_gradient_of_bias(case, [(here, result[5]) for here, result in results], wholes[5], size)
-
-
-def _check_gradient_of_bias(
-    case: MaskedCase, by_place: list[tuple[int, torch.Tensor]], whole: torch.Tensor, size: int
-) -> None:
-    """Checks each rank's rows of the gradient; for a bias that all rows share, the sum over the ranks."""
-    if len(case.layout.batch_groups(case.problem.batch)) > 1:
-        return  # it was expanded before it was sharded
-    if whole.size(2) == 1 and case.problem.q_len != 1:
-        assert_close(torch.stack([grad for _, grad in by_place]).sum(0), whole, f"dbias, {case}")
-    else:
-        for here, grad in by_place:
-            assert_close(grad, shard(whole, case.layout, here, size), f"dbias of place {here}, {case}")
+    by_rank = run_ranks(size, _attend_all, cases, shape, names)
+    for case, *results in zip(cases, *by_rank, strict=True):
+        problem = case.problem
+        wholes = problem.expected(problem.draw(case.seed), problem.draw_sinks(case.seed))
+        for name, whole in wholes.items():
+            what = f"{name} of {case}"
+            if name == "bias" and len(case.layout.batch_groups(problem.batch)) > 1:
+                continue  # it was expanded before it was sharded
+            if name == "up" or (name == "bias" and whole.size(2) == 1 and problem.q_len != 1):  # all rows share it
+                assert_close(torch.stack([each[name] for _, each in results]).sum(0), whole, what)
+                continue
+            dim = 1 if whole.dim() == 3 and name != "lse" and name != "sinks" else 2
+            for here, each in results:
+                mine = shard(whole, case.layout, here, size, dim)
+                assert_close(each[name], mine.sum((0, 2)) if name == "sinks" else mine, f"place {here}, {what}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from cp_dtensor import context_parallel_attention
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import (
@@ -157,6 +158,24 @@ class MaskedProblem:
             return None
         drawn = torch.randn(self.q_heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return drawn.index_fill(0, torch.tensor(seed % self.q_heads), float("-inf") if seed % 3 == 0 else 1.5)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors of `draw`."""
+        return "q", "k", "v", "grad_out", "bias"
+
+    def call(self, x: dict[str, torch.Tensor], **options: Any) -> Any:
+        """Returns out and lse of this rank's tensors."""
+        return context_parallel_attention(
+            x["q"], x["k"], x["v"], enable_gqa=self.q_heads != self.kv_heads, **options
+        )  # fmt: skip
+
+    def expected(self, tensors: Tensors, sinks: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Returns out, lse, and gradients by name: of sinks by row (B, H, S)."""
+        found = self.reference(*tensors, sinks=sinks)
+        named = dict(zip(("out", "q", "k", "v", "lse"), found, strict=False))
+        more = ["bias"] * self.bias.startswith("additive") + ["sinks"] * self.sinks
+        return named | dict(zip(more, found[5:], strict=True))
 
     def reference(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, *bias: Any,

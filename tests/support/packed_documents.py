@@ -1,4 +1,4 @@
-"""Problems of packed documents, and their results in float64, one document after the other."""
+"""Problems of packed documents, and their results in float64."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import torch
-from hypothesis import strategies as st
 
+from cp_dtensor import Causal, Documents, Mask, SlidingWindow
 from cp_dtensor.engine import attend
 from cp_dtensor.spec.layouts import Layout
+from support.masked_problems import shown
 from support.problems import dense, normals
 
 Tensors = tuple[torch.Tensor, ...]
@@ -53,35 +53,20 @@ class PackedProblem:
         shapes = ((q_len, self.q_heads), (kv_len, self.kv_heads), (kv_len, self.kv_heads), (q_len, self.q_heads))
         return tuple(normal(*each, self.head_dim) for each in shapes)
 
+    @property
+    def mask(self) -> Mask:
+        """The documents, whose queries are aligned with their last keys."""
+        within: Mask = SlidingWindow(*self.window, alignment="bottom_right")
+        within = within & Causal("bottom_right") if self.is_causal else within
+        return Documents(self.cu_seqlens, self.cu_seqlens_k, within=within)
+
     def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor) -> Tensors:
         """Returns (out, dq, dk, dv, lse): zeros, and lse -inf, outside documents."""
-        q, k, v = leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-        out, lse = torch.zeros_like(q), q.new_full((self.q_heads, q.size(0)), float("-inf"))
-        for (q0, q1), (k0, k1) in zip(pairwise(self.cu_seqlens), pairwise(self.k_edges), strict=True):
-            if q1 > q0 and k1 > k0:
-                out[q0:q1], lse[:, q0:q1] = self._document(q[q0:q1], k[k0:k1], v[k0:k1])
-        if out.requires_grad:
-            out.backward(grad_out)
-        grads = (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
-        return out.detach(), *grads, lse.detach()
-
-    def _document(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        at = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q)
-        key = torch.arange(len(k))
-        left, right = self.window
-        hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
-        if self.is_causal:
-            hidden |= key > at
-        if left is not None:
-            hidden |= key < at - left
-        if right is not None:
-            hidden |= key > at + right
-        heads_first = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-        out, lse = dense(*heads_first, ~hidden, self.scale, softcap=self.softcap)
-        return out[0].transpose(0, 1), lse[0]
-
-
-_ends = st.one_of(st.none(), st.integers(0, 5))
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        heads_first = (leaf.transpose(0, 1)[None] for leaf in leaves)
+        out, lse = dense(*heads_first, shown(self.mask, *self.lengths, 1), self.scale, softcap=self.softcap)
+        out = out[0].transpose(0, 1)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad_out), lse[0].detach()
 
 
 def shard_packed(tensor: torch.Tensor, layout: Layout, rank: int, size: int, dim: int = 0) -> torch.Tensor:

@@ -6,9 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cp_dtensor import (
-    Layout,
-)
+from cp_dtensor import Layout
 from support.problems import assert_close, shard
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 12, 2, 8

@@ -55,8 +55,7 @@ def gathered_rows(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> Gat
 
 
 any_layout = st.one_of(
-    st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]),
-    st.builds(Striped, st.integers(1, 5)),
+    st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]), st.builds(Striped, st.integers(1, 5))
 )
 
 
