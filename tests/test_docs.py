@@ -44,17 +44,17 @@ def test_python_blocks_compile(path: Path) -> None:
             compile(block, f"{path.name}, Python block {number}", "exec")
 
 
-@pytest.mark.parametrize("block", [*blocks(MODIFIERS, "python"), *blocks(MASKS, "python")])
-def test_programs_about_masks_run_on_four_ranks(block: str) -> None:
+PROGRAMS = [
+    *blocks(MODIFIERS, "python"), *blocks(MASKS, "python"), *blocks(MLA, "python"),
+    *(block for block in blocks(CHOOSING, "python") if "bottom_right" in block),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_programs_run_on_four_ranks(block: str) -> None:
     """They compare with one device themselves."""
-    program = compile(block, "modifiers.md or masks.md", "exec")
+    program = compile(block, "a program of docs", "exec")
     run_ranks(4, lambda _rank: exec(program, {}))
-
-
-def test_the_program_about_latents_runs_on_four_ranks() -> None:
-    """It compares with one device itself."""
-    (program,) = blocks(MLA, "python")
-    run_ranks(4, lambda _rank: exec(compile(program, MLA.name, "exec"), {}))
 
 
 def test_programs_about_layers_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,11 +90,6 @@ def test_auto_takes_what_the_page_says() -> None:
                 wrong += [(heads, ranks, tokens, found.chosen)] * (found.chosen != method)
         dist.destroy_process_group()
     assert not wrong
-
-
-def test_the_program_about_decoding_runs_on_four_ranks() -> None:
-    (program,) = (block for block in blocks(CHOOSING, "python") if "bottom_right" in block)
-    run_ranks(4, lambda _rank: exec(compile(program, CHOOSING.name, "exec"), {}))
 
 
 @each_document
