@@ -64,20 +64,19 @@ def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: St
     assert kinds(collectives) == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
 
 
-def test_stages_of_backward_have_many_blocks_of_keys() -> None:
-    """Buffers of 128 keys, 8 query heads: 1,024 rows."""
-    spec = CallSpec(LayoutPartition(HeadTail(), 128, 128, 1, 2), Causal(), 1, 8, 4, 8, 8, "float64")
+def test_stages_have_many_blocks_of_keys() -> None:
+    """Backward: buffers of 128 keys, 8 query heads, 1,024 rows. By row: rank 1 of 2 attends to the last 40 of rank 0's
+    keys, of 4 heads, 160 rows."""
+    usual = CallSpec(LayoutPartition(HeadTail(), 128, 128, 1, 2), Causal(), 1, 8, 4, 8, 8, "float64")
     for keys_per_stage, count in ((1024, 1), (513, 1), (512, 2), (257, 2), (256, 4), (1, 4)):
-        stages = replace(BY_HEAD, grad_keys_per_stage=keys_per_stage).stages(spec)
+        stages = replace(BY_HEAD, grad_keys_per_stage=keys_per_stage).stages(usual)
         assert stages == (Stages(1, 4), Stages(count, count))
-
-
-def test_stages_of_interval_masked_tiles_have_many_blocks() -> None:
-    """Rank 1 of 2 attends to the last 40 of rank 0's keys, of 4 heads: 160 rows."""
-    window = SlidingWindow(40, 0)
-    spec = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, "float64", Masking.INTERVALS)
+    by_row = replace(
+        usual, partition=LayoutPartition(Contiguous(), 128, 128, 1, 2), mask=SlidingWindow(40, 0), q_heads=4,
+        masking=Masking.INTERVALS,
+    )  # fmt: skip
     for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
-        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(spec)
+        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(by_row)
         assert stages == (Stages(1, count), Stages(count, count))
 
 

@@ -123,7 +123,8 @@ EDGES: list[tuple[MaskedProblem, Layout, tuple[int, ...], tuple[str, ...], str]]
 def test_at_the_edges(
     problem: MaskedProblem, layout: Layout, shape: tuple[int, ...], names: tuple[str, ...], method: str
 ) -> None:
-    check_masked([MaskedCase(problem, layout, (("method", method),), 1)], shape, names)
+    options = [(("method", method), ("rotate_method", transport)) for transport in ("allgather", "alltoall")]
+    check_masked([MaskedCase(problem, layout, each, 1) for each in options], shape, names)
 
 
 def test_delta_is_computed_once_for_all_tiles_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,18 +68,6 @@ def test_the_buffer_has_every_row_and_gathered_tiles_read_none_of_the_own_shard(
 
 
 @given(calls())
-def test_the_buffer_is_in_natural_order_where_segments_are_unbroken(call: Call) -> None:
-    """Of the first batch group: `MirroredBatch` has the ranks in reversed order in the second."""
-    first = call.groups[0]
-    found = gathered_positions(first, gathered_rows(call.groups))
-    if all(segment.is_contiguous for segments in first.kv_by_rank for segment in segments):
-        np.testing.assert_array_equal(found, np.arange(call.kv_len))
-    else:  # stripes cannot be
-        segments = sorted((segment for segments in first.kv_by_rank for segment in segments), key=lambda it: it.start)
-        assert found.tolist() == [position for segment in segments for position in segment.positions()]
-
-
-@given(calls())
 def test_received_parts_are_those_of_which_some_tile_reads_a_row(call: Call) -> None:
     groups, rows = call.groups, gathered_rows(call.groups)
     for rank in range(call.ranks):
@@ -92,12 +80,6 @@ def test_received_parts_are_those_of_which_some_tile_reads_a_row(call: Call) -> 
             assert recv_parts(groups, rank, source, call.mask) == (read if source != rank else ())
             if source != rank:
                 assert read == tuple(part for part in parts if from_buffer & set(range(*rows.span(source, part))))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 32])
-def test_head_tail_causal_takes_three_tiles_whatever_the_number_of_ranks(ranks: int) -> None:
-    call = Call(HeadTail(), 8 * ranks, 8 * ranks, 1, ranks, Causal())
-    assert max(len(gathered(call, rank)) for rank in range(ranks)) == min(ranks, 3)
 
 
 @given(st.integers(0, 200), st.integers(1, 32))
