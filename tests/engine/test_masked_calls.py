@@ -108,6 +108,7 @@ def causal(q_len: int, kv_len: int, heads: tuple[int, int] = (4, 2), batch: int 
 EDGES: list[tuple[MaskedProblem, Layout, tuple[int, ...], tuple[str, ...], str]] = [
     (causal(13, 2), Striped(3), (2, 2), RING_ULYSSES, "ring"),
     (causal(2, 13), Striped(3), (2, 2), ULYSSES_RING, "hybrid"),
+    (causal(5, 5), Striped(1), (2, 2), RING_ULYSSES, "hybrid"),
     (causal(1, 30), HeadTail(), (4,), CP, "ring"),
     (causal(26, 26, (6, 2), batch=2), HeadTail(), (4,), CP, "ulysses"),
     (causal(26, 26, (8, 2), batch=2), MirroredBatch(), (4,), CP, "ulysses"),
