@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.docs_scripts import docs_script
+from support.explained import explained
 from support.pages import blocks
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cp_dtensor
 from cp_dtensor.tools.report import significant
@@ -81,14 +79,11 @@ def test_auto_takes_what_the_page_says() -> None:
     wrong = []
     for place, title in enumerate(header[1:], 1):
         ranks = int(title.removesuffix(" GPUs"))
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-        mesh = init_device_mesh("cpu", (ranks,))
         for heads, *cells in rows:
             (q_heads, kv_heads), longest = map(int, heads.split(":")), int(cells[place - 1].replace(",", ""))
             for tokens, method in ((longest, "ulysses"), (2 * longest, "ring")):
-                found = cp_dtensor.explain(mesh, seq_len=tokens, q_heads=q_heads, kv_heads=kv_heads, quiet=True)
+                found = explained(ranks, names=("cp",), seq_len=tokens, q_heads=q_heads, kv_heads=kv_heads)
                 wrong += [(heads, ranks, tokens, found.chosen)] * (found.chosen != method)
-        dist.destroy_process_group()
     assert not wrong
 
 

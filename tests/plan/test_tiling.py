@@ -28,10 +28,6 @@ def ring(call: Call, rank: int) -> Tiles:
     return tuple(tile for source in range(call.ranks) for tile in tiles_against(call.groups, rank, source, call.mask))
 
 
-def gathered(call: Call, rank: int) -> Tiles:
-    return tiles_against(call.groups, rank, rank, call.mask) + gathered_tiles(call.groups, rank, call.mask)
-
-
 @settings(max_examples=200)
 @given(call=calls())
 def test_tiles_of_short_triangles_cover_every_allowed_pair_exactly_once(call: Call) -> None:
