@@ -99,7 +99,7 @@ def test_any_number_of_leading_dims(lead: tuple[int, ...]) -> None:
 
 
 def test_dtensors_over_other_dims_are_refused() -> None:
-    """Other masks that do not fit: tests/spec/test_masks_bad_input.py."""
+    """Other masks that do not fit: tests/engine/test_refusals.py."""
 
     def body(_rank: int) -> None:
         mesh = init_device_mesh("cpu", (RANKS,))
