@@ -44,7 +44,7 @@ MUTANTS = (
         "plan/plan.py",
         "(Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size))",
         "(Step(heads, Transfer(heads, h), tiles[h] * (h < world_size - 1)) for h in range(1, world_size))",
-        "tests/comm/test_transports.py::test_rows_that_travel_directly_between_their_places",
+        "tests/engine/test_masked_calls.py::test_at_the_edges",
     ),
     Mutant(
         "merge without maximum",

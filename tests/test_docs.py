@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.docs_scripts import docs_script
+from support.explained import explained
 from support.pages import blocks
 from support.ranks import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cp_dtensor
 from cp_dtensor.tools.report import significant
@@ -44,17 +42,17 @@ def test_python_blocks_compile(path: Path) -> None:
             compile(block, f"{path.name}, Python block {number}", "exec")
 
 
-@pytest.mark.parametrize("block", [*blocks(MODIFIERS, "python"), *blocks(MASKS, "python")])
-def test_programs_about_masks_run_on_four_ranks(block: str) -> None:
+PROGRAMS = [
+    *blocks(MODIFIERS, "python"), *blocks(MASKS, "python"), *blocks(MLA, "python"),
+    *(block for block in blocks(CHOOSING, "python") if "bottom_right" in block),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", PROGRAMS)
+def test_programs_run_on_four_ranks(block: str) -> None:
     """They compare with one device themselves."""
-    program = compile(block, "modifiers.md or masks.md", "exec")
+    program = compile(block, "a program of docs", "exec")
     run_ranks(4, lambda _rank: exec(program, {}))
-
-
-def test_the_program_about_latents_runs_on_four_ranks() -> None:
-    """It compares with one device itself."""
-    (program,) = blocks(MLA, "python")
-    run_ranks(4, lambda _rank: exec(compile(program, MLA.name, "exec"), {}))
 
 
 def test_programs_about_layers_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,20 +79,12 @@ def test_auto_takes_what_the_page_says() -> None:
     wrong = []
     for place, title in enumerate(header[1:], 1):
         ranks = int(title.removesuffix(" GPUs"))
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-        mesh = init_device_mesh("cpu", (ranks,))
         for heads, *cells in rows:
             (q_heads, kv_heads), longest = map(int, heads.split(":")), int(cells[place - 1].replace(",", ""))
             for tokens, method in ((longest, "ulysses"), (2 * longest, "ring")):
-                found = cp_dtensor.explain(mesh, seq_len=tokens, q_heads=q_heads, kv_heads=kv_heads, quiet=True)
+                found = explained(ranks, names=("cp",), seq_len=tokens, q_heads=q_heads, kv_heads=kv_heads)
                 wrong += [(heads, ranks, tokens, found.chosen)] * (found.chosen != method)
-        dist.destroy_process_group()
     assert not wrong
-
-
-def test_the_program_about_decoding_runs_on_four_ranks() -> None:
-    (program,) = (block for block in blocks(CHOOSING, "python") if "bottom_right" in block)
-    run_ranks(4, lambda _rank: exec(compile(program, CHOOSING.name, "exec"), {}))
 
 
 @each_document

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.compiled_subprocess import run_uninterpreted
 
-_CALLS, _NEIGHBOURS = 50, 30
+_CALLS, _NEIGHBOURS = 25, 20
 _Option = TypeVar("_Option")
 
 

@@ -95,18 +95,12 @@ MIXED = one_after_the_other(
 )
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @all_stages
 @all_worlds
-def test_ulysses(ranks: int, stages: int, two_streams: bool, backward: bool) -> None:
-    call = ulysses(stages, two_streams, backward)
-    check(ranks, one_after_the_other(call, call, call))
-
-
-@all_stages
-@all_worlds
-def test_ulysses_in_graphs(ranks: int, stages: int, two_streams: bool) -> None:
-    check(ranks, in_graphs(ulysses(stages, two_streams, backward=True)))
+def test_ulysses(ranks: int, stages: int, two_streams: bool) -> None:
+    forward, both = (ulysses(stages, two_streams, backward) for backward in (False, True))
+    check(ranks, one_after_the_other(forward, forward, both, both))
+    check(ranks, in_graphs(both))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +203,8 @@ def test_a_rank_needs_flags_for_itself(ranks: int, stages: int, how: Callable[[P
 
 
 @all_worlds
-def test_writes_wait_for_earlier_writes_in_graphs_too(ranks: int) -> None:
+def test_writes_wait_for_earlier_writes(ranks: int) -> None:
+    """In graphs, too, and on streams of the user."""
     follow = Workspace.follow
 
     def unless_capturing(workspace: Workspace, stream: Any) -> None:
@@ -218,10 +213,6 @@ def test_writes_wait_for_earlier_writes_in_graphs_too(ranks: int) -> None:
 
     with mock.patch.object(Workspace, "follow", unless_capturing):
         check_that_it_goes_wrong(ranks, in_graphs(ulysses(4, True, backward=False)))
-
-
-@all_worlds
-def test_writes_wait_for_earlier_writes_on_streams_of_the_user(ranks: int) -> None:
     with mock.patch.object(Workspace, "follow"):
         check_that_it_goes_wrong(ranks, on_streams_in_turns(ring(1, Full(), Contiguous(), backward=False)))
 

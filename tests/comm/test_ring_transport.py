@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,32 +11,33 @@ from support.collectives import Collective, kinds, recorded_collectives
 from support.problems import Problem, shard
 from support.ranks import run_ranks
 
-from cp_dtensor import HeadTail, Layout, ring_attention, set_rotate_method
+from cp_dtensor import HeadTail, ring_attention
 from cp_dtensor.comm.transports import ROTATE_METHODS
 
 RANKS = 4
-each_method = pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
 each_rotation = pytest.mark.parametrize("rotate_method", ["allgather", "alltoall"])
 
 
-@pytest.fixture
-def process_default() -> Iterator[None]:
-    """Restores the default of `set_rotate_method` after the test."""
-    yield
-    set_rotate_method("auto")
+def recorded(
+    problem: Problem, rotate_method: str, backward: bool = True, **options: Any
+) -> tuple[list[Collective], list[torch.Tensor]]:
+    """Return the collectives of a call, and out on each rank."""
 
+    def body(rank: int) -> torch.Tensor:
+        q, k, v, grad_out = (shard(tensor, HeadTail(), rank, RANKS) for tensor in problem.draw(seed=0))
+        for tensor in (q, k, v):
+            tensor.requires_grad_(backward)
+        out: Any = ring_attention(
+            q, k, v, mesh=dist.group.WORLD, is_causal=problem.is_causal, rotate_method=rotate_method,
+            enable_gqa=problem.q_heads != problem.kv_heads, **options,
+        )  # fmt: skip
+        if backward:
+            out.backward(grad_out)
+        return out.detach()
 
-def attend(rank: int, problem: Problem, layout: Layout, backward: bool, options: dict[str, Any]) -> torch.Tensor:
-    q, k, v, grad_out = (shard(tensor, layout, rank, RANKS) for tensor in problem.draw(seed=0))
-    for tensor in (q, k, v):
-        tensor.requires_grad_(backward)
-    out = ring_attention(
-        q, k, v, mesh=dist.group.WORLD, layout=layout, is_causal=problem.is_causal,
-        enable_gqa=problem.q_heads != problem.kv_heads, **options,
-    )  # fmt: skip
-    if backward:
-        out.backward(grad_out)
-    return out.detach()
+    with recorded_collectives() as collectives:
+        results = run_ranks(RANKS, body)
+    return collectives, results
 
 
 SMALL = Problem(24, 24, is_causal=True)
@@ -48,24 +48,17 @@ FORWARD = {"allgather": GATHER, "alltoall": RING, "symm_mem": GATHER, "auto": GA
 BACKWARD = {method: transfers * 2 for method, transfers in FORWARD.items()}  # K/V once more, and their gradients
 
 
-@each_method
+@pytest.mark.parametrize("rotate_method", ROTATE_METHODS)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_lengths_are_not_exchanged(backward: bool, rotate_method: str) -> None:
+    """Known ones, and those that are found; with `debug` hashes of the calls are."""
     transfers = FORWARD[rotate_method] + BACKWARD[rotate_method] * backward
-    options: dict[str, Any] = {"rotate_method": rotate_method}
-    with recorded_collectives() as collectives:
-        known = run_ranks(RANKS, attend, SMALL, HeadTail(), backward, {"seq_len": 24, **options})
-    assert [kinds(collectives, rank) for rank in range(RANKS)] == [transfers] * RANKS
-    with recorded_collectives() as collectives:
-        found = run_ranks(RANKS, attend, SMALL, HeadTail(), backward, options)
-    assert [kinds(collectives, rank) for rank in range(RANKS)] == [transfers] * RANKS
-    assert all(map(torch.equal, known, found))
-
-
-def test_debug_exchanges_in_spite_of_a_known_length() -> None:
-    with recorded_collectives() as collectives:
-        run_ranks(RANKS, attend, SMALL, HeadTail(), False, {"seq_len": 24, "debug": True})
-    assert kinds(collectives) == ["AllGather", *FORWARD["auto"]]
+    results = []
+    for options, first in (({"seq_len": 24}, []), ({}, []), ({"seq_len": 24, "debug": True}, ["AllGather"])):
+        collectives, out = recorded(SMALL, rotate_method, backward, **options)
+        assert [kinds(collectives, rank) for rank in range(RANKS)] == [first + transfers] * RANKS
+        results.append(out)
+    assert all(torch.equal(*of_rank) for of_rank in zip(*results[:2], strict=True))
 
 
 def sent_by(collectives: list[Collective], rank: int) -> list[torch.Tensor]:
@@ -82,8 +75,7 @@ def test_keys_and_values_travel_unexpanded(kv_heads: int, rotate_method: str) ->
     r ranks before it; gradients return on the same ways.
     """
     problem = Problem(24, 24, batch=2, q_heads=8, kv_heads=kv_heads, is_causal=True, dtype=torch.bfloat16)
-    with recorded_collectives() as collectives:
-        run_ranks(RANKS, attend, problem, HeadTail(), True, {"rotate_method": rotate_method, "seq_len": 24})
+    collectives, _ = recorded(problem, rotate_method)
     count = len(FORWARD[rotate_method])
     for rank in range(RANKS):
         sent = sent_by(collectives, rank)
@@ -121,23 +113,3 @@ def test_a_rank_receives_only_rows_that_it_attends_to(seq_len: int, is_causal: b
             assert found == list(sent_rows.values())
         else:
             assert found == [[position for reader in sorted(sent_rows) for position in sent_rows[reader]]]
-
-
-@pytest.mark.usefixtures("process_default")
-def test_backward_uses_the_transport_of_forward_after_the_default_has_changed() -> None:
-    def body(rank: int) -> torch.Tensor:
-        q, k, v, grad_out = (shard(tensor, HeadTail(), rank, RANKS) for tensor in SMALL.draw(seed=0))
-        out = ring_attention(q.requires_grad_(), k, v, mesh=dist.group.WORLD, is_causal=True, seq_len=24)
-        dist.barrier()
-        if rank == 0:
-            set_rotate_method("alltoall")
-        dist.barrier()
-        out.backward(grad_out)
-        assert q.grad is not None
-        return q.grad
-
-    set_rotate_method("allgather")
-    with recorded_collectives() as collectives:
-        grads = run_ranks(RANKS, body)
-    assert kinds(collectives) == [*FORWARD["allgather"], "AllReduce", "AllReduce", *BACKWARD["allgather"]]
-    assert all(grad.isfinite().all() for grad in grads)

@@ -10,22 +10,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.collectives import kinds, recorded_collectives, rows_in_place
+from support.collectives import kinds, recorded_collectives
 from support.labels import record_labels
-from support.problems import Problem, reference, shard
+from support.method_checks import check
+from support.problems import Problem, shard
 from support.ranks import run_ranks
 from support.ring_checks import Tensors, attend, check_against_reference
 from support.staging import BY_HEAD, fine
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import (
     Contiguous,
     HeadTail,
-    Layout,
-    MirroredBatch,
-    Striped,
-    context_parallel_attention,
     ring_attention,
     set_rotate_method,
 )
@@ -41,34 +37,7 @@ from cp_dtensor.plan import plan as plans
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.plan import Stages
 from cp_dtensor.plan.tiling import Masking
-from cp_dtensor.spec import logs
 from cp_dtensor.spec.masks import Causal, Full, SlidingWindow
-
-LAYOUTS = [Contiguous(), HeadTail(), Striped(1), Striped(3), MirroredBatch()]
-
-
-def check_staged(staging: Staging, problem: Problem, world_size: int, layout: Layout, seed: int = 0) -> None:
-    with mock.patch.dict(ROTATE_METHODS, allgather=AllGather(staging)):
-        check_against_reference(problem, world_size, layout, seed, rotate_method="allgather")
-
-
-@settings(max_examples=100)
-@given(st.data())
-def test_any_staging_of_any_problem_equals_one_device(data: st.DataObject) -> None:
-    kv_heads, q_len = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 30))
-    problem = Problem(
-        q_len=q_len,
-        kv_len=data.draw(st.one_of(st.just(q_len), st.integers(0, 30))),
-        batch=data.draw(st.integers(1, 3)),
-        q_heads=kv_heads * data.draw(st.integers(1, 2)),
-        kv_heads=kv_heads,
-        head_dim=2,
-        is_causal=data.draw(st.booleans()),
-    )
-    total = max(1, problem.kv_len * problem.batch * kv_heads * 2 * 2 * 8)  # bytes of all ranks' K/V
-    limits = st.builds(lambda count: -(-total // count), st.integers(1, 6))
-    staging = data.draw(st.builds(fine, limits, limits, limits))
-    check_staged(staging, problem, data.draw(st.integers(1, 5)), data.draw(st.sampled_from(LAYOUTS)))
 
 
 @pytest.mark.parametrize(
@@ -95,20 +64,19 @@ def test_the_limits_determine_the_number_of_stages(staging: Staging, forward: St
     assert kinds(collectives) == ["AllToAllBase"] * (forward.remote + 2 * backward.remote)
 
 
-def test_stages_of_backward_have_many_blocks_of_keys() -> None:
-    """Buffers of 128 keys, 8 query heads: 1,024 rows."""
-    spec = CallSpec(LayoutPartition(HeadTail(), 128, 128, 1, 2), Causal(), 1, 8, 4, 8, 8, "float64")
+def test_stages_have_many_blocks_of_keys() -> None:
+    """Backward: buffers of 128 keys, 8 query heads, 1,024 rows. By row: rank 1 of 2 attends to the last 40 of rank 0's
+    keys, of 4 heads, 160 rows."""
+    usual = CallSpec(LayoutPartition(HeadTail(), 128, 128, 1, 2), Causal(), 1, 8, 4, 8, 8, "float64")
     for keys_per_stage, count in ((1024, 1), (513, 1), (512, 2), (257, 2), (256, 4), (1, 4)):
-        stages = replace(BY_HEAD, grad_keys_per_stage=keys_per_stage).stages(spec)
+        stages = replace(BY_HEAD, grad_keys_per_stage=keys_per_stage).stages(usual)
         assert stages == (Stages(1, 4), Stages(count, count))
-
-
-def test_stages_of_interval_masked_tiles_have_many_blocks() -> None:
-    """Rank 1 of 2 attends to the last 40 of rank 0's keys, of 4 heads: 160 rows."""
-    window = SlidingWindow(40, 0)
-    spec = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), window, 1, 4, 4, 8, 8, "float64", Masking.INTERVALS)
+    by_row = replace(
+        usual, partition=LayoutPartition(Contiguous(), 128, 128, 1, 2), mask=SlidingWindow(40, 0), q_heads=4,
+        masking=Masking.INTERVALS,
+    )  # fmt: skip
     for keys_per_stage, count in ((161, 1), (81, 1), (80, 2), (41, 2), (40, 4), (1, 4)):
-        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(spec)
+        stages = replace(BY_HEAD, keys_per_stage_by_row=keys_per_stage).stages(by_row)
         assert stages == (Stages(1, count), Stages(count, count))
 
 
@@ -137,11 +105,6 @@ def test_transfers_are_under_way_while_tiles_are_computed(
     ]
 
 
-def forward(rank: int, problem: Problem, rotate_method: str) -> torch.Tensor:
-    q, k, v, _ = (shard(tensor, HeadTail(), rank, 2) for tensor in problem.draw(seed=0))
-    return ring_attention(q, k, v, mesh=dist.group.WORLD, seq_len=problem.q_len, rotate_method=rotate_method)
-
-
 def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
     """In bfloat16, stages and a single transfer add equal contributions in float32 in the same order."""
     problem = Problem(64, 64, q_heads=4, kv_heads=4, head_dim=16, is_causal=True, dtype=torch.bfloat16)
@@ -155,21 +118,6 @@ def test_sums_over_ranks_and_stages_are_rounded_once() -> None:
         assert all(map(torch.equal, at_once, by_head))
 
 
-@pytest.mark.parametrize(
-    "method",
-    [AllGather(BY_HEAD), AllGather(), AllToAll(), AllToAll(shard_bytes=1, grad_shard_bytes=1, flops_per_hop=1e-3)],
-    ids=["by head", "allgather", "alltoall", "rings by head"],
-)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_rows_that_travel_directly_between_their_places(is_causal: bool, layout: Layout, method: Any) -> None:
-    """As on GPUs, where nothing is packed."""
-    problem = Problem(29, 29, batch=2, q_heads=4, kv_heads=2, is_causal=is_causal)
-    with mock.patch.dict(ROTATE_METHODS, alltoall=method), rows_in_place(), recorded_collectives() as collectives:
-        check_against_reference(problem, 4, layout, rotate_method="alltoall")
-    assert set(kinds(collectives)) == {"AllToAll"}
-
-
 def test_large_shards_go_around_by_groups_of_heads() -> None:
     """64 tokens a rank of 8 heads of K and V, 8 elements of 8 bytes each: 8 KiB a head."""
     spec = CallSpec(LayoutPartition(Contiguous(), 128, 128, 1, 2), Full(), 1, 8, 8, 8, 8, "float64")
@@ -180,36 +128,14 @@ def test_large_shards_go_around_by_groups_of_heads() -> None:
     assert len({step.heads for step in few_operations.plan(spec, 0).backward}) == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_long_triangles_are_computed_in_parts(
-    ranks: int, method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_triangles_are_computed_in_parts(ranks: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in causal attention to very long shards. Triangles have up to 8 parts; some are merged, some only placed."""
     monkeypatch.setattr(plans, "LONGEST_TRIANGLE", 5)
     monkeypatch.setattr(planning, "_tile_plan", planning._tile_plan.__wrapped__)  # plans are cached
-    problem = Problem(31, 31, batch=2, q_heads=4, kv_heads=2, is_causal=True, dtype=dtype)
-    tensors = problem.draw(seed=0)
-    expected = reference(problem, *tensors)
-    results = run_ranks(ranks, attend_by, method, tensors, problem, ranks)
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
-    for rank, result in enumerate(results):
-        for got, whole in zip(result, expected, strict=True):
-            share = shard(whole, HeadTail(), rank, ranks).to(dtype)
-            torch.testing.assert_close(got, share, rtol=tolerance, atol=tolerance)
-
-
-def attend_by(rank: int, method: str, tensors: Tensors, problem: Problem, ranks: int) -> Tensors:
-    q, k, v, grad_out = (shard(tensor, HeadTail(), rank, ranks) for tensor in tensors)
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-    out = context_parallel_attention(
-        q, k, v, mesh=dist.group.WORLD, method=method, is_causal=True, enable_gqa=True, seq_len=problem.q_len
-    )
-    assert isinstance(out, torch.Tensor)
-    out.backward(grad_out)
-    return out.detach(), q.grad, k.grad, v.grad
+    problem = Problem(31, 31, batch=2, q_heads=4, kv_heads=2, is_causal=True)
+    check(problem, HeadTail(), ("cp",), (ranks,), method=method)
 
 
 @pytest.mark.parametrize("staging", [fine(), BY_HEAD], ids=["at once", "by head"])
@@ -226,20 +152,26 @@ def test_symmetric_memory_falls_back_to_all_gather_where_there_is_none(staging: 
         assert all(map(torch.equal, symm_mem, allgather))
 
 
-def test_the_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Two ranks, and several calls, forward and backward."""
+def test_every_group_logs_its_fallback_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Four ranks, each of them in two groups, and several calls, forward and backward."""
     problem = Problem(8, 8)
 
     def body(rank: int) -> None:
-        for _ in range(2):
-            attend(rank, 2, problem.draw(seed=0), problem, HeadTail(), {"rotate_method": "symm_mem"})
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        for group in (mesh.get_group("rows"), mesh.get_group("columns")) * 2:
+            q, k, v, grad_out = (shard(tensor, HeadTail(), dist.get_rank(group), 2) for tensor in problem.draw(seed=0))
+            q.requires_grad_()
+            out = ring_attention(q, k, v, mesh=group, seq_len=8, rotate_method="symm_mem")
+            out.backward(grad_out)
 
-    logs._log.cache_clear()
-    with caplog.at_level(logging.WARNING, "cp_dtensor.comm"):
-        run_ranks(2, body)
-    (line,) = [record.getMessage() for record in caplog.records]
+    with caplog.at_level(logging.INFO):
+        run_ranks(4, body)
+    warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    lines = [record.getMessage() for record in warned if record.name == "cp_dtensor.comm"]
+    assert len(lines) == 4 * 2
+    (line,) = set(lines)
     assert "it needs CUDA devices, the tensors are on cpu" in line
-    assert "using all-gather" in line
+    assert "using all-gather instead" in line
 
 
 @dataclass(frozen=True)

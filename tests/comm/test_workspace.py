@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,70 +12,47 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 from support.shared_memory import shared_memory
 
-from cp_dtensor._torch import SymmetricBuffer
 from cp_dtensor.comm import flags
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.tools.ranks import Device
 
-
-class SingleRank:
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
+CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def mapped(monkeypatch: pytest.MonkeyPatch) -> Callable[[], workspaces.Workspace]:
-    """Maps memory of a group of one rank."""
-
-    def symmetric_buffer(size: int, *_: object) -> SymmetricBuffer:
-        return SymmetricBuffer((torch.zeros(size, dtype=torch.uint8),), None)
-
-    monkeypatch.setattr(workspaces, "symmetric_buffer", symmetric_buffer)
-    monkeypatch.setattr(workspaces, "_Waits", lambda *_: None)
-    monkeypatch.setattr(workspaces, "watch", lambda _: None)
-    monkeypatch.setattr(workspaces.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for name in ("Stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
-    group: Any = SingleRank()
-    return lambda: workspaces.workspace(group, torch.device("cpu"), 1024, 512)
+def map_memory(kv_bytes: int = 1024) -> workspaces.Workspace:
+    return workspaces.workspace(dist.group.WORLD, CPU, kv_bytes, 512)
 
 
 @pytest.mark.parametrize("maps_in_inference", [True, False])
-def test_training_after_inference(mapped: Callable[[], workspaces.Workspace], maps_in_inference: bool) -> None:
+def test_training_after_inference(maps_in_inference: bool) -> None:
     """Tensors made in inference mode cannot be written to outside of it."""
-    with torch.inference_mode(maps_in_inference):
-        workspace = mapped()
-    with torch.inference_mode():
-        workspace.kv(torch.bfloat16).fill_(1.0)
-    with torch.no_grad():  # as in an autograd function
-        for rows in (workspace.kv(torch.bfloat16), workspace.kv(torch.float32), workspace.grads(torch.uint8)):
-            assert not rows.is_inference()
-            rows.narrow(0, 0, 8).copy_(torch.zeros(8))
-    assert workspace.kv(torch.bfloat16)[:17].tolist() == [0.0] * 16 + [1.0]
+
+    def body(_rank: int) -> None:
+        with torch.inference_mode(maps_in_inference):
+            workspace = map_memory()
+        with torch.inference_mode():
+            workspace.kv(torch.bfloat16).fill_(1.0)
+        with torch.no_grad():  # as in an autograd function
+            for rows in (workspace.kv(torch.bfloat16), workspace.kv(torch.float32), workspace.grads(torch.uint8)):
+                assert not rows.is_inference()
+                rows.narrow(0, 0, 8).copy_(torch.zeros(8))
+        assert workspace.kv(torch.bfloat16)[:17].tolist() == [0.0] * 16 + [1.0]
+        assert workspace.kv(torch.float16) is workspace.kv(torch.float16), "views are cached"
+        assert workspace.kv(torch.float16).numel() == workspace.kv_bytes // 2
+        assert workspace.kv(torch.uint8).data_ptr() == workspace.kv(torch.float32).data_ptr()
+        assert workspace.grads(torch.uint8).numel() == workspace.grad_bytes
+
+    with shared_memory():
+        run_ranks(1, body)
 
 
-def test_views_are_cached(mapped: Callable[[], workspaces.Workspace]) -> None:
-    workspace = mapped()
-    assert workspace.kv(torch.float16) is workspace.kv(torch.float16)
-    assert workspace.kv(torch.float16).numel() == workspace.kv_bytes // 2
-    assert workspace.kv(torch.uint8).data_ptr() == workspace.kv(torch.float32).data_ptr()
-    assert workspace.grads(torch.uint8).numel() == workspace.grad_bytes
-
-
-def test_the_flag_kernel_is_loaded_when_memory_is_mapped(
-    mapped: Callable[[], workspaces.Workspace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flag_kernel_is_loaded_when_memory_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph could not capture that."""
-    pytest.importorskip("cp_dtensor.comm.triton_kernels")
     launched: list[list[int]] = []
-    monkeypatch.setattr(flags, "flag_launch", lambda addresses: lambda value: launched.append(addresses.tolist()))
-    mapped()
+    with shared_memory():
+        monkeypatch.setattr(flags, "flag_launch", lambda addresses: lambda value: launched.append(addresses.tolist()))
+        run_ranks(1, lambda _: map_memory())
+        monkeypatch.undo()
     (addresses,) = launched
     assert not any(addresses), "no flag is passed yet"
 
@@ -86,9 +61,8 @@ def test_memory_is_unmapped_when_a_larger_one_is_mapped() -> None:
     """At once, and not by a garbage collection."""
 
     def body(rank: int) -> bool:
-        group = dist.group.WORLD
-        first = weakref.ref(workspaces.workspace(group, torch.device("cpu"), 1024, 512))
-        workspaces.workspace(group, torch.device("cpu"), 64 << 20, 512)
+        first = weakref.ref(map_memory())
+        map_memory(64 << 20)
         return first() is None
 
     gc.collect()
@@ -113,7 +87,7 @@ def test_released_memory_is_unmapped_and_mapped_again() -> None:
         device.free_unused()
         assert [each() for each in held] == [None, None]
         assert device.mapped_bytes() == 0
-        second = workspaces.workspace(group, device.torch_device, 1024, 512)
+        second = map_memory()
         assert device.mapped_bytes() == second.buffer.bytes_of[rank].numel() < 8 << 20
 
     with shared_memory():
@@ -125,16 +99,15 @@ def test_calls_that_raise_keep_no_memory_beyond_the_next_call(is_captured: bool)
     """Such as those of a search for the largest batch. Replays of a captured graph use its memory for ever."""
 
     def body(rank: int) -> list[bool]:
-        group, device = dist.group.WORLD, torch.device("cpu")
-        first = workspaces.workspace(group, device, 1024, 512)
+        first = map_memory()
         if is_captured:
-            workspaces.memory_of(group).pinned.append(first)
+            workspaces.memory_of(dist.group.WORLD).pinned.append(first)
         raised = [weakref.ref(first)]
         del first
         for _ in range(2):
-            workspaces.abandon(group)
+            workspaces.abandon(dist.group.WORLD)
             assert raised[-1]() is not None, "peers may be reading it"
-            raised.append(weakref.ref(workspaces.workspace(group, device, 1024, 512)))
+            raised.append(weakref.ref(map_memory()))
         return [each() is not None for each in raised]
 
     gc.collect()

@@ -163,36 +163,30 @@ INNER: dict[str, Any] = {"seq_len": 13, "layout": HeadTail(), "rotate_method": "
 
 
 def test_nested_contexts_over_different_axes() -> None:
+    """A buffer of both levels is a shard of a shard."""
+
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "cols"))
         before, between, after = (Shards(OUTER["layout"], rank // 2, 2) for _ in range(3))
         inside = Shards(INNER["layout"], rank % 2, 2)
-        with context_parallel(mesh["rows"], **OUTER):
+        tokens = torch.arange(17)
+        once = shard(tokens, Striped(), rank // 2, 2, 0)
+        of_tokens: Any = {"buffers": [tokens], "buffer_seq_dims": [0]}
+        with context_parallel(mesh["rows"], **OUTER, **of_tokens):
             before.forward()
-            with context_parallel(mesh["cols"], **INNER):
+            with context_parallel(mesh["cols"], **INNER, **of_tokens):
+                assert torch.equal(tokens, shard(once, HeadTail(), rank % 2, 2, 0))
                 inside.forward()
                 before.backward()  # of the outer level, within the inner one
+            assert torch.equal(tokens, once)
             between.forward()
             inside.backward()
             with pytest.raises(KeyError), context_parallel(mesh["cols"], **INNER):
                 raise KeyError
             after.forward()
+        assert torch.equal(tokens, torch.arange(17))
         between.backward()
         after.backward()
-
-    run_ranks(4, body)
-
-
-def test_a_buffer_of_both_levels_is_a_shard_of_a_shard() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "cols"))
-        tokens = torch.arange(17)
-        once = shard(tokens, Striped(), rank // 2, 2, 0)
-        with context_parallel(mesh["rows"], buffers=[tokens], buffer_seq_dims=[0], **OUTER):
-            with context_parallel(mesh["cols"], buffers=[tokens], buffer_seq_dims=[0], **INNER):
-                assert torch.equal(tokens, shard(once, HeadTail(), rank % 2, 2, 0))
-            assert torch.equal(tokens, once)
-        assert torch.equal(tokens, torch.arange(17))
 
     run_ranks(4, body)
 

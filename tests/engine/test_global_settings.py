@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ from cp_dtensor import (
 )
 
 T = TypeVar("T")
-Settings = tuple[Callable[[], AbstractContextManager[object]], ...]
+Settings = Sequence[Callable[[], AbstractContextManager[object]]]
 
 
 class Functions(TorchFunctionMode):
@@ -74,29 +73,12 @@ def changed(get: Callable[[], T], change: Callable[[T], object], to: T) -> Itera
 
 default_dtype = partial(changed, torch.get_default_dtype, torch.set_default_dtype)
 threads = partial(changed, torch.get_num_threads, torch.set_num_threads)
+default_device: Any = partial(changed, lambda: None, torch.set_default_device)
+# It fills uninitialized memory, too.
+deterministic = partial(changed, lambda: False, torch.use_deterministic_algorithms, True)
 
 
-@contextmanager
-def default_device(device: str) -> Iterator[None]:
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@dataclass(frozen=True)
-class Ambient:
+class Ambient(NamedTuple):
     """Settings that are on at the same time."""
 
     of_thread: Settings = ()
@@ -215,27 +197,21 @@ def compile_under_settings(rank: int) -> None:
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return context_parallel_attention(q * 2.0, k, v, mesh=mesh, mask=Causal(), enable_gqa=True) * 3.0
 
-    shards = Shards(rank)
+    shards, results = Shards(rank), []
     inputs = [shards.inputs() for _ in range(3)]
     with default_dtype(torch.bfloat16), default_device("meta"):
-        results = [_trained(shards, compiled(function), inputs[0])]
-        with context_parallel(mesh, mask=Causal()):
-            results.append(_trained(shards, compiled(causal), inputs[1]))
-        with context_parallel(mesh, mask=Causal()), Functions():
-            results.append(_trained(shards, compiled(causal), inputs[2]))
+        for leaves, body, arounds in (
+            (inputs[0], function, ()),
+            (inputs[1], causal, (context_parallel(mesh, mask=Causal()),)),
+            (inputs[2], causal, (context_parallel(mesh, mask=Causal()), Functions())),
+        ):
+            with _entered([lambda each=each: each for each in arounds]):  # type: ignore[misc]
+                out = compiled(body)(*leaves)
+                results.append((out, *torch.autograd.grad(out, leaves, shards.grad)))
     for result in results:
         shards.check_results(*result)
     with context_parallel(mesh):
         shards.check(compiled(causal))
-
-
-def _trained(shards: Shards, function: Callable[..., torch.Tensor], inputs: Any) -> tuple[torch.Tensor, ...]:
-    out = function(*inputs)
-    return out, *torch.autograd.grad(out, inputs, shards.grad)
-
-
-def test_compiled(two_processes: Processes) -> None:
-    two_processes.run(compile_under_settings)
 
 
 def count_in_module(rank: int) -> None:
@@ -245,8 +221,10 @@ def count_in_module(rank: int) -> None:
     assert counted.get_total_counts()
 
 
-def test_collectives_of_modules_are_counted(two_processes: Processes) -> None:
-    two_processes.run(count_in_module)
+@pytest.mark.parametrize("body", [compile_under_settings, count_in_module])
+def test_in_processes(body: Callable[[int], None], two_processes: Processes) -> None:
+    """Compiled code, and collectives of modules, which a mode counts by hooks of the process."""
+    two_processes.run(body)
 
 
 IN_NEW_PROCESS = """
@@ -272,12 +250,13 @@ def state():
 before, filters = state(), list(warnings.filters)
 import cp_dtensor
 from cp_dtensor.integrations import long_context, ring_flash_attn, torch_experimental, unified
-if state() != before or torch.cuda.is_initialized():
-    raise SystemExit("importing changes torch")
-if cp_dtensor.__doc__ or cp_dtensor.ring_attention.__doc__:
-    raise SystemExit("the package has docstrings")
-if [each for each in filters if each not in warnings.filters]:
-    raise SystemExit("importing changes filters of warnings")
+for wrong, what in (
+    (state() != before or torch.cuda.is_initialized(), "importing changes torch"),
+    (cp_dtensor.__doc__ or cp_dtensor.ring_attention.__doc__, "the package has docstrings"),
+    ([each for each in filters if each not in warnings.filters], "importing changes filters of warnings"),
+):
+    if wrong:
+        raise SystemExit(what)
 warnings.simplefilter("default")
 from support.settings_calls import check_call
 for name in "ring dtensor dtensor_ops varlen_attn mla flex_context provider torch_experimental everything".split():

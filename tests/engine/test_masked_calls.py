@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,12 +14,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import examples
-from support.collectives import errors_by_rank
-from support.masked_checks import MaskedCase, check_masked, masked_cases
+from support.collectives import errors_by_rank, rows_in_place
+from support.masked_checks import WAYS, MaskedCase, check_masked, masked_cases
 from support.masked_problems import MaskedProblem
 from support.method_checks import RING_ULYSSES, ULYSSES_RING
 from support.problems import assert_close, shard
 from support.ranks import run_ranks
+from support.shared_memory import shared_memory
 from support.staging import fine
 
 from cp_dtensor import (
@@ -31,7 +35,8 @@ from cp_dtensor import (
     context_parallel_attention,
 )
 from cp_dtensor.attention.masked import attention_delta
-from cp_dtensor.comm.collective import AllGather, AllToAll
+from cp_dtensor.comm.collective import AllGather, AllToAll, Staging
+from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine import planner
 from cp_dtensor.plan.partition import head_stages
@@ -42,9 +47,11 @@ RANKS = [
     ((1,), CP), ((2,), CP), ((3,), CP), ((4,), CP), ((7,), CP),
     ((2, 2), RING_ULYSSES), ((3, 2), ULYSSES_RING), ((2, 3), ("cp_node", "cp_gpu")),
 ]  # fmt: skip
+each_world = pytest.mark.parametrize(("shape", "names"), RANKS, ids=str)
+few_worlds = pytest.mark.parametrize(("shape", "names"), [RANKS[2], RANKS[3], *RANKS[5:]], ids=str)
 
 
-@pytest.mark.parametrize(("shape", "names"), RANKS, ids=str)
+@each_world
 def test_at_once(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     @few
     @given(st.lists(masked_cases(len(shape)), min_size=6, max_size=6))
@@ -54,23 +61,43 @@ def test_at_once(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     check()
 
 
-@pytest.mark.parametrize(("shape", "names"), RANKS[1:], ids=str)
+@few_worlds
 def test_in_stages_of_heads(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
-    """However little work a stage has."""
+    """However little work a stage has; rows are packed, or travel straight between their places, as on GPUs."""
     limits = st.tuples(*[st.sampled_from([1, 400, 2000])] * 3)
 
     @few
-    @given(st.lists(masked_cases(len(shape)), min_size=6, max_size=6), st.integers(2, 4), limits)
-    def check(cases: list[MaskedCase], stages: int, limits: tuple[int, ...]) -> None:
+    @given(st.lists(masked_cases(len(shape)), min_size=6, max_size=6), st.integers(2, 4), limits, st.booleans())
+    def check(cases: list[MaskedCase], stages: int, limits: tuple[int, ...], in_place: bool) -> None:
         rings = AllToAll(shard_bytes=limits[0], grad_shard_bytes=limits[1], flops_per_hop=1e-3)
         staged = partial(head_stages, flops_per_stage=1e-3, most=stages)
         with (
             mock.patch.dict(ROTATE_METHODS, allgather=AllGather(fine(*limits)), alltoall=rings),
             mock.patch.object(planner, "head_stages", staged),
+            rows_in_place() if in_place else nullcontext(),
         ):
             check_masked(cases, shape, names)
 
     check()
+
+
+@few_worlds
+def test_through_shared_memory(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """As on GPUs of one host."""
+    methods = [dict(way) for way in WAYS[len(shape)] if way["method"] != "auto"]
+    by_memory = st.sampled_from([tuple({**way, "rotate_method": "symm_mem"}.items()) for way in methods])
+
+    @few
+    @given(st.lists(st.tuples(masked_cases(len(shape)), by_memory), min_size=6, max_size=6), st.booleans())
+    def check(cases: list[tuple[MaskedCase, Any]], by_head: bool) -> None:
+        staging = fine(1, 1) if by_head else Staging()
+        with mock.patch.dict(ROTATE_METHODS, symm_mem=SymmetricMemory(staging)), shared_memory() as machine:
+            check_masked([replace(case, options=options) for case, options in cases], shape, names)
+        copies.append(machine.copies)
+
+    copies: list[int] = []
+    check()
+    assert any(copies)
 
 
 def causal(q_len: int, kv_len: int, heads: tuple[int, int] = (4, 2), batch: int = 1) -> MaskedProblem:
@@ -81,6 +108,7 @@ def causal(q_len: int, kv_len: int, heads: tuple[int, int] = (4, 2), batch: int 
 EDGES: list[tuple[MaskedProblem, Layout, tuple[int, ...], tuple[str, ...], str]] = [
     (causal(13, 2), Striped(3), (2, 2), RING_ULYSSES, "ring"),
     (causal(2, 13), Striped(3), (2, 2), ULYSSES_RING, "hybrid"),
+    (causal(5, 5), Striped(1), (2, 2), RING_ULYSSES, "hybrid"),
     (causal(1, 30), HeadTail(), (4,), CP, "ring"),
     (causal(26, 26, (6, 2), batch=2), HeadTail(), (4,), CP, "ulysses"),
     (causal(26, 26, (8, 2), batch=2), MirroredBatch(), (4,), CP, "ulysses"),
@@ -96,7 +124,8 @@ EDGES: list[tuple[MaskedProblem, Layout, tuple[int, ...], tuple[str, ...], str]]
 def test_at_the_edges(
     problem: MaskedProblem, layout: Layout, shape: tuple[int, ...], names: tuple[str, ...], method: str
 ) -> None:
-    check_masked([MaskedCase(problem, layout, (("method", method),), 1)], shape, names)
+    options = [(("method", method), ("rotate_method", transport)) for transport in ("allgather", "alltoall")]
+    check_masked([MaskedCase(problem, layout, each, 1) for each in options], shape, names)
 
 
 def test_delta_is_computed_once_for_all_tiles_of_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

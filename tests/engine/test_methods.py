@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.collectives import recorded_collectives, rows_in_place
 from support.masked_problems import MaskedProblem
+from support.memory_orders import MEMORY
 from support.method_checks import RING_ULYSSES, ULYSSES_RING, check, place
 from support.problems import Problem, assert_close, reference, shard
 from support.ranks import run_ranks
@@ -113,7 +114,7 @@ def test_no_kernel_sees_a_minus_sign_that_torch_leaves_for_later(
 def test_wider_values_in_memory_of_any_order_of_which_some_need_gradients(
     ranks: Ranks, requires_grad: tuple[bool, ...]
 ) -> None:
-    """The head dim is outermost in memory, and the gradient of a sum has no strides."""
+    """Another order for each tensor and rank; the gradient of a sum has no strides."""
     names, shape, method = ranks
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -127,7 +128,7 @@ def test_wider_values_in_memory_of_any_order_of_which_some_need_gradients(
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         here = place(list(mesh.get_coordinate() or []), names, shape)
         mine = [shard(x.detach(), HeadTail(), here, 4) for x in whole]
-        leaves = [x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in mine]
+        leaves = [memory(x) for x, memory in zip(mine, [*MEMORY.values()][1 + rank % 3 :], strict=False)]
         for leaf, needed in zip(leaves, requires_grad, strict=True):
             leaf.requires_grad_(needed)
         out: Any = context_parallel_attention(
