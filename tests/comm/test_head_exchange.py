@@ -70,7 +70,7 @@ def test_each_direction_takes_one_collective() -> None:
             [[*map(torch.empty_like, x)] for x in mine],
         )
         exchange = CollectiveHeads()
-        by_heads = exchange.to_heads(mine, [parts], dist.group.WORLD).receive()
+        by_heads = exchange.to_heads(mine, [parts], dist.group.WORLD)()
         for tensors, (length, counts, dims) in zip(by_heads, bundles, strict=True):
             assert [tuple(x.shape) for x in tensors] == [(1, counts[rank], length, dim) for dim in dims]
         exchange.to_rows(by_heads, targets, parts, dist.group.WORLD, is_last=True)()

@@ -30,11 +30,10 @@ from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine import latent as latents
 from cp_dtensor.engine import planner
-from cp_dtensor.engine.base import Tensors
+from cp_dtensor.engine.base import Tensors, Values
 from cp_dtensor.engine.call import Call
-from cp_dtensor.engine.choose import EXPANDED, Estimate, estimates, fastest
+from cp_dtensor.engine.choose import EXPANDED, Estimate, attention_bytes, estimates, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
-from cp_dtensor.engine.traffic import attention_bytes
 from cp_dtensor.plan.cost import Cluster, Hardware, Tier
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 
@@ -74,8 +73,9 @@ def test_what_forward_saves_can_be_made_again(method: str) -> None:
         k, v, modifiers = latent.unsqueeze(1), k_rope.unsqueeze(1), Modifiers(up=up.unflatten(0, (4, -1)))
         call = Call.of(dist.group.WORLD, seq_len=13, is_causal=True, scale=0.5)
         done = planner.planned(call, Tensors(q, k, v, up=modifiers.up))
-        out, lse, saved = done.plan.forward(q, k, v, done.values(modifiers), True)
-        again = done.plan.remake_saved(q, k, v, out, lse, done.values(modifiers))
+        values = Values(modifiers, done.call.ranks, done.scale)
+        out, lse, saved = done.plan.forward(q, k, v, values, True)
+        again = done.plan.remake_saved(q, k, v, out, lse, values)
         assert len(again) == len(saved)
         assert all(map(torch.equal, again, saved))
 

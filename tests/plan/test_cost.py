@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.masked_problems import shown
 
 from cp_dtensor.comm import transports
 from cp_dtensor.comm.collective import AllGather, AllToAll
@@ -32,8 +31,8 @@ from cp_dtensor.plan.cost import (
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.documents import Documents
-from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.spec.masks import Batched, Causal, Mask, SlidingWindow
+from cp_dtensor.spec.layouts import Contiguous, HeadTail, MirroredBatch, Striped
+from cp_dtensor.spec.masks import Batched, Causal, SlidingWindow, workload_of
 
 GPU = Hardware(flops=620e12, memory_speed=3.5e12, multiprocessors=132, link_speed=290e9)
 TRANSPORTS: list[KVTransport] = [AllGather(), AllToAll(), SymmetricMemory()]
@@ -166,35 +165,38 @@ def test_ranks_without_heads_and_ranks_alone() -> None:
 # The ranks that are asked
 
 
-LATE = Documents([0, 8, 16, 24, 48, 56, 64], within=Causal())
-"""One long document, of which rank 5 of 8 has the end."""
-
-
-@pytest.mark.parametrize(
-    ("layout", "mask", "batch"),
-    [
-        (Contiguous(), LATE, 1), (MirroredBatch(), SlidingWindow(63, 0), 3),
-        (MirroredBatch(), Batched([Documents([0, edge, 64], within=Causal()) for edge in (8, 56)]), 2),
-    ],
-    ids=["a document", "two rows forwards, one backwards", "other masks by row"],
-)  # fmt: skip
-def test_the_busiest_rank_is_among_those_that_are_asked(layout: Layout, mask: Mask, batch: int) -> None:
-    partition = LayoutPartition(layout, 64, 64, batch, 8)
-    call = dataclasses.replace(
-        shape(64, 8), partition=partition, mask=mask, batch_size=batch, masking=Masking.INTERVALS
+def test_the_busiest_rank_is_among_those_that_are_asked() -> None:
+    """One long document, of which rank 5 of 8 has the end; every query sees the keys of its document before it."""
+    mask = Documents([0, 8, 16, 24, 48, 56, 64], within=Causal())
+    by_row = dataclasses.replace(
+        shape(64, 8), partition=LayoutPartition(Contiguous(), 64, 64, 1, 8), mask=mask, masking=Masking.INTERVALS
     )
-    keys = shown(mask, 64, 64, batch)[:, 0].sum(2)
-    seen = [
-        sum(
-            int(keys[start:stop, list(segment.positions())].sum())
-            for group, (start, stop) in enumerate(layout.batch_groups(batch))
-            for segment in layout.segments(64, rank, 8, group)
-        )
-        for rank in range(8)
-    ]
-    busiest = seen.index(max(seen))
-    assert call.busiest_rank == busiest
-    assert [plan.rank for plan in plans_of_some_ranks(AllGather(), call, 8)] == sorted({0, busiest, 7})
+    assert by_row.busiest_rank == 5
+    assert [plan.rank for plan in plans_of_some_ranks(AllGather(), by_row, 8)] == [0, 5, 7]
+    of_batch_rows = dataclasses.replace(
+        by_row,
+        batch_size=2,
+        partition=LayoutPartition(MirroredBatch(), 64, 64, 2, 8),
+        mask=Batched((Documents([0, 8, 64], within=Causal()), Documents([0, 56, 64], within=Causal()))),
+    )
+    pairs = [workload_of(of_batch_rows.mask, 64, 64, (row, row + 1)) for row in (0, 1)]
+    seen = [pairs[0].of((8 * rank, 8 * rank + 8)) + pairs[1].of((56 - 8 * rank, 64 - 8 * rank)) for rank in range(8)]
+    assert of_batch_rows.busiest_rank == seen.index(max(seen))
+
+
+def test_every_batch_row_counts_for_the_busiest_rank() -> None:
+    """Two rows are divided forwards and one backwards, and the first queries see the fewest keys."""
+    partition = LayoutPartition(MirroredBatch(), 64, 64, 3, 8)
+    window = dataclasses.replace(
+        shape(64, 8), batch_size=3, partition=partition, mask=SlidingWindow(63, 0), masking=Masking.INTERVALS
+    )
+    workload = workload_of(SlidingWindow(63, 0), 64, 64)
+    ahead = [workload.of((8 * rank, 8 * rank + 8)) for rank in range(8)]
+    equal, both = (
+        [times * mine + mirrored for mine, mirrored in zip(ahead, reversed(ahead), strict=True)] for times in (1, 2)
+    )
+    assert both.index(max(both)) != equal.index(max(equal))
+    assert window.busiest_rank == both.index(max(both))
 
 
 def test_no_rank_is_said_to_be_the_busiest_where_that_takes_long() -> None:

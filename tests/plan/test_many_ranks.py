@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.schedules import Call, masked_calls
+from test_interval_tiling import Case, cases
 
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transport import KVTransport
@@ -129,8 +129,8 @@ def test_a_route_is_kilobytes() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(masked_calls(), st.sampled_from([2, 64]))
-def test_ranks_read_the_parts_that_they_see(case: Call, most_parts: int) -> None:
+@given(cases(), st.sampled_from([2, 64]))
+def test_ranks_read_the_parts_that_they_see(case: Case, most_parts: int) -> None:
     """As found pair by pair: parts of which a segment overlaps what the reader sees, in the order of positions."""
     with mock.patch.object(tilings, "_MOST_PARTS", most_parts):  # shards of more segments are one part of several
         tiling = tilings.IntervalTiling(case.groups, case.mask, case.masking, (case.q_len, case.kv_len))

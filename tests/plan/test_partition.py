@@ -14,8 +14,8 @@ from support.schedules import Call, any_layout, count_covered, gathered_tiles, p
 from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition
 from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiles import Tile
-from cp_dtensor.plan.tiling import GroupSegments, ShapeTiling
-from cp_dtensor.spec.layouts import HeadTail, Layout, Striped
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
+from cp_dtensor.spec.layouts import HeadTail, Layout, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full, Mask
 
 Groups = tuple[GroupSegments, ...]
@@ -85,8 +85,37 @@ def gathered(groups: Groups, rank: int, mask: Mask) -> tuple[Tile, ...]:
     return tiles_against(groups, rank, rank, mask) + gathered_tiles(groups, rank, mask)
 
 
-# Ulysses inside of a ring: the rows of a whole inner axis together. That they are in the order which tiles expect is
-# what tests/engine/test_masked_calls.py shows.
+# Ulysses inside of a ring: the rows of a whole inner axis together
+
+
+def check_is_of_all_its_ranks(
+    rows: GatheredRows, whole: tuple[tuple[Segment, ...], ...], merged: tuple[Segment, ...], first: int, inner: int
+) -> None:
+    """The merged rows of the inner ranks have the positions that the outer axis expects."""
+    found = np.full(rows.total, -1)
+    for inner_rank in range(inner):
+        own = positions(whole[first + inner_rank])
+        for part in range(len(rows.lengths[inner_rank])):
+            found[slice(*rows.span(inner_rank, part))] = own[slice(*rows.local_span(inner_rank, part))]
+    np.testing.assert_array_equal(found, positions(merged))
+
+
+@with_examples
+@given(case=cases())
+def test_merged_rows_of_an_outer_rank_are_those_of_its_inner_ranks(case: TwoAxes) -> None:
+    whole, merged = case.whole.groups(), case.merged.groups()
+    assert [group.batch for group in merged] == [group.batch for group in whole]
+    for outer_rank in range(case.outer):
+        query_rows, key_rows = case.merged.rows(outer_rank)
+        first = outer_rank * case.inner
+        for of_whole, of_merged in zip(whole, merged, strict=True):
+            assert of_merged.world_size == len(of_merged.q_by_rank) == case.outer
+            check_is_of_all_its_ranks(
+                query_rows, of_whole.q_by_rank, of_merged.q_by_rank[outer_rank], first, case.inner
+            )
+            check_is_of_all_its_ranks(
+                key_rows, of_whole.kv_by_rank, of_merged.kv_by_rank[outer_rank], first, case.inner
+            )
 
 
 @given(cases())
@@ -197,3 +226,11 @@ def _seen_by_group(groups: Groups, owner: int, mask: Mask) -> list[set[int]]:
         }
         for group in groups
     ]
+
+
+@given(cases())
+def test_between_outer_ranks_what_one_wants_the_other_gives(case: TwoAxes) -> None:
+    for inner_rank in range(case.inner):
+        plans = [outer_plan(case, outer_rank, inner_rank) for outer_rank in range(case.outer)]
+        for plan in plans:
+            assert [other.send_parts[plan.rank] for other in plans] == list(plan.recv_parts)

@@ -28,13 +28,17 @@ def ring(call: Call, rank: int) -> Tiles:
     return tuple(tile for source in range(call.ranks) for tile in tiles_against(call.groups, rank, source, call.mask))
 
 
+def gathered(call: Call, rank: int) -> Tiles:
+    return tiles_against(call.groups, rank, rank, call.mask) + gathered_tiles(call.groups, rank, call.mask)
+
+
 @settings(max_examples=200)
 @given(call=calls())
 def test_tiles_of_short_triangles_cover_every_allowed_pair_exactly_once(call: Call) -> None:
     """Those of whole triangles are in plans: tests/plan/test_plan.py."""
     count = np.zeros((call.batch, 1, call.q_len, call.kv_len), dtype=np.int64)
     for rank in range(call.ranks):
-        count_covered(count, call.groups, rank, (0, 1), without_long_triangles(ring(call, rank), longest=3))
+        count_covered(count, call.groups, rank, (0, 1), without_long_triangles(ring(call, rank), longest=3), call.mask)
     np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
@@ -49,24 +53,38 @@ def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int)
 
 
 @given(calls())
-def test_the_buffer_has_every_row_and_gathered_tiles_read_none_of_the_own_shard(call: Call) -> None:
-    rows = gathered_rows(call.groups)
-    assert rows.total == call.kv_len
-    for group in call.groups:
-        assert sorted(gathered_positions(group, rows)) == list(range(call.kv_len))
+def test_the_buffer_has_the_parts_of_others_that_are_read_and_no_gap(call: Call) -> None:
     for rank in range(call.ranks):
-        own = {row for part in range(len(rows.lengths[rank])) for row in range(*rows.span(rank, part))}
-        for tile in gathered_tiles(call.groups, rank, call.mask):
-            assert tile.source is None
-            assert not own & set(range(*tile.kv))
+        rows = gathered_rows(call.groups, rank, call.mask)
+        read = {
+            (source, part) for source in range(call.ranks) for part in recv_parts(call.groups, rank, source, call.mask)
+        }
+        assert {*rows.places} == read
+        assert rows.total == sum(rows.lengths[source][part] for source, part in read)
         for source in range(call.ranks):
             assert {tile.source for tile in tiles_against(call.groups, rank, source, call.mask)} <= {source}
+        assert {tile.source for tile in gathered_tiles(call.groups, rank, call.mask)} <= {None}
+
+
+@given(calls())
+def test_the_buffer_is_in_natural_order_where_segments_are_unbroken(call: Call) -> None:
+    """Of the first batch group: `MirroredBatch` has the ranks in reversed order in the second."""
+    first = call.groups[0]
+    for rank in range(call.ranks):
+        rows = gathered_rows(call.groups, rank, call.mask)
+        found = gathered_positions(first, rows).tolist()
+        if all(segment.is_contiguous for segments in first.kv_by_rank for segment in segments):
+            assert found == sorted(found)
+        else:  # stripes cannot be
+            segments = sorted((first.kv_by_rank[owner][part] for owner, part in rows.places), key=lambda it: it.start)
+            assert found == [position for segment in segments for position in segment.positions()]
 
 
 @given(calls())
 def test_received_parts_are_those_of_which_some_tile_reads_a_row(call: Call) -> None:
-    groups, rows = call.groups, gathered_rows(call.groups)
+    groups = call.groups
     for rank in range(call.ranks):
+        rows = gathered_rows(groups, rank, call.mask)
         from_buffer = {row for tile in gathered_tiles(groups, rank, call.mask) for row in range(*tile.kv)}
         for source in range(call.ranks):
             tiles = tiles_against(groups, rank, source, call.mask)
@@ -74,8 +92,13 @@ def test_received_parts_are_those_of_which_some_tile_reads_a_row(call: Call) -> 
             parts = range(len(rows.lengths[source]))
             read = tuple(part for part in parts if from_shard & set(range(*rows.local_span(source, part))))
             assert recv_parts(groups, rank, source, call.mask) == (read if source != rank else ())
-            if source != rank:
-                assert read == tuple(part for part in parts if from_buffer & set(range(*rows.span(source, part))))
+            assert all(from_buffer & set(range(*rows.span(source, part))) for part in read if source != rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 32])
+def test_head_tail_causal_takes_three_tiles_whatever_the_number_of_ranks(ranks: int) -> None:
+    call = Call(HeadTail(), 8 * ranks, 8 * ranks, 1, ranks, Causal())
+    assert max(len(gathered(call, rank)) for rank in range(ranks)) == min(ranks, 3)
 
 
 @given(st.integers(0, 200), st.integers(1, 32))
@@ -88,12 +111,12 @@ def test_head_tail_causal_gathers_into_at_most_two_tiles(length: int, ranks: int
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(1), MirroredBatch()], ids=repr)
-def test_without_a_mask_all_queries_see_what_lies_between_the_ranks_own_parts(layout: Layout) -> None:
+def test_without_a_mask_all_queries_see_all_that_is_gathered_in_one_tile(layout: Layout) -> None:
     groups = LayoutPartition(layout, 32, 32, 2, 4).groups()
     tiles = gathered_tiles(groups, 1, Full())
-    own_parts = len(groups[0].kv_by_rank[1])
-    assert len(tiles) == (own_parts + 1) * len(groups)
-    assert {(tile.q, tile.mask) for tile in tiles} == {((0, 8), FULL_TILE)}
+    assert [(tile.batch, tile.q, tile.kv, tile.mask) for tile in tiles] == [
+        (group.batch, (0, 8), (0, 24), FULL_TILE) for group in groups
+    ]
 
 
 def test_stripes_of_one_token_make_triangles_shifted_by_a_row() -> None:

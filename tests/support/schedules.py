@@ -9,20 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cp_dtensor.plan.partition import LayoutPartition
-from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiles import Tile, TileMask
-from cp_dtensor.plan.tiling import (
-    GatheredRows,
-    GroupSegments,
-    Masking,
-    ShapeTiling,
-    Tiling,
-    rows_in_order,
-    tiling_of,
-)
+from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full, Mask
-from support.masked_problems import any_mask, fits, shown
 
 NOBODYS = -1
 
@@ -37,21 +27,14 @@ class Call:
     batch: int
     ranks: int
     mask: Mask
-    masking: Masking = Masking.BY_SHAPE
 
     @property
     def groups(self) -> tuple[GroupSegments, ...]:
         return LayoutPartition(self.layout, self.q_len, self.kv_len, self.batch, self.ranks).groups()
 
-    @property
-    def tiling(self) -> Tiling:
-        return tiling_of(self.groups, self.mask, self.masking, (self.q_len, self.kv_len))
-
     def allowed(self) -> np.ndarray:
-        """Returns 1 for pairs that the mask allows, 0 for others: (1 or batch rows, 1, queries, keys)."""
-        if self.masking is not Masking.BY_SHAPE:
-            return shown(self.mask, self.q_len, self.kv_len, self.batch).numpy().astype(np.int64)
-        pairs = np.ones((1, 1, self.q_len, self.kv_len), dtype=np.int64)
+        """Returns 1 for (query, key) pairs that the mask allows, 0 for others."""
+        pairs = np.ones((self.q_len, self.kv_len), dtype=np.int64)
         return np.tril(pairs) if self.mask == Causal() else pairs
 
 
@@ -67,13 +50,12 @@ def recv_parts(groups: Sequence[GroupSegments], rank: int, source: int, mask: Ma
     return ShapeTiling(tuple(groups), mask).recv_parts(rank, source)
 
 
-def gathered_rows(groups: Sequence[GroupSegments]) -> GatheredRows:
-    return rows_in_order(groups[0].kv_by_rank)
+def gathered_rows(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> GatheredRows:
+    return ShapeTiling(tuple(groups), mask).gathered_rows(rank)
 
 
 any_layout = st.one_of(
-    st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]),
-    st.builds(Striped, st.integers(1, 5)),
+    st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]), st.builds(Striped, st.integers(1, 5))
 )
 
 
@@ -91,16 +73,6 @@ def calls(draw: st.DrawFn, longest: int = 60) -> Call:
     return Call(layout, q_len, kv_len, draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(plain_masks(layout)))
 
 
-@st.composite
-def masked_calls(draw: st.DrawFn) -> Call:
-    """Draws a call whose tiles are of intervals of any mask."""
-    q_len, batch = draw(st.integers(0, 24)), draw(st.integers(1, 3))
-    kv_len = draw(st.one_of(st.just(q_len), st.integers(0, 24)))
-    mask = draw(any_mask(q_len, kv_len, batch).filter(lambda mask: fits(mask, q_len, kv_len, batch)))
-    masking = draw(st.sampled_from(list(Masking)[1:]))
-    return Call(draw(any_layout), q_len, kv_len, batch, draw(st.integers(1, 6)), mask, masking)
-
-
 def positions(segments: tuple[Segment, ...]) -> np.ndarray:
     """Returns the global positions of the rows of a shard, in local order."""
     return np.array([p for segment in segments for p in segment.positions()], dtype=np.int64)
@@ -111,43 +83,30 @@ def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
     buffer = np.full(rows.total, NOBODYS)
     for rank, segments in enumerate(group.kv_by_rank):
         for part, segment in enumerate(segments):
+            if rows.starts[rank][part] < 0:
+                continue
             place = slice(*rows.span(rank, part))
             assert (buffer[place] == NOBODYS).all(), "shards overlap in the buffer"
             buffer[place] = positions((segment,))
     return buffer
 
 
-def keys_of(tile: Tile, group: GroupSegments, plan: TilePlan) -> np.ndarray:
-    """Returns the positions of the rows that a tile counts in, `NOBODYS` where nothing was received."""
-    if tile.source == plan.rank:
-        return positions(group.kv_by_rank[plan.rank])
-    sources = range(plan.world_size) if tile.source is None else (tile.source,)
-    place = plan.rows.span if tile.source is None else plan.rows.local_span
-    length = plan.rows.total if tile.source is None else sum(plan.rows.lengths[tile.source])
-    keys = np.full(length, NOBODYS)
-    for source in sources:
-        shard = positions(group.kv_by_rank[source])
-        for part in plan.recv_parts[source]:
-            keys[slice(*place(source, part))] = shard[slice(*plan.rows.local_span(source, part))]
-    return keys
-
-
 def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.ndarray:
     """Returns the columns of a tile that its rows see."""
     seen = np.zeros((rows, columns), bool)
-    for part in mask.parts:
-        for row, (first, last) in enumerate(part.intervals(rows, columns, batch_row)):
-            assert not seen[row, first : max(first, last)].any(), "a pair is in one part of a mask"
+    for row, spans in enumerate(mask.intervals(rows, columns, batch_row)):
+        for first, last in spans:
+            assert not seen[row, first : max(first, last)].any(), "a pair is in one interval of a row"
             seen[row, first : max(first, last)] = True
     return seen
 
 
 def count_covered(
-    count: np.ndarray, groups: tuple[GroupSegments, ...], rank: int, heads: Span, tiles: Iterable[Tile]
+    count: np.ndarray, groups: tuple[GroupSegments, ...], rank: int, heads: Span, tiles: Iterable[Tile], mask: Mask
 ) -> None:
     """Adds the pairs of a rank's tiles to `count` (batch rows, heads, queries, keys), and checks each tile."""
     by_batch = {group.batch: group for group in groups}
-    rows = gathered_rows(groups)
+    rows = gathered_rows(groups, rank, mask)
     for tile in tiles:
         group = by_batch[tile.batch]
         q = positions(group.q_by_rank[rank])[slice(*tile.q)]
