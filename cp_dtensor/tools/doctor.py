@@ -186,14 +186,10 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
 
     obstacle = partial(obstacle_to_shared_memory, device.torch_device)
 
-    def first(findings: Callable[[], Iterable[Finding]]) -> list[Finding]:
-        """Make a check on rank 0."""
-        return ranks.on_each(lambda: list(findings()), ranks.rank == 0) or []
-
-    def each(findings: Callable[[], Iterable[Finding]]) -> list[Finding]:
-        """Make a check on every rank; of ranks other than 0 return what is not well."""
+    def each(findings: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
+        """Make a check on every rank; of ranks other than 0 return what is not well, what several found once."""
         own, *others = ranks.together(lambda: list(findings()))
-        return [*own, *(found for of_rank in others for found in of_rank if found.status != OK)]
+        return dict.fromkeys([*own, *(found for of_rank in others for found in of_rank if found.status != OK)])
 
     of_gpus: dict[str, Callable[[], Iterable[Finding]]] = {
         "GPU memory": lambda: each(memory),
@@ -202,8 +198,8 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
         "symmetric memory": lambda: symmetric_memory(ranks.together(obstacle)[0], size, hosts),
     }
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "versions": lambda: first(versions),
-        "settings": lambda: first(settings),
+        "versions": lambda: each(versions),
+        "settings": lambda: each(settings),
         "gloo": lambda: each(lambda: exchange(gloo, torch.device("cpu"), hosts)),
         **(of_gpus if device.is_gpu else {}),
         "correctness": lambda: results(ranks, device),
