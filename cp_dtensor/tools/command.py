@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from cp_dtensor.tools.cases import Case, grid
-from cp_dtensor.tools.info import versions
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.parsing import MASK_HELP, command_parser, mask_argument, positive
 from cp_dtensor.tools.ranks import Failed, end, start
-from cp_dtensor.tools.report import Row, table_of, write_csv
+from cp_dtensor.tools.report import Row, table_of, versions, write_csv
 
 
 def measuring_parser(command: str, description: str) -> argparse.ArgumentParser:

@@ -22,10 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from cp_dtensor import GPUS
 from cp_dtensor.tools.cases import Case, Heads, Method
 from cp_dtensor.tools.command import cases_and_methods, measure_all, measuring_parser, parsed
-from cp_dtensor.tools.info import gpu_name
 from cp_dtensor.tools.measure import Suite, compare
 from cp_dtensor.tools.parsing import positive
-from cp_dtensor.tools.report import ERROR, MEASURED, Row
+from cp_dtensor.tools.report import ERROR, MEASURED, Row, gpu_name
 from cp_dtensor.tools.torch_methods import mesh_of_ranks
 
 _DESCRIPTION = """\
