@@ -284,7 +284,7 @@ def tokens_of(job: Job, device: torch.device) -> Tensor:
     return (uniform**3 * job.size.vocabulary).long()
 
 
-def measure_job(job: Job, methods: Sequence[Method], suite: Suite, rows: list[Row]) -> None:
+def measure_job(methods: Sequence[Method], job: Job, suite: Suite, rows: list[Row]) -> None:
     """Add the rows of a job.
 
     Raises:
@@ -363,9 +363,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run the benchmark of the command line; rank 0 prints a line for each method, and the results."""
     options = parse_options(arguments)
 
-    def measure(job: Job, suite: Suite, rows: list[Row]) -> None:
-        measure_job(job, options.methods, suite, rows)
-
+    measure = partial(measure_job, options.methods)
     rows = measure_all("-m cp_dtensor train-bench", arguments, options, options.jobs, measure)
     measured = [row for row in rows if row["status"] == MEASURED]
     sys.exit(not measured or any(row["status"] == ERROR or row["message"] == _DIFFERS for row in rows))
