@@ -223,7 +223,5 @@ def place_sums(out: Tensor, parts: Sequence[Part], sum_dtype: torch.dtype) -> No
 
 def _overlap(parts: Sequence[Part]) -> bool:
     """Return whether two parts have rows in common; their spans of batch rows are equal or disjoint."""
-    for (batch, rows), (next_batch, next_rows) in pairwise(sorted([part[:2] for part in parts])):
-        if batch == next_batch and rows[1] > next_rows[0]:
-            return True
-    return False
+    spans = pairwise(sorted([part[:2] for part in parts]))
+    return any(batch == next_batch and rows[1] > next_rows[0] for (batch, rows), (next_batch, next_rows) in spans)

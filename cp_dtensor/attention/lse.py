@@ -21,14 +21,9 @@ def empty_lse(like: Tensor, shape: Sequence[int], dtype: torch.dtype, is_split: 
     return like.new_empty((2, *shape), dtype=dtype).movedim(0, -1) if is_split else like.new_empty(shape, dtype=dtype)
 
 
-def is_split(lse: Tensor) -> bool:
-    """Return True for (B, H, S, 2)."""
-    return lse.dim() == 4
-
-
 def rounded_lse(lse: Tensor) -> Tensor:
     """Return the LSE as one float, (B, H, S)."""
-    return lse[..., 0] if lse.dim() == 4 else lse  # not `is_split`, in warm calls
+    return lse[..., 0] if lse.dim() == 4 else lse
 
 
 def store_sum(lse: Tensor, large: Tensor, small: Tensor) -> None:
@@ -59,4 +54,4 @@ def without(lse: Tensor, of: Tensor) -> Tensor:
 
 def dense_lse(lse: Tensor) -> Tensor:
     """Return the LSE in the memory order of `empty_lse`, without a copy if it has that order."""
-    return lse.movedim(-1, 0).contiguous().movedim(0, -1) if is_split(lse) else lse.contiguous()
+    return lse.movedim(-1, 0).contiguous().movedim(0, -1) if lse.dim() == 4 else lse.contiguous()

@@ -61,7 +61,6 @@ def attention_forward(
         out: (B, H, S, Dv), in q's dtype; 0 for rows that attend to nothing.
         lse: (B, H, S) or (B, H, S, 2), float32 (float64 for float64 inputs); -inf for such rows.
     """
-    dropout = _checked(q, k, v, mask, scale, bias, dropout)
     v_dim, forward = v.size(3), attention_forward_reference
     if uses_triton(q, v):
         q, k, v = (_in_whole_rows(x) for x in (q, k, v))
@@ -90,7 +89,6 @@ def attention_backward(
     Returns:
         dq: (B, H, S, D), dk: (B, Hkv, T, D), dv: (B, Hkv, T, Dv); 0 for rows and columns without attended pairs.
     """
-    dropout = _checked(q, k, v, mask, scale, bias, dropout)
     delta = attention_delta(grad_out, out) if delta is None else delta
     dim, v_dim, backward = q.size(3), v.size(3), attention_backward_reference
     if uses_triton(q, v):
@@ -116,9 +114,6 @@ def attention_bias_gradient(
         bias: as in `attention_forward`, floating.
         grad_dtype: of the result; None: the bias's. float32 to sum over tiles.
     """
-    dropout = _checked(q, k, v, mask, scale, bias, dropout)
-    if not bias.is_floating_point():
-        raise ValueError(f"a bias of {bias.dtype} has no gradient")
     k, v = k.to(wide_dtype(q)), v.to(wide_dtype(q))
     gradient = bias.new_zeros((1,) * (4 - bias.dim()) + bias.shape, dtype=k.dtype)
     summed = [dim for dim in range(4) if gradient.size(dim) == 1]
@@ -166,44 +161,6 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
     return torch.cat(parts)
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, mask: RowMask, scale: float, bias: Tensor | None, dropout: Dropout | None
-) -> Dropout | None:
-    """Return the dropout, None if it drops nothing (kernels without dropout are faster).
-
-    Raises:
-        ValueError: the arguments do not fit each other.
-    """
-    batch, heads, rows, head_dim = q.shape
-    kv_heads, columns = k.shape[1:3]
-    if k.shape != (batch, kv_heads, columns, head_dim) or v.shape[:3] != k.shape[:3] or heads % kv_heads:
-        raise ValueError(f"q, k and v do not fit: {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}: masks are applied before it")
-    if mask.intervals is not None:
-        lo, hi = mask.intervals
-        if not lo.dtype == hi.dtype == torch.int32 or lo.shape != hi.shape or lo.shape not in ((rows,), (batch, rows)):
-            raise ValueError(
-                f"lo and hi must both be int32 of ({rows},) or ({batch}, {rows}), "
-                f"got {lo.dtype} {tuple(lo.shape)} and {hi.dtype} {tuple(hi.shape)}"
-            )
-    shape = (batch, heads, rows, columns)
-    if bias is not None and (
-        bias.dim() > 4 or any(size not in (1, full) for size, full in zip(bias.shape[::-1], shape[::-1], strict=False))
-    ):
-        raise ValueError(f"bias {tuple(bias.shape)} does not broadcast to {shape}")
-    if dropout is None:
-        return None
-    for x, length in ((dropout.q_positions, rows), (dropout.kv_positions, columns)):
-        if x.shape not in ((length,), (1, length), (batch, length)):
-            raise ValueError(f"positions must be ({length},) or ({batch}, {length}), got {tuple(x.shape)}")
-    if dropout.seed.device != q.device:
-        raise ValueError(f"the seed of dropout must be on {q.device}, got {dropout.seed.device}")
-    return dropout if dropout.p > 0 else None
-
-
 # The reference implementation
 
 
@@ -224,7 +181,7 @@ def attention_forward_reference(
         total.masked_fill_(total == 0, 1.0)  # of rows without keys
         weights /= total.unsqueeze(-1)
         if dropout is not None:
-            weights *= _dropout_factors(dropout, q, rows, columns, wide)
+            weights *= kept_reference(dropout, q.size(0), q.size(1), rows, columns).to(wide) * dropout.scale
         out[:, :, at].copy_(_by_query_head(_by_kv_head(weights, v) @ v[:, :, to], q))
         store_sum(lse[:, :, at], largest, total.log())
 
@@ -266,7 +223,8 @@ def _backward_blocks(
         grad = _by_kv_head(grad_out[:, :, at].to(v.dtype), v)
         grad_logits = grad @ v[:, :, to].mT
         if dropout is not None:
-            factors = _by_kv_head(_dropout_factors(dropout, q, rows, columns, v.dtype), v)
+            kept = kept_reference(dropout, q.size(0), q.size(1), rows, columns)
+            factors = _by_kv_head(kept.to(v.dtype) * dropout.scale, v)
             grad_logits *= factors
             dropped = weights * factors
         grad_logits -= _by_kv_head(delta[:, :, at].to(v.dtype).unsqueeze(-1), v)
@@ -326,11 +284,6 @@ def _add_bias_and_mask(logits: Tensor, mask: RowMask, rows: range, columns: rang
     seen = seen_reference(mask, rows, columns, logits.device)
     if seen is not None:
         logits.masked_fill_(~seen, float("-inf"))
-
-
-def _dropout_factors(dropout: Dropout, q: Tensor, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
-    """Return (B, H, rows, columns): the factors of the softmax weights, 0 or `dropout.scale`."""
-    return kept_reference(dropout, q.size(0), q.size(1), rows, columns).to(dtype).mul_(dropout.scale)
 
 
 def _bias_block(bias: Tensor, rows: range, columns: range) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import current_stream, on_device
-from cp_dtensor.attention.lse import dense_lse, is_split
+from cp_dtensor.attention.lse import dense_lse
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadExchange, HeadRows
@@ -181,7 +181,7 @@ class UlyssesPlan(Plan):
             for inner, (stage_q, stage_k, stage_v), ((stage_out,), (rows,)) in zip(
                 self.inner, inputs, results, strict=True
             ):
-                stage_lse, of_ring = _lse_of(rows, 1 + is_split(lse)), values._replace(ranks=ring)
+                stage_lse, of_ring = _lse_of(rows, 1 + (lse.dim() == 4)), values._replace(ranks=ring)
                 saved += inner.remake_saved(stage_q, stage_k, stage_v, stage_out, stage_lse, of_ring)
             return tuple(saved)
 
@@ -192,7 +192,7 @@ class UlyssesPlan(Plan):
 
     def _as_rows(self, lse: Tensor) -> Tensor:
         """Return (B, H, S) or (B, H, S, 2) as (B, H, S, copies), which is exchanged."""
-        if not is_split(lse):
+        if lse.dim() == 3:
             return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
         return lse.repeat(1, 1, 1, max(1, self._lse_copies // 2))
 

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cp_dtensor.tools.cases import PASSES, Case, Heads
+from cp_dtensor.tools.cases import PASSES, Heads
 from cp_dtensor.tools.command import cases_and_methods, measure_all, measuring_parser, parsed
-from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS
 from cp_dtensor.tools.parsing import argument, positive_number, probability
 from cp_dtensor.tools.report import ERROR, REFUSED, Row
@@ -86,10 +85,10 @@ def main(arguments: Sequence[str]) -> None:
     if not options.use_gpu and os.environ.get("RANK", "0") == "0":
         print("small by default without GPUs: --seq-lens and --heads ask for more", file=sys.stderr)
 
-    def measure(case: Case, suite: Suite, rows: list[Row]) -> None:
-        suite.run(case, options.passes, options.methods, rows)
-
-    rows = measure_all("-m cp_dtensor bench", arguments, options, options.cases, measure)
+    rows = measure_all(
+        "-m cp_dtensor bench", arguments, options, options.cases,
+        lambda case, suite, rows: suite.run(case, options.passes, options.methods, rows),
+    )  # fmt: skip
     sys.exit(any(row["status"] == ERROR for row in rows) or too_large(rows, options.errors))
 
 

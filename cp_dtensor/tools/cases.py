@@ -146,12 +146,10 @@ class Case:
         interval_sets = clipped_interval_sets(self.mask_value, self.seq_len, self.seq_len)
         if len(interval_sets) > 1:
             raise ValueError(f"expected a mask with one interval of keys for each query, got {self.mask}")
-        seen = torch.zeros(2, self.seq_len, dtype=torch.int64)
-        for band in (band for interval_set in interval_sets for band in interval_set):
-            query = torch.arange(band.first, band.last)
-            seen[0, band.first : band.last] = (query - band.left).clamp(min=band.lo)
-            seen[1, band.first : band.last] = (query + band.right + 1).clamp(max=band.hi)
-        return seen
+        spans = [(0, 0)] * self.seq_len
+        for band in itertools.chain(*interval_sets):
+            spans[band.first : band.last] = map(band.keys, range(band.first, band.last))
+        return torch.tensor(spans).T.contiguous()
 
 
 def grid(**options: Sequence[Any]) -> list[Case]:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from cp_dtensor.tools.cases import Case, grid
-from cp_dtensor.tools.info import versions
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import methods_by_name
-from cp_dtensor.tools.parsing import MASK_HELP, command_parser, mask_argument, positive, uses_gpu
+from cp_dtensor.tools.parsing import MASK_HELP, command_parser, mask_argument, positive
 from cp_dtensor.tools.ranks import Failed, end, start
-from cp_dtensor.tools.report import Row, table_of, write_csv
+from cp_dtensor.tools.report import Row, table_of, versions, write_csv
 
 
 def measuring_parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -43,7 +42,9 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str], **defaults
     """Read the command line, with other defaults than those of the parser; exit with a message if it does not fit."""
     parser.set_defaults(**defaults)
     options = parser.parse_args(arguments)
-    options.use_gpu = uses_gpu(parser, options.device)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    options.use_gpu = options.device != "cpu" and torch.cuda.is_available()
     return options
 
 

@@ -8,10 +8,12 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -20,19 +22,27 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.benchmark import Timer
 
-from cp_dtensor import GPUS, Hardware, explain
+from cp_dtensor import GPUS, Causal, Contiguous, Hardware, explain
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.packages import INSTALL, has_package_kernels, installed_version
-from cp_dtensor.attention.backends.select import PACKAGES
+from cp_dtensor.attention.backends.select import (
+    PACKAGES,
+    allowed_backends,
+    choose_backend,
+    has_triton_kernels,
+    masked_by_shape,
+)
 from cp_dtensor.comm.links import link_speed
-from cp_dtensor.tools import info
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
-from cp_dtensor.tools.info import gpu_name
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
-from cp_dtensor.tools.report import REFUSED, Row
+from cp_dtensor.tools.report import REFUSED, Row, gpu_name, versions
 
 _DESCRIPTION = """\
 Checks versions, GPUs, links and kernels, exchanges data between ranks, and compares every method and KV transport with
@@ -120,7 +130,7 @@ def main(arguments: Sequence[str]) -> None:
     tell = partial(report, as_json=options.json, visible=rank in (None, "0"))
     if options.info:
         if rank in (None, "0"):
-            rows = dict(info.facts())
+            rows = dict(facts())
             lines = (f"{name:<{max(map(len, rows))}}  {value}" for name, value in rows.items())
             print(json.dumps(rows, indent=1) if options.json else "\n".join(lines))
         return
@@ -186,14 +196,10 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
 
     obstacle = partial(obstacle_to_shared_memory, device.torch_device)
 
-    def first(findings: Callable[[], Iterable[Finding]]) -> list[Finding]:
-        """Make a check on rank 0."""
-        return ranks.on_each(lambda: list(findings()), ranks.rank == 0) or []
-
-    def each(findings: Callable[[], Iterable[Finding]]) -> list[Finding]:
-        """Make a check on every rank; of ranks other than 0 return what is not well."""
+    def each(findings: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
+        """Make a check on every rank; of ranks other than 0 return what is not well, what several found once."""
         own, *others = ranks.together(lambda: list(findings()))
-        return [*own, *(found for of_rank in others for found in of_rank if found.status != OK)]
+        return dict.fromkeys([*own, *(found for of_rank in others for found in of_rank if found.status != OK)])
 
     of_gpus: dict[str, Callable[[], Iterable[Finding]]] = {
         "GPU memory": lambda: each(memory),
@@ -202,8 +208,8 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
         "symmetric memory": lambda: symmetric_memory(ranks.together(obstacle)[0], size, hosts),
     }
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "versions": lambda: first(versions),
-        "settings": lambda: first(settings),
+        "versions": lambda: each(packages),
+        "environment": lambda: each(environment),
         "gloo": lambda: each(lambda: exchange(gloo, torch.device("cpu"), hosts)),
         **(of_gpus if device.is_gpu else {}),
         "correctness": lambda: results(ranks, device),
@@ -223,10 +229,10 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
 # Checks of one process
 
 
-def versions() -> Iterator[Finding]:
+def packages() -> Iterator[Finding]:
     """Yield findings about Python, torch, cuDNN, Triton and the optional packages."""
     try:
-        yield Finding("versions", OK, "; ".join(f"{name} {version}" for name, version in info.versions()))
+        yield Finding("versions", OK, "; ".join(f"{name} {version}" for name, version in versions()))
     except RuntimeError as error:  # torch refuses another cuDNN than that it was built with
         remedy = "take other versions of cuDNN off LD_LIBRARY_PATH, or reinstall torch with its own"
         yield Finding("cuDNN", PROBLEM, str(error).splitlines()[0], remedy)
@@ -252,7 +258,7 @@ def versions() -> Iterator[Finding]:
             yield Finding("packages", NOTE, text, INSTALL)
 
 
-def settings() -> Iterator[Finding]:
+def environment() -> Iterator[Finding]:
     """Yield findings about environment variables and GPUs that torch does not see."""
     if torch.cuda.is_available():
         for name, (status, text) in _SETTINGS.items():
@@ -383,3 +389,69 @@ def choice(mesh: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
     )
     on_cpu = ["CPUs take the ring; predictions for GPUs:"] if mesh.device_type == "cpu" else []
     yield Finding("auto", OK, "\n".join([*on_cpu, str(found)]))
+
+
+# Facts without checks
+
+_SHAPES = ((1, 64, 64), (1, 128, 128), (4, 192, 128), (1, 192, 128), (1, 256, 256), (1, 512, 512))
+"""Key heads for four query heads, head dims of q and of v. Groups change the kernel only where the dims differ."""
+_KERNELS = {
+    "FLASH_ATTENTION_4": "FlashAttention-4", "CUDNN_FLEX_ATTENTION": "cuDNN's FlexAttention",
+    "CUDNN_ATTENTION": "cuDNN", "FLASH_ATTENTION": "torch's flash", "EFFICIENT_ATTENTION": "torch's efficient",
+    "MATH": "torch's math", "WIDE_GRADIENTS": "ours in Triton",
+}  # fmt: skip
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Yield name and value of each row of the table."""
+    yield from versions()
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        yield "Triton runs in its", "interpreter (TRITON_INTERPRET)"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = Counter(
+        f"{each.name} ({each.total_memory / 2**30:.0f} GiB, capability {each.major}.{each.minor})"
+        for each in map(torch.cuda.get_device_properties, range(count))
+    )
+    yield "devices", "; ".join(f"{n} x {name}" for name, n in gpus.items()) or f"CPU, {os.cpu_count()} cores"
+    pairs = list(permutations(range(count), 2))
+    able = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    yield "peer access", f"{able} of {len(pairs)} pairs of GPUs" if pairs else "needs two GPUs"
+    for package in PACKAGES:
+        yield package.title, package.version or f"not installed: {INSTALL}"
+    yield from kernels()
+
+
+def kernels() -> Iterator[tuple[str, str]]:
+    """Yield which kernel computes what on the first device, by dtype, head dims of q and v, and key heads.
+
+    FlashAttention-4 and cuDNN's FlexAttention step back where their first results in a process are wrong.
+    """
+    has_gpu, allowed = torch.cuda.is_available(), allowed_backends()
+    device, capability = ("cuda:0", torch.cuda.get_device_capability(0)) if has_gpu else ("cpu", None)
+    partition = LayoutPartition(Contiguous(), 8, 8, 1, 1)
+    for dtype, shapes in (("bfloat16", _SHAPES), ("float32", _SHAPES[1:2])):
+        for kv_heads, dim, v_dim in shapes:
+            spec = CallSpec(
+                partition, Causal(), 1, 4, kv_heads, dim, v_dim, dtype, device=device, capability=capability
+            )  # fmt: skip
+            by_row = replace(spec, masking=Masking.INTERVALS)
+            specs = {
+                "causal, full": spec, "masks": by_row,
+                "bias, dropout": replace(spec, masking=Masking.INTERVALS_UNBROKEN),
+            }  # fmt: skip
+            if has_gpu:  # on CPUs all are deterministic
+                specs["deterministic"] = masked_by_shape(replace(by_row, deterministic=True), allowed)
+            shape = str(dim) if dim == v_dim else f"{dim}/{v_dim}{', grouped' if kv_heads < 4 else ''}"
+            text = "; ".join(f"{what}: {_kernel(choose_backend(each, allowed), spec)}" for what, each in specs.items())
+            yield f"kernels, {dtype}, {shape}", text
+
+
+def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
+    if backend.name == "INTERVALS":
+        return "ours in Triton" if has_triton_kernels(spec) else "torch operations"
+    name = _KERNELS[backend.name]
+    if not isinstance(backend, Flash4Attention) or not backend.left:
+        return name
+    other = _kernel(backend.instead, spec)
+    left = (f"{'causal' if causal else 'full'} {direction}: {other}" for direction, causal in sorted(backend.left))
+    return f"{name} ({', '.join(left)})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,6 @@ from cp_dtensor.tools.ranks import Ranks
 
 ERRORS = ("out", "dq", "dk", "dv")
 """Names of the tensors whose errors are measured."""
-_TRUTH = -1
-"""Number of the reference among those of outcomes."""
 _BLOCK_ELEMENTS = 2**25
 """Logits of a block, 8 bytes each; about six such arrays exist at once."""
 
@@ -39,25 +38,25 @@ def relative_errors(
     Raises:
         Failed: on every rank, for example out of memory.
     """
-    by_rank = ranks.together(lambda: _squares(case, outcomes, device))
+    by_rank = ranks.together(lambda: _relative_squares(case, outcomes, device))
     errors: dict[int, dict[str, float]] = {}
-    for number, name in dict.fromkeys(key for squares in by_rank for key in squares if key[0] != _TRUTH):
-        differences = sum(squares.get((number, name), 0.0) for squares in by_rank)
-        # The whole reference is equal on every rank.
-        errors.setdefault(number, {})[name] = (differences / by_rank[0][_TRUTH, name]) ** 0.5
+    for number, name in dict.fromkeys(chain(*by_rank)):
+        errors.setdefault(number, {})[name] = sum(squares.get((number, name), 0.0) for squares in by_rank) ** 0.5
     return errors
 
 
-def _squares(case: Case, outcomes: Mapping[int, Outcome], device: torch.device) -> dict[tuple[int, str], float]:
-    """Sum squares of this rank's differences by number and name, and of the whole reference."""
-    squares: defaultdict[tuple[int, str], float] = defaultdict(float)
+def _relative_squares(
+    case: Case, outcomes: Mapping[int, Outcome], device: torch.device
+) -> dict[tuple[int, str], float]:  # fmt: skip
+    """Sum squares of this rank's differences by number and name, relative to those of the whole reference."""
+    squares, whole = defaultdict[tuple[int, str], float](float), defaultdict[str, float](float)
     for name, head, truth in _reference_heads(case, device):
-        squares[_TRUTH, name] += truth.square().sum().item()
+        whole[name] += truth.square().sum().item()
         for number, (tensors, positions) in outcomes.items():
             if (index := ERRORS.index(name)) < len(tensors):
                 difference = tensors[index][:, head].double() - rows_of(truth, positions)
                 squares[number, name] += difference.square().sum().item()
-    return dict(squares)
+    return {key: square / whole[key[1]] for key, square in squares.items()}
 
 
 def _reference_heads(case: Case, device: torch.device) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -83,17 +83,18 @@ class Suite:
             Failed: ranks failed differently, so that no more can be measured.
         """
         row |= {"status": ERROR, "message": None}
+        lost: Failed | None = None
         try:
             row |= {"status": MEASURED, **measure()}
         except Failed as failure:
             refusal = str(failure).removeprefix(REFUSAL)
             row |= {"status": ERROR if refusal == str(failure) else REFUSED, "message": refusal}
-            if not failure.alike:
-                raise
-        finally:
-            if self.tells and self.ranks.rank == 0:
-                outcome = f"{row['status']}: {row['message']}" if row["message"] else f"{row['median_ms']:.4g} ms"
-                print(f"{title}, {row['pass']}, {row['method']}: {outcome}", file=sys.stderr, flush=True)
+            lost = None if failure.alike else failure
+        if self.tells and self.ranks.rank == 0:
+            outcome = f"{row['status']}: {row['message']}" if row["message"] else f"{row['median_ms']:.4g} ms"
+            print(f"{title}, {row['pass']}, {row['method']}: {outcome}", file=sys.stderr, flush=True)
+        if lost is not None:
+            raise lost
 
     def run(self, case: Case, passes: Sequence[str], methods: Sequence[Method], rows: list[Row]) -> None:
         """Add the rows of a case.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from cp_dtensor.tools.torch_methods import (
     mesh_of_ranks,
     sdpa,
     torch_methods,
-    varlen_on_one_gpu,
+    varlen,
 )
 
 IDEAL, OURS = "ideal", "ours-"
@@ -69,7 +69,7 @@ def _all_methods() -> list[Method]:
     one_gpu = [
         Method(IDEAL, sdpa, WHOLE, context=allowed_backend),
         Method(f"{IDEAL}-installed", _by_installed_kernels, WHOLE, context=_backend),
-        Method(f"{IDEAL}-varlen", varlen_on_one_gpu, WHOLE, by_default=False),
+        Method(f"{IDEAL}-varlen", partial(varlen, True), WHOLE, by_default=False),
     ]
     ours = [_ours(split, layout) for layout in ("", *LAYOUTS) for split in _SPLITS]
     flex = [_ours_flex(layout) for layout in ("", *LAYOUTS, "BalancedBlocks")]

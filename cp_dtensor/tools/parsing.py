@@ -12,8 +12,6 @@ from functools import lru_cache, reduce, wraps
 from operator import and_
 from typing import Any, TypeVar
 
-import torch
-
 from cp_dtensor import (
     Balanced,
     Causal,
@@ -121,13 +119,6 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     name = f"python -m cp_dtensor {command}"
     usage = f"{name} [options]"  # without the list of options, which would hide an error
     return argparse.ArgumentParser(prog=name, usage=usage, description=description, formatter_class=formatter)
-
-
-def uses_gpu(parser: argparse.ArgumentParser, device: str) -> bool:
-    """Return whether `--device` is "cuda", or "auto" where torch sees a GPU; refuse "cuda" without one."""
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU")
-    return device != "cpu" and torch.cuda.is_available()
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -1,17 +1,51 @@
-"""Rows of measurements, and their two forms: a CSV file for programs and a Markdown table for people."""
+"""Rows of measurements and the machine that made them, as a CSV file for programs and a Markdown table for people."""
 
 from __future__ import annotations
 
 import csv
+import importlib.metadata
+import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_dtensor import GPUS
+from cp_dtensor.attention.backends.select import PACKAGES
 
 Row = dict[str, Any]
 """The values of a row by column, named as in docs/benchmarks/measured.csv. None where there is nothing to tell."""
 MEASURED, REFUSED, ERROR = "measured", "refused", "error"
 """Values of the column "status". Refused: the method does not support the case; the column "message" has the reason."""
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Yield what is installed: names and versions.
+
+    Raises:
+        RuntimeError: torch refuses another cuDNN than that it was built with.
+    """
+    for package in ("cp_dtensor", "torch", "triton"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield package, torch.__version__ if package == "torch" else importlib.metadata.version(package)
+    yield "Python", platform.python_version()
+    if torch.cuda.is_available():
+        number = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0
+        yield "CUDA", str(torch.version.cuda)
+        yield "cuDNN", f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        if dist.is_available() and dist.is_nccl_available():
+            yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+        yield from ((package.distribution, package.version) for package in PACKAGES if package.version)
+
+
+def gpu_name() -> str | None:
+    """Return the name in `GPUS` of the current GPU; None for others, whose peaks are not known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return None if "PCIe" in name or "NVL" in name else next((each for each in GPUS if each in name.split()), None)
 
 
 def times_of(by_rank: Sequence[Sequence[float]], ranks: int = 1) -> Row:

@@ -45,7 +45,7 @@ def torch_methods() -> list[Method]:
     methods = [
         Method(f"torch-{name}", context=context, by_default="FA4" not in name, **own) for name, context in rings.items()
     ]
-    methods.append(Method("llama3-varlen", _gathered, "Contiguous", by_default=False))
+    methods.append(Method("llama3-varlen", partial(varlen, False), "Contiguous", by_default=False))
     own = {"positions": _balanced_positions, "contiguous": True, "by_default": False}
     balanced = {name: partial(_flex, name) for name in ("HeadTail", "PTRR")}
     return methods + [Method(f"torch-flex {name}", flex, f"torch {name}", **own) for name, flex in balanced.items()]
@@ -230,28 +230,22 @@ Span = tuple[int, int]
 _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def varlen_on_one_gpu(case: Case, device: torch.device) -> Attention:
-    """Return attention of a case with a batch of one, of documents or a window."""
-    attend, _ = _varlen(case, (0, case.seq_len), device)
-    return lambda q, k, v: _tokens_last(attend(*map(_tokens_first, (q, k, v))))
-
-
-def _gathered(case: Case, device: torch.device) -> Attention:
+def varlen(is_alone: bool, case: Case, device: torch.device) -> Attention:
+    """Return attention of documents or a window: of one GPU, or over K/V that are gathered from all ranks (Llama 3)."""
     from torch.distributed import _functional_collectives as collectives
 
     # The first since torch 2.13, which deprecates the second.
     gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-    group = dist.group.WORLD
-    assert group is not None
-    length, stages = case.seq_len // group.size(), min(_STAGES, case.heads.kv)
-    attend, keys = _varlen(case, (group.rank() * length, (group.rank() + 1) * length), device)
+    rank, size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+    length, stages = case.seq_len // size, 1 if is_alone else min(_STAGES, case.heads.kv)
+    attend, keys = _varlen(case, (rank * length, (rank + 1) * length), device)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        qs, *kv = (torch.tensor_split(_tokens_first(x), stages, 1) for x in (q, k, v))
+        qs, *kv = (torch.tensor_split(x[0].transpose(0, 1), stages, 1) for x in (q, k, v))  # (S, H, D)
         # All are started first; the attention of a stage waits for its own. Backward reduces and scatters gradients.
-        ks, vs = ([gather(x.contiguous(), 0, group) for x in each] for each in kv)
+        ks, vs = ([x if is_alone else gather(x.contiguous(), 0, dist.group.WORLD) for x in each] for each in kv)
         outs = [attend(q, k[slice(*keys)], v[slice(*keys)]) for q, k, v in zip(qs, ks, vs, strict=True)]
-        return _tokens_last(torch.cat(outs, 1))
+        return (outs[0] if stages == 1 else torch.cat(outs, 1)).transpose(0, 1).unsqueeze(0)
 
     return attention
 
@@ -276,13 +270,3 @@ def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[.
     numbers = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths]
     attend: Any = partial(varlen_attn, window_size=window, **_GQA)  # which returns out alone
     return lambda q, k, v: attend(q, k, v, *numbers, *map(max, lengths)), (mine[0][0], last)
-
-
-def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return (1, H, S, D) as (S, H, D)."""
-    return x[0].transpose(0, 1)
-
-
-def _tokens_last(x: torch.Tensor) -> torch.Tensor:
-    """Return (S, H, D) as (1, H, S, D)."""
-    return x.transpose(0, 1).unsqueeze(0)

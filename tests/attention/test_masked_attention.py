@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from support.attention_kernels import SCALE, biases_of, masks_of
 from support.cases import examples
 from support.dropouts import dropout_of
-from support.row_masks import window
 
 from cp_dtensor.attention import masked
 from cp_dtensor.attention.masked import (
@@ -153,26 +152,3 @@ def test_any_intervals(data: st.DataObject) -> None:
     group = data.draw(st.integers(1, 3), "group")
     dims = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)), "dims")
     check(draw(rows, columns, 2 * group, 2, dims), RowMask(lo=lo, hi=hi))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    q, k, v = draw(5, 7)
-    short, row = (torch.zeros(length, dtype=torch.int32) for length in (4, q.size(2)))
-    for tensors, mask, scale, options in (
-        ((q, k, v[:, :, 1:]), RowMask(), 1.0, {}),
-        ((q[:, :3], k, v), RowMask(), 1.0, {}),
-        ((q.float(), k, v), RowMask(), 1.0, {}),
-        ((q, k, v), RowMask(), 0.0, {}),
-        ((q, k, v), RowMask(lo=short, hi=short), 1.0, {}),
-        ((q, k, v), window(torch.zeros(3, 5), 1, 1), 1.0, {}),
-        ((q, k, v), RowMask(lo=row, hi=row.expand(q.size(0), -1)), 1.0, {}),
-        ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(1, 1, 1, 5, 7)}),
-        ((q, k, v), RowMask(), 1.0, {"bias": torch.zeros(5, 5)}),
-    ):
-        with pytest.raises(ValueError, match=r"fit|dtype|scale|int32|broadcast"):
-            attention_forward(*tensors, mask, scale, **options)
-    lse = q.sum(-1)
-    with pytest.raises(ValueError, match="no gradient"):
-        attention_bias_gradient(q, q, k, k, lse, RowMask(), 1.0, bias=torch.ones(5, 7) > 0, delta=lse)
-    with pytest.raises(ValueError, match="or both lo and hi"):
-        RowMask(lo=short)

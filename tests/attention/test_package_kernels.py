@@ -140,7 +140,7 @@ def test_a_kernel_that_is_wrong_at_first_is_not_used_again(fresh: Patch, module:
     with pytest.warns(RuntimeWarning) as caught:
         check(Flash4Attention(MATH), CAUSAL_TILE, values)
     assert [str(each.message).split(":")[0] for each in caught] == [
-        f"FlashAttention-4 is not used for {direction}  causal torch.bfloat16 head dims (16, 16) group 2"
+        f"FlashAttention-4 is not used for {direction} causal torch.bfloat16 head dims (16, 16) group 2"
         for direction in ("forward", "backward")
     ]
     assert all("flash-attn-4 4.0.0b36, torch " in str(each.message) for each in caught)

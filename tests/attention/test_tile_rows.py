@@ -29,8 +29,8 @@ def test_rows_see_what_the_mask_says(layout: object) -> None:
             assert isinstance(tile.mask, IntervalMask)
             rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
             tables = TileRows(tile.mask, torch.device("cpu"))
-            assert tables.mask.intervals is not None
-            lo, hi = (torch.atleast_2d(x) for x in tables.mask.intervals)
+            assert tables.masks[0].intervals is not None
+            lo, hi = (torch.atleast_2d(x) for x in tables.masks[0].intervals)
             seen = torch.zeros(len(lo), columns, dtype=torch.bool)
             for batch_row in range(len(lo)):
                 wanted = [

@@ -202,7 +202,7 @@ def test_some_rows_and_columns_of_a_million_tokens(kernel: str, kind: str) -> No
     with only_cudnn_flex():
         out, lse = backend.forward(q, k, v, mask, 0.1)
         dq, dk, dv = backend.backward(grad_out, q, k, v, out, lse, mask, 0.1)
-    intervals = tile_rows(tile.mask, q.device).mask.intervals
+    intervals = tile_rows(tile.mask, q.device).masks[0].intervals
     assert intervals is not None
     lo, hi = (x.flatten().long() for x in intervals)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
-from cp_dtensor.tools import doctor, info, methods
+from cp_dtensor.tools import doctor, methods
 from cp_dtensor.tools.cases import Heads
 from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, check, report, results
 from cp_dtensor.tools.ranks import Device, Ranks
@@ -68,12 +68,12 @@ def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
 
     hangs = subprocess.TimeoutExpired(["nvidia-smi"], 30)
     with (
-        mock.patch.object(doctor, "settings", side_effect=hangs),
+        mock.patch.object(doctor, "environment", side_effect=hangs),
         mock.patch.object(doctor, "exchange", return_value=()),
     ):
         ((*findings, last, _),) = run_ranks(1, body)
     problem = next(each for each in findings if each.status == PROBLEM)
-    assert problem.check == "settings"
+    assert problem.check == "environment"
     assert "timed out after 30 seconds" in problem.text
     assert last.check == "auto"
 
@@ -161,14 +161,14 @@ def test_ranks_that_would_share_a_gpu_are_a_problem(
 )
 def test_versions_of_torch(version: str, status: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    found = by_check(doctor.versions())
+    found = by_check(doctor.packages())
     assert (found["torch"].status if "torch" in found else None) == status
 
 
 def test_another_cudnn_is_a_problem() -> None:
     message = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0)\nmore"
-    with mock.patch.object(info, "versions", side_effect=RuntimeError(message)):
-        found = by_check(doctor.versions())
+    with mock.patch.object(doctor, "versions", side_effect=RuntimeError(message)):
+        found = by_check(doctor.packages())
     assert found["cuDNN"].status == PROBLEM
     assert found["cuDNN"].text == message.splitlines()[0]
 
@@ -178,7 +178,7 @@ def test_other_packages_than_torch_was_built_with(monkeypatch: pytest.MonkeyPatc
     installed = {"triton": "3.5.1", "nvidia-nccl-cu12": "2.28.9", "jinja2": "4"}
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requirements)
     monkeypatch.setattr(doctor, "installed_version", installed.get)
-    _, finding = doctor.versions()
+    _, finding = doctor.packages()
     assert finding.text == "triton 3.5.1 is installed, this torch was built with 3.6.0"
     assert (finding.status, finding.remedy) == (NOTE, "if kernels fail: pip install triton==3.6.0")
 
@@ -186,16 +186,16 @@ def test_other_packages_than_torch_was_built_with(monkeypatch: pytest.MonkeyPatc
 def test_a_hopper_without_triton_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(info, "versions", lambda: [("torch", "2")])
+    monkeypatch.setattr(doctor, "versions", lambda: [("torch", "2")])
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    found = by_check(doctor.versions())
+    found = by_check(doctor.packages())
     assert (found["Triton"].status, found["packages"].status) == (PROBLEM, NOTE)
-    (setting,) = doctor.settings()
+    (setting,) = doctor.environment()
     assert (setting.status, setting.remedy) == (PROBLEM, "unset CUDA_LAUNCH_BLOCKING")
     monkeypatch.setattr(doctor, "installed_version", lambda name: "1.0")
-    assert set(by_check(doctor.versions())) == {"versions"}
+    assert set(by_check(doctor.packages())) == {"versions"}
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,25 @@ from support.masked_problems import shown
 from support.processes import Processes
 
 from cp_dtensor import HeadTail, context_parallel_attention
-from cp_dtensor.tools import llama, train_bench
+from cp_dtensor.tools import train_bench
 from cp_dtensor.tools.cases import Case, Heads, Method
-from cp_dtensor.tools.llama import PRESETS, Llama, Size
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Ranks
 from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row
 from cp_dtensor.tools.torch_methods import mesh_of_ranks, torch_context_parallel
-from cp_dtensor.tools.train_bench import Job, difference, main, optimizer_of, parse_options, tokens_of, train
+from cp_dtensor.tools.train_bench import (
+    PRESETS,
+    Job,
+    Llama,
+    Size,
+    difference,
+    main,
+    optimizer_of,
+    parse_options,
+    tokens_of,
+    train,
+)
 
 CPU = torch.device("cpu")
 SIZE = Size(layers=2, dim=16, heads=4, kv_heads=2, ffn=24, vocabulary=40)
@@ -69,7 +79,7 @@ def on_one_device(job: Job, steps: int, monkeypatch: pytest.MonkeyPatch) -> list
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, k, v, **_: sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
     )
-    monkeypatch.setattr(llama, "_LOSS_TOKENS", 7)
+    monkeypatch.setattr(train_bench, "_LOSS_TOKENS", 7)
     model = Llama(SIZE, is_causal=True).double()
     optimizer = optimizer_of(model)
     tokens = tokens_of(job, CPU)

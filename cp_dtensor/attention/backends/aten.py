@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import aligned, laid_out_after, wide_dtype
+from cp_dtensor._torch.tensors import aligned, empty_in_order_of, laid_out_after, wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads, reduce_kv_heads
 from cp_dtensor.attention.backends.first_use import SmallTile, first_use
+from cp_dtensor.attention.masked import attention_backward_reference, attention_forward_reference
+from cp_dtensor.attention.triton.row_mask import CAUSAL_ROWS, FULL_ROWS
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, TileMask
 
@@ -30,7 +30,7 @@ class FlashAttention(AttentionBackend):
     name = "FLASH_ATTENTION"
 
     def refusal(self, spec: CallSpec) -> str | None:
-        return _half_precision_refusal(spec, max_head_dim=256)
+        return _half_precision_refusal(spec)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = _aligned(q, k, v)
@@ -52,7 +52,6 @@ class CudnnAttention(AttentionBackend):
     """cuDNN on CUDA: bfloat16 and float16, GQA natively, head dims that are multiples of 8.
 
     Equal head dims up to 128 always. Others up to 256, such as 256 and 192/128, where a small tile has been right.
-
     Other kernels compute tiles of one query or one key: cuDNN crashes on them, and uneven shards may have them.
     """
 
@@ -61,24 +60,20 @@ class CudnnAttention(AttentionBackend):
     def refusal(self, spec: CallSpec) -> str | None:
         dims = spec.head_dim, spec.v_head_dim
         if any(dim % 8 or dim > 256 for dim in dims) or (dims[0] == dims[1] <= 128):
-            return _half_precision_refusal(spec, max_head_dim=256)
-        refusal = _half_precision_refusal(replace(spec, head_dim=8, v_head_dim=8), max_head_dim=8)
-        return refusal or self._trial(spec)
-
-    def _trial(self, spec: CallSpec) -> str | None:
-        """Return the reason why cuDNN does not compute small tiles of a call, None if it does."""
+            return _half_precision_refusal(spec)
+        if refusal := _half_precision_refusal(spec, of_dims=False):
+            return refusal
         device, dtype, heads = torch.device(spec.device), getattr(torch, spec.dtype), (spec.q_heads, spec.kv_heads)
 
         def problem() -> str:
-            for mask in (CAUSAL_TILE, FULL_TILE):
-                tile = SmallTile.drawn(
-                    device, dtype, heads, (spec.head_dim, spec.v_head_dim), 256, mask, MathAttention()
-                )
-                if wrong := tile.forward_error(self.forward) or tile.backward_error(self.backward):
-                    return wrong
-            return ""
+            tiles = (
+                SmallTile.drawn(device, dtype, heads, dims, 256, mask, MathAttention())
+                for mask in (CAUSAL_TILE, FULL_TILE)
+            )
+            errors = (tile.error("forward", self.forward) or tile.error("backward", self.backward) for tile in tiles)
+            return next(filter(None, errors), "")
 
-        found = first_use((self.name, dtype, *heads, spec.head_dim, spec.v_head_dim), device, problem)
+        found = first_use((self.name, dtype, *heads, *dims), device, problem)
         if found == "":
             return None
         reason = "was not tried before CUDA graph capture" if found is None else f"failed: {found}"
@@ -185,7 +180,7 @@ class CpuFlashAttention(AttentionBackend):
 
 
 class MathAttention(AttentionBackend):
-    """Plain torch operations in float32 (float64 for float64): any device, dtype and head dim. Stores S x T logits."""
+    """Plain torch operations in float32 (float64 for float64): any device, dtype and head dim."""
 
     name = "MATH"
 
@@ -193,39 +188,22 @@ class MathAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        q, k, v = _widened(q, k, v)
-        logits = _logits(q, k, mask, scale)
-        lse = torch.logsumexp(logits, dim=-1)
-        return torch.exp(logits - lse.unsqueeze(-1)) @ expand_kv_heads(v, q.size(1)), lse
+        q, k, v = (x.to(wide_dtype(x)) for x in (q, k, v))
+        out, lse = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3])
+        attention_forward_reference(out, lse, q, k, v, CAUSAL_ROWS if mask.is_causal else FULL_ROWS, scale)
+        return out, lse
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kv_heads = k.size(1)
-        q, k, v, grad_out, out = _widened(q, k, v, grad_out, out)
-        k, v = expand_kv_heads(k, q.size(1)), expand_kv_heads(v, q.size(1))
-        weights = torch.exp(_logits(q, k, mask, scale) - lse.unsqueeze(-1))
-        delta = (grad_out * out).sum(dim=-1, keepdim=True)
-        grad_logits = weights * (grad_out @ v.mT - delta) * scale
-        grad_k = reduce_kv_heads(grad_logits.mT @ q, kv_heads)
-        grad_v = reduce_kv_heads(weights.mT @ grad_out, kv_heads)
-        return grad_logits @ k, grad_k, grad_v
+        grad_out, q, k, v, out = (x.to(wide_dtype(x)) for x in (grad_out, q, k, v, out))
+        delta, rows = (grad_out * out).sum(-1), CAUSAL_ROWS if mask.is_causal else FULL_ROWS
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        attention_backward_reference(dq, dk, dv, grad_out, q, k, v, lse, delta, rows, scale)
+        return dq, dk, dv
 
 
-def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.to(wide_dtype(tensor)) for tensor in tensors)
-
-
-def _logits(q: Tensor, k: Tensor, mask: TileMask, scale: float) -> Tensor:
-    logits = q @ expand_kv_heads(k, q.size(1)).mT * scale
-    if mask.is_full:
-        return logits
-    assert mask.is_causal, "interval-masked tiles have a backend of their own"
-    hidden = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).triu_(1)
-    return logits.masked_fill_(hidden, float("-inf"))
-
-
-def _half_precision_refusal(spec: CallSpec, max_head_dim: int) -> str | None:
+def _half_precision_refusal(spec: CallSpec, *, of_dims: bool = True) -> str | None:
     """Return the reason why flash and cuDNN kernels on CUDA cannot compute a call, None if they can."""
     if spec.device_type != "cuda":
         return _wrong_device(spec, "cuda")
@@ -233,9 +211,9 @@ def _half_precision_refusal(spec: CallSpec, max_head_dim: int) -> str | None:
         return f"it needs compute capability 8.0 or newer, this device has {spec.capability}"
     if spec.dtype not in ("bfloat16", "float16"):
         return f"it needs bfloat16 or float16, got {spec.dtype}"
-    if spec.head_dim == spec.v_head_dim and (spec.head_dim % 8 or spec.head_dim > max_head_dim):
-        return f"it needs a head dim that is a multiple of 8 up to {max_head_dim}, got {spec.head_dim}"
-    return _unequal_head_dims(spec)
+    if of_dims and spec.head_dim == spec.v_head_dim and (spec.head_dim % 8 or spec.head_dim > 256):
+        return f"it needs a head dim that is a multiple of 8 up to 256, got {spec.head_dim}"
+    return _unequal_head_dims(spec) if of_dims else None
 
 
 def _wrong_device(spec: CallSpec, needed: str) -> str | None:

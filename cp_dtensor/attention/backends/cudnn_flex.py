@@ -22,7 +22,6 @@ from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import aligned, empty_in_order_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows
 from cp_dtensor.attention.backends.launches import Call, Launches, noting
 from cp_dtensor.attention.backends.packages import SHORTEST, Package, check_parameters, quiet
@@ -45,7 +44,7 @@ _BLOCK = 128
 """Rows and columns of a block of a mask plan."""
 _BYTES_OF_PARTIAL_BLOCK = 3 * _BLOCK * _BLOCK // 8
 """One bit for each pair, in the orders of forward, dQ and dK/dV."""
-_INTERVALS = IntervalAttention()
+_INTERVALS = _REFERENCE = IntervalAttention()
 
 
 @dataclass(frozen=True)
@@ -94,24 +93,18 @@ class CudnnFlexAttention(AttentionBackend):
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
         """Return whether these kernels may compute a tile. Their first use compiles them and ours, for a small tile."""
         assert isinstance(mask, IntervalMask)
-        group, dims, has_several = q.size(1) // k.size(1), (q.size(3), v.size(3)), len(mask.sets) > 1
         if min(q.size(2), k.size(2)) < SHORTEST:
             return False
 
-        def problem() -> str:
-            ours = IntervalAttention()
-            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, 4 * _BLOCK, _small_mask(has_several), ours)
-            is_forward = direction == "forward"
-            check = tile.forward_error if is_forward else tile.backward_error
+        def compute(*arguments: Any) -> Any:
             # Compiles our kernels too: otherwise the first small tile of a later mask would, in the middle of a run.
-            check(ours.forward if is_forward else ours.backward)
-            compute = partial(_forward if is_forward else _backward, is_check=True)
-            return check(compute) or check(compute)  # by the package, then by what was recorded
+            getattr(_REFERENCE, direction)(*arguments)
+            kernel: Any = _forward if direction == "forward" else _backward
+            return kernel(*arguments, is_check=True)
 
-        several = ("several intervals",) if has_several else ()
-        return PACKAGE.passes_check(
-            (direction, q.dtype, "head dims", dims, "group", group, *several), q.device, problem
-        )
+        has_several, group = len(mask.sets) > 1, q.size(1) // k.size(1)
+        kind, small = ("several intervals",) * has_several, _small_mask(has_several)
+        return PACKAGE.passes_check(direction, kind, q, v, group, 4 * _BLOCK, small, _REFERENCE, compute)
 
 
 @lru_cache(maxsize=2)  # one object of each kind: forward and backward share its plan
@@ -136,16 +129,15 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float, is_check: bool = False
 ) -> tuple[Tensor, Tensor] | None:
     """Return the partial result; None for a tile without a plan. `is_check`: what the kernel does not write is NaN."""
-    planned = _plan_unless_out_of_memory(mask, Geometry.of(q, k, v), is_check)
+    planned = planned_tile(mask, Geometry.of(q, k, v), is_check)
     if planned is None:
         return None
     k, v = tile_rows(mask, q.device).without_hidden(k, v)
-    out, lse = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3], dtype=torch.float32)
-    if is_check:
-        _fill_with_nan(out, lse)
+    out, lse = results = empty_in_order_of(q, v.size(3)), q.new_empty(q.shape[:3], dtype=torch.float32)
+    for result in results if is_check else ():
+        result.fill_(float("nan"))
     inputs = tuple(aligned(x, 16).transpose(1, 2) for x in (q, k, v))
-    is_launched = _launch(planned, "forward", (*inputs, out.transpose(1, 2), lse), scale)
-    return (out, lse) if is_launched else None
+    return results if _launch(planned, "forward", (*inputs, out.transpose(1, 2), lse), scale) else None
 
 
 def _backward(
@@ -153,32 +145,17 @@ def _backward(
     is_check: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """Return the gradients; None for a tile without a plan. `is_check` as in `_forward`."""
-    planned = _plan_unless_out_of_memory(mask, Geometry.of(q, k, v), is_check)
+    planned = planned_tile(mask, Geometry.of(q, k, v), is_check)
     if planned is None:
         return None
     k, v = tile_rows(mask, q.device).without_hidden(k, v)
     width = 128 if q.size(3) == v.size(3) == 256 else 16
     inputs = *(aligned(x, width).transpose(1, 2) for x in (q, k, v, out, grad_out)), unit_stride(lse)
-    dq, dk, dv = (empty_in_order_of(x, x.size(3)) for x in (q, k, v))
-    if is_check:
-        _fill_with_nan(dq, dk, dv)
-    grads = tuple(grad.transpose(1, 2) for grad in (dq, dk, dv))
+    dq, dk, dv = results = tuple(empty_in_order_of(x, x.size(3)) for x in (q, k, v))
+    for result in results if is_check else ():
+        result.fill_(float("nan"))
+    grads = tuple(grad.transpose(1, 2) for grad in results)
     return (dq, dk, dv) if _launch(planned, "backward", (*inputs, *grads), scale) else None
-
-
-def _plan_unless_out_of_memory(mask: TileMask, geometry: Geometry, is_check: bool) -> PlannedTile | None:
-    """Return `planned_tile`, or None where there is no memory for it now; a check raises then."""
-    try:
-        return planned_tile(mask, geometry)
-    except torch.OutOfMemoryError:
-        if is_check:
-            raise
-        return None
-
-
-def _fill_with_nan(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        tensor.fill_(float("nan"))
 
 
 def _launch(planned: PlannedTile, direction: str, tensors: tuple[Tensor, ...], scale: float) -> bool:
@@ -279,20 +256,24 @@ _planned = LRUCache[Shared[PlannedTile]](KEPT_BYTES, least=_KEPT_PLANS, pins=cap
 """Keys: mask (compared by identity) and geometry."""
 
 
-def planned_tile(mask: TileMask, geometry: Geometry) -> PlannedTile | None:
+def planned_tile(mask: TileMask, geometry: Geometry, is_check: bool = False) -> PlannedTile | None:
     """Return the plan of a tile, made if it is new. None if it would be too large, or new under CUDA graph capture.
 
-    Raises:
-        torch.OutOfMemoryError: there is no memory for it now.
+    None as well where there is no memory for it now; a check raises then.
     """
     planned = _planned.get((mask, geometry))
-    if planned is None:
-        if capturing():
-            return None
-        rows = tile_rows(mask, geometry.device).masks
-        shared = Shared(geometry.device, lambda: _plan_tile(rows, geometry), lambda tile: tile.tensors)
-        planned = _planned.add((mask, geometry), shared)
-    tile = planned.read()
+    if planned is None and capturing():
+        return None
+    try:
+        if planned is None:
+            rows = tile_rows(mask, geometry.device).masks
+            shared = Shared(geometry.device, lambda: _plan_tile(rows, geometry), lambda tile: tile.tensors)
+            planned = _planned.add((mask, geometry), shared)
+        tile = planned.read()
+    except torch.OutOfMemoryError:
+        if is_check:
+            raise
+        return None
     return None if tile.plan is None else tile
 
 

@@ -41,21 +41,20 @@ def first_use(
     key = (*kernel, device)
     verdict = _verdicts.get(key)
     if verdict is None and not capturing():
-        verdict = _verdicts.add(key, _torch.prepared(lambda: _failure_of(check, device)))
+
+        def found() -> str:
+            try:
+                with on_device(device):
+                    return check()
+            except torch.OutOfMemoryError:
+                raise  # it may pass
+            except Exception as error:
+                return f"{type(error).__name__}: {str(error).strip()[:300]}"
+
+        verdict = _verdicts.add(key, _torch.prepared(found))
         if verdict:
             failed(verdict)
     return verdict
-
-
-def _failure_of(check: Callable[[], str], device: torch.device) -> str:
-    """Run a check on a device; an error becomes its result, unless memory is lacking, which may pass."""
-    try:
-        with on_device(device):
-            return check()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip()[:300]}"
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,13 @@ class SmallTile:
         grads = reference.backward(grad_out.double(), wide_q, wide_k, wide_v, out, lse, mask, scale)
         return SmallTile((q, k, v), grad_out, (out, lse), grads, mask, scale)
 
-    def forward_error(self, forward: Callable[..., tuple[Tensor, ...] | None]) -> str:
-        """Compute the tile by `AttentionBackend.forward` of a kernel; return "" or what is wrong."""
-        return wrong_result(("out", "lse"), forward(*self.inputs, self.mask, self.scale), self.result)
-
-    def backward_error(self, backward: Callable[..., tuple[Tensor, ...] | None]) -> str:
-        """Compute the tile's gradients by `AttentionBackend.backward` of a kernel; return "" or what is wrong."""
-        (q, k, v), (out, lse) = self.inputs, self.result
+    def error(self, direction: str, compute: Callable[..., tuple[Tensor, ...] | None]) -> str:
+        """Compute the tile by `AttentionBackend.forward` or `backward` of a kernel; return "" or what is wrong."""
+        if direction == "forward":
+            return wrong_result(("out", "lse"), compute(*self.inputs, self.mask, self.scale), self.result)
+        out, lse = self.result
         out = torch.empty_like(self.grad_out).copy_(out)
-        grads = backward(self.grad_out, q, k, v, out, lse.float(), self.mask, self.scale)
+        grads = compute(self.grad_out, *self.inputs, out, lse.float(), self.mask, self.scale)
         return wrong_result(("dq", "dk", "dv"), grads, self.grads)
 
 

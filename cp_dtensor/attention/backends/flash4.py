@@ -21,17 +21,17 @@ from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import aligned, empty_in_order_of
 from cp_dtensor.attention.backends.aten import MathAttention
 from cp_dtensor.attention.backends.base import AttentionBackend, expand_kv_heads, reduce_kv_heads
-from cp_dtensor.attention.backends.first_use import SmallTile
 from cp_dtensor.attention.backends.launches import Call, Launches, noting
 from cp_dtensor.attention.backends.packages import SHORTEST, Package, check_parameters, quiet
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import ShapedMask, TileMask
+from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, TileMask
 from cp_dtensor.spec.cache import LRUCache
 
 PACKAGE = Package("flash-attn-4", "FlashAttention-4")
 MOST_COPIED = 512 << 20
 """Bytes of the copies of K/V for the gradients of a tile, which take as many again."""
 _ALIGNMENT = 16
+_MATH = MathAttention()
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,18 @@ class Flash4Attention(AttentionBackend):
 
     def _serves(self, direction: str, q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> bool:
         """Return whether these kernels compute a tile. Their first use compiles them and computes a small tile."""
-        group, dims, is_causal = q.size(1) // k.size(1), (q.size(3), v.size(3)), mask.is_causal
+        group, is_causal = q.size(1) // k.size(1), mask.is_causal
         if min(q.size(2), k.size(2)) < SHORTEST or (direction, is_causal) in self.left:
             return False
         if direction == "backward" and self.copies_kv and group > 1:
-            if q.size(0) * q.size(1) * k.size(2) * sum(dims) * k.itemsize > MOST_COPIED:
+            if q.size(0) * q.size(1) * k.size(2) * (q.size(3) + v.size(3)) * k.itemsize > MOST_COPIED:
                 return False
             group = 1
         deterministic = direction == "backward" and self.deterministic
-
-        def problem() -> str:
-            shape = ShapedMask(is_causal=is_causal)
-            tile = SmallTile.drawn(q.device, q.dtype, (2 * group, 2), dims, SHORTEST, shape, MathAttention())
-            check = tile.forward_error if direction == "forward" else tile.backward_error
-            compute = _forward if direction == "forward" else partial(_backward, deterministic=deterministic)
-            return check(compute) or check(compute)  # by the wrapper, then by what was recorded
-
-        kind = "deterministic" if deterministic else "", "causal" if is_causal else "full"
-        return PACKAGE.passes_check((direction, *kind, q.dtype, "head dims", dims, "group", group), q.device, problem)
+        compute = _forward if direction == "forward" else partial(_backward, deterministic=deterministic)
+        kind = *("deterministic",) * deterministic, "causal" if is_causal else "full"
+        small = CAUSAL_TILE if is_causal else FULL_TILE
+        return PACKAGE.passes_check(direction, kind, q, v, group, SHORTEST, small, _MATH, compute)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
-from cp_dtensor.attention.triton.row_mask import RowMask
+from cp_dtensor.attention.triton.row_mask import CAUSAL_ROWS, FULL_ROWS, RowMask
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
 from cp_dtensor.spec.cache import LRUCache
@@ -76,8 +76,9 @@ class IntervalAttention(AttentionBackend):
     ) -> None:  # fmt: skip
         rows, k, v, options = self._tile(mask, k, v)
         assert self.delta is not None
+        (row_mask,) = rows.masks  # with a bias, rows see one interval
         share = attention_bias_gradient(
-            grad_out, q, k, v, lse, rows.mask, scale, delta=self.delta, grad_dtype=total.dtype, **options
+            grad_out, q, k, v, lse, row_mask, scale, delta=self.delta, grad_dtype=total.dtype, **options
         )
         rows.add_to_bias_columns(total, share)
 
@@ -114,12 +115,6 @@ class TileRows:
         self.masks, self._hidden = self._tables()
         """One for each interval that rows see."""
 
-    @property
-    def mask(self) -> RowMask:
-        """The row mask of a tile whose rows see one interval."""
-        (mask,) = self.masks
-        return mask
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors on the device."""
         tables = (*(table for mask in self.masks for table in (mask.lo, mask.hi)), self._hidden)
@@ -133,7 +128,7 @@ class TileRows:
     @cached_property
     def _positions(self) -> Shared[tuple[Tensor, Tensor, bool]]:
         def made() -> tuple[Tensor, Tensor, bool]:
-            both = self._queries(), positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]  # they ascend
+            both = self._queries(), positions_of(self._tile.keys.segments, "cpu")[slice(*self._tile.kv)]
             queries, keys = (self._on_device(x) for x in both)
             return queries, keys, all(map(are_in_runs, both))
 
@@ -176,6 +171,7 @@ class TileRows:
         return self.positions[1]
 
     def _queries(self) -> Tensor:
+        """Return the global positions of rows, which ascend, on the host."""
         return positions_of(self._tile.queries, "cpu")[slice(*self._tile.q)]
 
     def _tables(self) -> tuple[tuple[RowMask, ...], Tensor | None]:
@@ -247,9 +243,6 @@ def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
     return rows.read()
 
 
-_FULL, _CAUSAL = RowMask(), RowMask(causal_offset=0)
-
-
 class WideGradients(AttentionBackend):
     """Full and causal tiles, with gradients in float32 (float64 for float64 inputs).
 
@@ -263,10 +256,10 @@ class WideGradients(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        return attention_forward(q, k, v, _CAUSAL if mask.is_causal else _FULL, scale)
+        return attention_forward(q, k, v, CAUSAL_ROWS if mask.is_causal else FULL_ROWS, scale)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = _CAUSAL if mask.is_causal else _FULL
+        rows = CAUSAL_ROWS if mask.is_causal else FULL_ROWS
         return attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=wide_dtype(q))

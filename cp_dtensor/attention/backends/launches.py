@@ -26,21 +26,13 @@ def noting(function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any
     return call
 
 
-class _Workspace(NamedTuple):
-    """A tensor that a call needs for itself."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    begins_as_zeros: bool
-
-
 class Launches(NamedTuple):
     """The compiled functions of a call with their arguments."""
 
     calls: tuple[tuple[Any, list[Any], list[tuple[int, int]]], ...]
     """Functions, their arguments, and which of these are tensors: place of the argument, and number of the tensor."""
-    workspaces: tuple[_Workspace, ...]
-    """Numbered after the tensors of the call."""
+    workspaces: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+    """Tensors that a call needs for itself, numbered after its own: shape, dtype, True if they begin as zeros."""
 
     @classmethod
     def of(cls, calls: Sequence[Call], tensors: Sequence[Tensor], kept: Sequence[Tensor] = ()) -> Launches | None:
@@ -62,7 +54,7 @@ class Launches(NamedTuple):
         kept_addresses = {x.data_ptr() for x in kept}
         if len(numbers) < len(tensors):
             return None
-        workspaces: list[_Workspace] = []
+        workspaces: list[tuple[torch.Size, torch.dtype, bool]] = []
         recorded: list[tuple[Any, list[Any], list[tuple[int, int]]]] = []
         for index, (function, values) in enumerate(calls):
             recorded.append((function, list(values), []))
@@ -74,7 +66,7 @@ class Launches(NamedTuple):
                 address = value.data_ptr(), value.shape
                 if address not in numbers:
                     numbers[address] = len(tensors) + len(workspaces)
-                    workspaces.append(_Workspace(value.shape, value.dtype, index > 0 or len(calls) == 1))
+                    workspaces.append((value.shape, value.dtype, index > 0 or len(calls) == 1))
                 recorded[-1][1][place] = None  # a record keeps no tensor
                 recorded[-1][2].append((place, numbers[address]))
         return cls(tuple(recorded), tuple(workspaces))

@@ -15,9 +15,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from cp_dtensor.attention.backends.first_use import first_use
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.first_use import SmallTile, first_use
 from cp_dtensor.plan.partition import CallSpec
+from cp_dtensor.plan.tiles import TileMask
 
 _log = logging.getLogger("cp_dtensor.attention")
 
@@ -57,20 +60,35 @@ class Package:
             return f"it needs bfloat16 or float16, got {spec.dtype}"
         return None if self.version else f"{self.distribution} is not installed"
 
-    def passes_check(self, kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str]) -> bool:
-        """Return whether the first use of a kernel was right; warn once if it was not. Arguments as of `first_use`.
+    def passes_check(
+        self, direction: str, kind: tuple[str, ...], q: Tensor, v: Tensor, group: int, rows: int, mask: TileMask,
+        reference: AttentionBackend, compute: Callable[..., tuple[Tensor, ...] | None],
+    ) -> bool:  # fmt: skip
+        """Return whether the first use of a kernel was right, which computes a small tile; warn once if it was not.
 
         False under CUDA graph capture for a kernel that was not used before it.
-        """
 
-        def checked() -> str:
+        Args:
+            direction, kind: "forward" or "backward", and what else decides about the kernel.
+            q, v: those of a tile; dtype, head dims and device decide, too.
+            group: query heads that share a key head.
+            rows, mask, reference: the small tile, and the backend that computes it in float64.
+            compute: the kernel, as of `AttentionBackend.forward` or `backward`.
+        """
+        device, dtype, dims = q.device, q.dtype, (q.size(3), v.size(3))
+
+        def check() -> str:
             with quiet():
-                return check()
+                tile = SmallTile.drawn(device, dtype, (2 * group, 2), dims, rows, mask, reference)
+                # By the package's wrapper, then by what was recorded.
+                return tile.error(direction, compute) or tile.error(direction, compute)
+
+        kernel = (direction, *kind, dtype, "head dims", dims, "group", group)
 
         def failed(reason: str) -> None:
             self._warn(f"for {' '.join(map(str, kernel))}: {reason}")
 
-        return first_use((self.distribution, *kernel), device, checked, failed) == ""
+        return first_use((self.distribution, *kernel), device, check, failed) == ""
 
     def unusable(self, error: Exception) -> str:
         """Warn that the installed version cannot be used at all; return the reason."""

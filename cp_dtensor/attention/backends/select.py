@@ -224,23 +224,19 @@ def _chosen(
         raise NotImplementedError(
             f"no allowed SDPA backend can compute this attention ({spec}):\n  " + "\n  ".join(refusals)
         )
-    _log_choice(spec, chosen, refusals, advice)
-    return chosen
-
-
-_choose = lru_cached(_chosen)
-
-
-def _log_choice(spec: CallSpec, chosen: AttentionBackend, refusals: list[str], advice: str) -> None:
-    """Log the backend of full and causal tiles; a warning if it is torch's slowest one on a GPU, unasked."""
-    why = f" ({'; '.join(refusals)})" if refusals else ""
+    # A warning if it is torch's slowest one on a GPU, unasked.
     is_asked_for = all(" is disabled " in each for each in refusals)
     falls_back = chosen.name == "MATH" and spec.device_type == "cuda" and not is_asked_for
+    why = f" ({'; '.join(refusals)})" if refusals else ""
     log_once(
         "attention", logging.WARNING if falls_back else logging.INFO,
         f"{chosen.name} computes full and causal tiles of {spec.dtype}, head dim {spec.dims}, on {spec.device_type}"
         f"{why}{advice}",
     )  # fmt: skip
+    return chosen
+
+
+_choose = lru_cached(_chosen)
 
 
 def _flash4(spec: CallSpec, instead: AttentionBackend = _WIDE_GRADIENTS) -> Flash4Attention:

@@ -49,18 +49,6 @@ class Dropout:
     first_head: int = 0
     in_runs: bool = False
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"a probability to drop is in [0, 1], got {self.p}")
-        if self.seed.dtype != torch.int64 or self.seed.numel() != 1:
-            raise ValueError(f"seed must be one int64, got {self.seed.dtype} of {tuple(self.seed.shape)}")
-        for x in (self.q_positions, self.kv_positions):
-            if x.dtype != torch.int32 or x.dim() not in (1, 2) or (x.stride(-1) != 1 and x.size(-1) > 1):
-                raise ValueError(
-                    f"positions must be int32 of one or two dims, the last contiguous; got {x.dtype} of "
-                    f"{tuple(x.shape)} with strides {x.stride()}"
-                )
-
     @property
     def threshold(self) -> int:
         """Number of the 2^16 values that are dropped."""

@@ -39,8 +39,6 @@ class RowMask:
     _derived: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (self.lo is None) != (self.hi is None) or (self.lo is not None and self.causal_offset is not None):
-            raise ValueError("a mask has a causal offset, or both lo and hi, or nothing")
         captured = self.lo is not None and self.lo.is_cuda and is_in_cuda_graph(self.lo.device)
         object.__setattr__(self, "_captured", captured)
 
@@ -135,6 +133,9 @@ class RowMask:
             self._derived[key] = compute()
         result: _Derived = self._derived[key]
         return result
+
+
+FULL_ROWS, CAUSAL_ROWS = RowMask(), RowMask(causal_offset=0)
 
 
 def _blocks(x: Tensor, block: int, fill: int) -> Tensor:
