@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -43,14 +43,6 @@ class KeyRun:
         """Return the number of rows whose position is smaller."""
         index = bisect_right(self.segments, (position + 1,)) - 1
         return 0 if index < 0 else self.starts[index] + self.segments[index].rows_before(position)
-
-    def meeting(self, positions: Span) -> Iterator[Segment]:
-        """Yield the segments that overlap a range of positions."""
-        index = max(bisect_right(self.segments, (positions[0] + 1,)) - 1, 0)
-        while index < len(self.segments) and self.segments[index].start < positions[1]:
-            if self.segments[index].last >= positions[0]:
-                yield self.segments[index]
-            index += 1
 
     def position(self, row: int) -> int:
         """Return the position of a row."""
@@ -157,13 +149,15 @@ class IntervalMask:
 
     def _pairs_of(self, band: IntervalBand) -> float:
         """Return pairs of all queries of a clipped band with this tile's keys."""
+        lo, hi = band.key_range
         if len(self.keys.segments) > _FEW_SEGMENTS:
-            lo, hi = band.key_range
             return band.pairs * (self.keys.rows_before(hi) - self.keys.rows_before(lo)) / (hi - lo)
         total = 0.0
-        for keys in self.keys.meeting(band.key_range):
-            span = keys.start, keys.last + 1
-            total += keys.length / (span[1] - span[0]) * count_pairs(((band,),), (band.first, band.last), span)
+        for keys in self.keys.segments:
+            start, stop = keys.start, keys.last + 1
+            if start < hi and lo < stop:
+                pairs = count_pairs(((band,),), (band.first, band.last), (start, stop))
+                total += keys.length / (stop - start) * pairs
         return total
 
 

@@ -113,7 +113,7 @@ def test_a_kind_of_context_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
 
 def test_flex_attention_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def body(rank: int) -> None:
-        gather = kv_gather(Contiguous(), 35, 35, SymmetricMemory())
+        gather = kv_gather(Contiguous(), 35, SymmetricMemory())
         k = torch.randn(1, 2, 18 - rank, 16)
         for _ in range(2):
             gather.gather(k, k)
