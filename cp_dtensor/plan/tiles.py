@@ -84,10 +84,6 @@ class ShapedMask:
     def is_full(self) -> bool:
         return not self.is_causal
 
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[list[Span]]:
-        """Return the columns that each row of a tile of that size sees, for pictures and tests."""
-        return [[(0, row + 1 if self.is_causal else columns)] for row in range(rows)]
-
 
 FULL_TILE = ShapedMask(is_causal=False)
 CAUSAL_TILE = ShapedMask(is_causal=True)
@@ -122,19 +118,6 @@ class IntervalMask:
         rows, columns = [*chain(*[mask.q for mask in masks])], [*chain(*[mask.kv for mask in masks])]
         sets = tuple(chain(*[mask.sets for mask in masks]))
         return replace(self, sets=sets, q=(min(rows), max(rows)), kv=(min(columns), max(columns)))
-
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[list[Span]]:
-        """Return the columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
-        positions = [position for segment in self.queries for position in segment.positions()]
-        seen: list[list[Span]] = []
-        for position in positions[slice(*self.q)]:
-            seen.append([])
-            for of_batch in self.sets:
-                bands = of_batch[batch_row if len(of_batch) > 1 else 0]
-                band = next((band for band in bands if band.first <= position < band.last), None)
-                lo, hi = (0, 0) if band is None else map(self.keys.rows_before, band.keys(position))
-                seen[-1].append((max(lo - self.kv[0], 0), min(hi, self.kv[1]) - self.kv[0]))
-        return seen
 
     @cached_property
     def pairs(self) -> int:
