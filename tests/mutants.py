@@ -42,8 +42,8 @@ MUTANTS = (
         "ring step skipped",
         "the last hop of a ring computes nothing",
         "plan/plan.py",
-        "(Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size))",
-        "(Step(heads, Transfer(heads, h), tiles[h] * (h < world_size - 1)) for h in range(1, world_size))",
+        "(hop, tiling.tiles_against(rank, (rank - hop) % ranks)) for hop",
+        "(hop, tiling.tiles_against(rank, (rank - hop) % ranks) * (hop < ranks - 1)) for hop",
         "tests/engine/test_masked_calls.py::test_at_the_edges",
     ),
     Mutant(

@@ -47,9 +47,6 @@ def agreed_pair(
         needs_lse: True if the call returns the log-sum-exp.
         needs_grads: True for each of `t` whose gradient is needed; None in compiled code, which does not know.
         function: what is computed; each has signatures of its own.
-
-    Raises:
-        ValueError: local tensors that do not fit the lengths; calls that differ between ranks, on every rank alike.
     """
     if call.placed is not None and call.pair is not None:  # DTensors have equal facts on all ranks
         return call.pair
@@ -180,9 +177,6 @@ def compare(
         bias: with `debug`, equal rows on all ranks are refused, too.
         refusal: raised in any case, but after the others, which may be about to compare, have compared with this rank.
             The next call is the first of its signature then.
-
-    Raises:
-        ValueError: the refusal, which says more than what differs; facts that differ, or shards that are equal.
     """
     ranks = sharding.ranks
     key = ranks.inner, signature, sharding.in_context
@@ -234,11 +228,10 @@ def _contents(tensors: tuple[Tensor, ...]) -> tuple[int, int]:
 
 
 def _refuse_whole(sharding: Sharding, shards: tuple[Tensor, ...]) -> None:
-    """Refuse tensors that are equal on all ranks, which each has whole.
+    """Refuse tensors that are equal on all ranks, which each has whole: in a context with a mask.
 
-    Raises:
-        ValueError: in a context with a mask. Elsewhere a warning: programs that measure may draw equal shards, and
-            without a mask, whole tensors give right results with n times the work on each of n ranks.
+    Elsewhere warn: programs that measure may draw equal shards, and without a mask, whole tensors give right results
+    with n times the work on each of n ranks.
     """
     ranks, shapes = sharding.ranks.size, ", ".join(str(tuple(each.shape)) for each in shards)
     text = (

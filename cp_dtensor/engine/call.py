@@ -104,11 +104,7 @@ class Call(Sharding):
         scale: float | None = None, softcap: float = 0.0, dropout_p: float = 0.0, deterministic: bool = False,
         debug: bool = False,
     ) -> Call:  # fmt: skip
-        """Return the call of public arguments, which are checked here.
-
-        Raises:
-            TypeError, ValueError: arguments that do not fit.
-        """
+        """Return the call of public arguments, which are checked here."""
         ranks, method = ranks_and_method(mesh, method)
         checked_bools(is_causal=is_causal, deterministic=deterministic, debug=debug)
         if mask is None and is_causal:

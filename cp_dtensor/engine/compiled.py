@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, left
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(*arguments: Any, leaves_handle: bool) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, _key, _factors, _numbers, needs_lse, needs_backward = arguments
     t = Tensors(*tensors)
     batch, heads, length, _ = t.q.shape
@@ -100,11 +101,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if needs_lse or needs_backward:
         lse = empty_lse(t.q, (batch, heads, length), wide_dtype(t.q), Modifiers(t.bias).split_lse)
     out = t.q.new_empty(batch, heads, length, Modifiers(up=t.up).value_dim(t.q, t.v))
-    return _row_after_row(out), lse, t.q.new_empty(0, dtype=torch.int64)
-
-
-def _fake_live_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_forward(*arguments)[:2], fake_handle()
+    return _row_after_row(out), lse, fake_handle() if leaves_handle else t.q.new_empty(0, dtype=torch.int64)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -159,8 +156,9 @@ def _define() -> None:
     constants = "str key, float[] factors, SymInt[] numbers"
     results = "Tensor out, Tensor lse, Tensor left"
     grads = ", ".join(f"Tensor grad_{name}" for name in Tensors._fields[:-1])
-    for name, fake in (("default", _fake_forward), ("live", _fake_live_forward)):
+    for name in ("default", "live"):
         suffix, in_graphs = "" if name == "default" else f".{name}", name == "default"
+        fake = partial(_fake_forward, leaves_handle=not in_graphs)
         _torch.define_operator(
             f"attention{suffix}({tensors}, Tensor? mask, {constants}, bool needs_lse, bool needs_backward) -> "
             f"({results})",

@@ -100,9 +100,6 @@ class OpenContext:
             first: as `Call.first`.
             traced: True if the program is being captured.
             options: scale, dropout_p and others that `Call.of` takes.
-
-        Raises:
-            TypeError, ValueError: options that do not fit.
         """
         # Masks may be new in every batch, and numbers of a trace may be symbols, which have no hash.
         key = None if traced or mask is not None else (is_causal, first, *options.items())
@@ -293,11 +290,7 @@ class Left:
 
     @classmethod
     def by(cls, call: Call, q: Tensor, k: Tensor) -> Left:
-        """Ask the context of a call, if it has one, for mask, layout and lengths.
-
-        Raises:
-            RuntimeError: the context is not open; in a recompute: there have been several.
-        """
+        """Ask the context of a call, if it has one, for mask, layout and lengths (see `_live`)."""
         if not call.context:
             return cls(call)
         around = _live(call.context, q.size(2), k.size(2))

@@ -48,11 +48,7 @@ class Keys(Generic[V]):
         return key
 
     def value_of(self, key: str) -> V:
-        """Return the value of a key.
-
-        Raises:
-            RuntimeError: this process has not stored it.
-        """
+        """Return the value of a key; refuse one that this process has not stored."""
         if key not in self._values:
             raise RuntimeError(
                 f"compiled code refers to {self._what} {key}, which this process has not traced yet: it came from "

@@ -36,8 +36,7 @@ from cp_dtensor.engine.base import Done, Plan, Tensors
 from cp_dtensor.engine.call import Call, plan_fields
 from cp_dtensor.engine.choose import EXPANDED, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
-from cp_dtensor.engine.nested_ring import NestedRingPlan
-from cp_dtensor.engine.ring import Ring, RingPlan
+from cp_dtensor.engine.ring import NestedRingPlan, Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import (
     CallSpec,

@@ -9,7 +9,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509), section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,7 +102,8 @@ class UlyssesPlan(Plan):
                     zip(self.stages, self.inner, modifiers_by_stage, strict=True)
                 ):
                     is_last = index == len(self.stages) - 1
-                    with _on_stream(streams[index % 2]):
+                    stream = streams[index % 2]
+                    with nullcontext() if stream is None else torch.cuda.stream(stream):
                         (stage_q,), (stage_k, stage_v) = arriving()
                         of_stage = Values(stage_modifiers, ring, values.scale)
                         stage_out, stage_lse, stage_saved = inner.forward(stage_q, stage_k, stage_v, of_stage, True)
@@ -146,7 +147,8 @@ class UlyssesPlan(Plan):
         saved_by_stage = [saved[first : first + count] for first in range(0, len(saved), count)]
         q_like, k_like, v_like = saved_by_stage[0][:3]  # some heads of all rows
         grad_q = _row_after_row(grad_out, q_like.size(3))
-        grad_k, grad_v = (self._grad_of_units(like, group) for like in (k_like, v_like))
+        own_rows, units = sum(self.stages[0][1].rows.lengths[group.rank()]), self.heads.kv_group_count
+        grad_k, grad_v = (x.new_empty(x.size(0), own_rows, units, x.size(3)).transpose(1, 2) for x in (k_like, v_like))
         with on_device(grad_out.device):
             arriving = self.exchange.to_heads([[grad_out]], [stage[:1] for stage in self.stages], group)
             leaving: list[Callable[[], None]] = []
@@ -196,10 +198,6 @@ class UlyssesPlan(Plan):
             return lse.unsqueeze(3).expand(-1, -1, -1, self._lse_copies)
         return lse.repeat(1, 1, 1, max(1, self._lse_copies // 2))
 
-    def _grad_of_units(self, like: Tensor, group: dist.ProcessGroup) -> Tensor:
-        rows = sum(self.stages[0][1].rows.lengths[group.rank()])
-        return like.new_empty(like.size(0), rows, self.heads.kv_group_count, like.size(3)).transpose(1, 2)
-
     def _summed(self, grad_units: Tensor) -> Tensor:
         """Return the gradient of key/value heads from that of their copies."""
         if self.heads.replication == 1:
@@ -234,11 +232,6 @@ def _finish(leaving: list[Callable[[], None]]) -> None:
     for wait in leaving:
         wait()
     leaving.clear()
-
-
-def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Return a context of a stream; None is the current one, which needs none."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _row_after_row(like: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -189,44 +189,29 @@ def _pieces(peer: int, spans: dict[int, Span], is_hop: bool) -> Iterator[RoutePi
     return (RoutePiece(slot, peer, (start, stop)) for slot, (start, stop) in spans.items() if start < stop)
 
 
-def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> TilePlan:
-    """Return a plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
-    world_size = tiling.world_size
-    tiles = [tiling.tiles_against(rank, (rank - hop) % world_size) for hop in range(world_size)]
-
-    def steps(groups: int) -> Iterator[Step]:
-        for heads in head_spans(kv_heads, groups if world_size > 1 else 1):
-            yield Step(heads, None, tiles[0])
-            yield from (Step(heads, Transfer(heads, hop), tiles[hop]) for hop in range(1, world_size))
-
-    return _plan(tiling, rank, tuple(steps(head_groups)), tuple(steps(grad_head_groups)))
-
-
 @dataclass(frozen=True)
 class Stages:
-    """Numbers of groups of heads of a gathered plan."""
+    """Numbers of groups of heads of a plan."""
 
     local: int
     """Groups for tiles against the own shard; each is followed by the remote tiles of its heads."""
     remote: int
-    """Groups for tiles against all other shards, in all."""
+    """Groups for tiles against other shards, in all."""
+
+
+def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> TilePlan:
+    """Return a plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
+    ranks = tiling.world_size
+    remote = [(hop, tiling.tiles_against(rank, (rank - hop) % ranks)) for hop in range(1, ranks)]
+    return _plan(
+        tiling, rank, kv_heads, remote, *(Stages(groups, groups) for groups in (head_groups, grad_head_groups))
+    )
 
 
 def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> TilePlan:
     """Return a plan of the own shard first, then all other shards together, by groups of heads."""
-    if tiling.world_size == 1:
-        return ring_plan(tiling, rank, kv_heads)  # one step
-    own, remote = tiling.tiles_against(rank, rank), tiling.gathered_tiles(rank)
-
-    def steps(counts: Stages) -> Iterator[Step]:
-        for local_heads in head_spans(kv_heads, counts.local):
-            yield Step(local_heads, None, own)
-            per_local = -(-counts.remote // counts.local)
-            for start, stop in head_spans(local_heads[1] - local_heads[0], per_local):
-                heads = (local_heads[0] + start, local_heads[0] + stop)
-                yield Step(heads, Transfer(heads, None), remote)
-
-    return _plan(tiling, rank, tuple(steps(stages)), tuple(steps(grad_stages)))
+    remote = [(None, tiling.gathered_tiles(rank))] if tiling.world_size > 1 else []
+    return _plan(tiling, rank, kv_heads, remote, stages, grad_stages)
 
 
 def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
@@ -239,11 +224,22 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
     return tuple(chunk((0, kv_heads), count, index) for index in range(count))
 
 
-def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePlan:
+def _plan(
+    tiling: Tiling, rank: int, kv_heads: int, remote: Sequence[tuple[int | None, tuple[Tile, ...]]], forward: Stages,
+    backward: Stages,
+) -> TilePlan:  # fmt: skip
+    """Return a plan of the own shard and `remote` tiles, by the hop of their transfers, in these stages."""
     ranks = range(tiling.world_size)
-    rows = tiling.gathered_rows(rank)
+    rows, own = tiling.gathered_rows(rank), tiling.tiles_against(rank, rank)
     recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
     send_parts = tuple(tiling.recv_parts(reader, rank) for reader in ranks)
+
+    def steps(counts: Stages) -> Iterator[Step]:
+        for local in head_spans(kv_heads, counts.local if remote else 1):
+            yield Step(local, None, own)
+            for start, stop in head_spans(local[1] - local[0], -(-counts.remote // counts.local)):
+                heads = local[0] + start, local[0] + stop
+                yield from (Step(heads, Transfer(heads, hop), tiles) for hop, tiles in remote)
 
     def has_gaps(step: Step) -> bool:
         if step.transfer is None:
@@ -258,10 +254,10 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePla
                     return True
         return False
 
-    def marked(steps: Steps) -> Steps:
+    def marked(steps: Iterable[Step]) -> Steps:
         found: list[Step] = []
         later: set[Span] = set()  # heads: few groups, however many steps there are
-        for step in reversed(steps):
+        for step in reversed(list(steps)):
             meets_later = any(heads[0] < step.heads[1] and step.heads[0] < heads[1] for heads in later)
             found.append(replace(step, is_last=not meets_later, has_gaps=has_gaps(step)))
             later.add(step.heads)
@@ -275,7 +271,7 @@ def _plan(tiling: Tiling, rank: int, forward: Steps, backward: Steps) -> TilePla
         send_parts=send_parts,
         send_starts=tuple(tiling.recv_starts(reader, rank) for reader in ranks),
         forward=marked(
-            tuple(replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in forward)
+            replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in steps(forward)
         ),
-        backward=marked(backward),
+        backward=marked(steps(backward)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -43,14 +43,6 @@ class KeyRun:
         """Return the number of rows whose position is smaller."""
         index = bisect_right(self.segments, (position + 1,)) - 1
         return 0 if index < 0 else self.starts[index] + self.segments[index].rows_before(position)
-
-    def meeting(self, positions: Span) -> Iterator[Segment]:
-        """Yield the segments that overlap a range of positions."""
-        index = max(bisect_right(self.segments, (positions[0] + 1,)) - 1, 0)
-        while index < len(self.segments) and self.segments[index].start < positions[1]:
-            if self.segments[index].last >= positions[0]:
-                yield self.segments[index]
-            index += 1
 
     def position(self, row: int) -> int:
         """Return the position of a row."""
@@ -92,10 +84,6 @@ class ShapedMask:
     def is_full(self) -> bool:
         return not self.is_causal
 
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[list[Span]]:
-        """Return the columns that each row of a tile of that size sees, for pictures and tests."""
-        return [[(0, row + 1 if self.is_causal else columns)] for row in range(rows)]
-
 
 FULL_TILE = ShapedMask(is_causal=False)
 CAUSAL_TILE = ShapedMask(is_causal=True)
@@ -131,19 +119,6 @@ class IntervalMask:
         sets = tuple(chain(*[mask.sets for mask in masks]))
         return replace(self, sets=sets, q=(min(rows), max(rows)), kv=(min(columns), max(columns)))
 
-    def intervals(self, rows: int, columns: int, batch_row: int = 0) -> list[list[Span]]:
-        """Return the columns that each row sees, empty if the end is not beyond the start. Slow, since row by row."""
-        positions = [position for segment in self.queries for position in segment.positions()]
-        seen: list[list[Span]] = []
-        for position in positions[slice(*self.q)]:
-            seen.append([])
-            for of_batch in self.sets:
-                bands = of_batch[batch_row if len(of_batch) > 1 else 0]
-                band = next((band for band in bands if band.first <= position < band.last), None)
-                lo, hi = (0, 0) if band is None else map(self.keys.rows_before, band.keys(position))
-                seen[-1].append((max(lo - self.kv[0], 0), min(hi, self.kv[1]) - self.kv[0]))
-        return seen
-
     @cached_property
     def pairs(self) -> int:
         """Number of (row, column) pairs, on average over batch rows; an estimate for stripes and many segments."""
@@ -157,13 +132,15 @@ class IntervalMask:
 
     def _pairs_of(self, band: IntervalBand) -> float:
         """Return pairs of all queries of a clipped band with this tile's keys."""
+        lo, hi = band.key_range
         if len(self.keys.segments) > _FEW_SEGMENTS:
-            lo, hi = band.key_range
             return band.pairs * (self.keys.rows_before(hi) - self.keys.rows_before(lo)) / (hi - lo)
         total = 0.0
-        for keys in self.keys.meeting(band.key_range):
-            span = keys.start, keys.last + 1
-            total += keys.length / (span[1] - span[0]) * count_pairs(((band,),), (band.first, band.last), span)
+        for keys in self.keys.segments:
+            start, stop = keys.start, keys.last + 1
+            if start < hi and lo < stop:
+                pairs = count_pairs(((band,),), (band.first, band.last), (start, stop))
+                total += keys.length / (stop - start) * pairs
         return total
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from cp_dtensor import Layout, Mask
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
 from cp_dtensor.plan.plan import Stages, TilePlan, gathered_plan, ring_plan
-from cp_dtensor.plan.tiles import Tile
+from cp_dtensor.plan.tiles import ShapedMask, Tile
 from cp_dtensor.plan.tiling import GroupSegments
 
 NONE = -1
@@ -86,8 +86,18 @@ def key_positions(tile: Tile, plan: TilePlan, group: GroupSegments) -> np.ndarra
 def seen_by(tile: Tile, batch_row: int = 0) -> np.ndarray:
     """Return the (query, key) pairs of a tile that its mask allows in one of its batch rows: (rows, columns)."""
     rows, columns = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
+    mask = tile.mask
+    if isinstance(mask, ShapedMask):
+        return np.tri(rows, columns, dtype=bool) if mask.is_causal else np.ones((rows, columns), dtype=bool)
+    queries, keys = (
+        np.array([position for segment in segments for position in segment.positions()])[slice(*span)]
+        for segments, span in ((mask.queries, mask.q), (mask.keys.segments, mask.kv))
+    )
     seen = np.zeros((rows, columns), dtype=bool)
-    for row, spans in enumerate(tile.mask.intervals(rows, columns, batch_row)):
-        for first, last in spans:
-            seen[row, first : max(first, last)] = True
+    for of_batch in mask.sets:
+        for band in of_batch[batch_row if len(of_batch) > 1 else 0]:
+            start, stop = queries - band.left, queries + band.right + 1
+            in_band = (band.first <= queries) & (queries < band.last)
+            columns_of = (keys >= np.maximum(band.lo, start)[:, None]) & (keys < np.minimum(band.hi, stop)[:, None])
+            seen |= in_band[:, None] & columns_of
     return seen

@@ -27,9 +27,8 @@ from cp_dtensor.comm.collective import AllToAll
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.base import Plan
-from cp_dtensor.engine.nested_ring import NestedRingPlan
 from cp_dtensor.engine.planner import plan_call
-from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ring import NestedRingPlan, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition, masking_of
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from support.package_kernels import tiles_of
+from support.schedules import seen_by
 
 from cp_dtensor import Balanced, Batched, Contiguous, Documents, HeadTail, PrefixLM, SlidingWindow, Striped
 from cp_dtensor.attention.backends.interval import TileRows
@@ -33,12 +34,10 @@ def test_rows_see_what_the_mask_says(layout: object) -> None:
             lo, hi = (torch.atleast_2d(x) for x in tables.masks[0].intervals)
             seen = torch.zeros(len(lo), columns, dtype=torch.bool)
             for batch_row in range(len(lo)):
-                wanted = [
-                    span if span[0] < span[1] else (0, 0) for (span,) in tile.mask.intervals(rows, columns, batch_row)
-                ]
-                assert list(zip(lo[batch_row].tolist(), hi[batch_row].tolist(), strict=True)) == wanted
-                for start, stop in wanted:
-                    seen[batch_row, start:stop] = True
+                wanted, places = torch.from_numpy(seen_by(tile.mask, rows, columns, batch_row)), torch.arange(columns)
+                spans = places >= lo[batch_row][:, None], places < hi[batch_row][:, None]
+                assert torch.equal(spans[0] & spans[1], wanted)
+                seen[batch_row] = wanted.any(0)
             value = torch.full((len(lo), 1, columns, 1), torch.nan)
             (kept,) = tables.without_hidden(value)
             assert torch.equal(kept[:, 0, :, 0].isnan(), seen), "0 in columns that no row sees"

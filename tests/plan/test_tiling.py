@@ -95,12 +95,6 @@ def test_received_parts_are_those_of_which_some_tile_reads_a_row(call: Call) -> 
             assert all(from_buffer & set(range(*rows.span(source, part))) for part in read if source != rank)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 32])
-def test_head_tail_causal_takes_three_tiles_whatever_the_number_of_ranks(ranks: int) -> None:
-    call = Call(HeadTail(), 8 * ranks, 8 * ranks, 1, ranks, Causal())
-    assert max(len(gathered(call, rank)) for rank in range(ranks)) == min(ranks, 3)
-
-
 @given(st.integers(0, 200), st.integers(1, 32))
 def test_head_tail_causal_gathers_into_at_most_two_tiles(length: int, ranks: int) -> None:
     """Also where the length does not divide evenly, or there are more chunks than tokens."""

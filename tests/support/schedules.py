@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cp_dtensor.plan.partition import LayoutPartition
-from cp_dtensor.plan.tiles import Tile, TileMask
+from cp_dtensor.plan.tiles import ShapedMask, Tile, TileMask
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, ShapeTiling
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Span, Striped, TorchChunk
 from cp_dtensor.spec.masks import Causal, Full, Mask
@@ -93,12 +93,16 @@ def gathered_positions(group: GroupSegments, rows: GatheredRows) -> np.ndarray:
 
 def seen_by(mask: TileMask, rows: int, columns: int, batch_row: int = 0) -> np.ndarray:
     """Returns the columns of a tile that its rows see."""
-    seen = np.zeros((rows, columns), bool)
-    for row, spans in enumerate(mask.intervals(rows, columns, batch_row)):
-        for first, last in spans:
-            assert not seen[row, first : max(first, last)].any(), "a pair is in one interval of a row"
-            seen[row, first : max(first, last)] = True
-    return seen
+    if isinstance(mask, ShapedMask):
+        return np.tri(rows, columns, dtype=bool) if mask.is_causal else np.ones((rows, columns), bool)
+    q, kv = positions(mask.queries)[slice(*mask.q), None], positions(mask.keys.segments)[slice(*mask.kv)]
+    seen = np.zeros((rows, columns), int)
+    for of_batch in mask.sets:
+        for first, last, lo, hi, left, right in of_batch[batch_row if len(of_batch) > 1 else 0]:
+            lo, hi = np.maximum(lo, q - left), np.minimum(hi, q + right + 1)
+            seen += (first <= q) & (q < last) & (lo <= kv) & (kv < hi)
+    assert seen.max(initial=0) <= 1, "a pair is in one interval of a row"
+    return seen > 0
 
 
 def count_covered(
