@@ -60,19 +60,12 @@ def attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     return_lse: bool = False, _parallel_config: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute attention of this rank's shards, with the arguments of diffusers' backends.
+    """Compute attention of this rank's shards (B, S, H, D), with the arguments of diffusers' backends.
 
-    Args:
-        query, key, value: (B, S, H, D), this rank's shards; whole without `_parallel_config`.
-        attn_mask: boolean (True: seen) or floating (added to the scaled logits): (B, keys), or broadcasting to
-            (B, H, S, keys). The keys are those of all ranks, in the order of ranks, or this rank's own, if the mask is
-            the same for all queries.
-        dropout_p, is_causal, scale, enable_gqa, return_lse: as for `cp_dtensor.context_parallel_attention`.
-        _parallel_config: diffusers' `ParallelConfig`; None: attention of this rank's tensors alone, as in
-            cross-attention to keys that every rank has whole.
-
-    Returns:
-        out: (B, S, H, Dv). With `return_lse`, also (B, S, H), natural log of the softmax denominator.
+    `attn_mask`, boolean or floating, is (B, keys) or broadcasts to (B, H, S, keys). The keys are those of all ranks, in
+    the order of ranks, or this rank's own, if the mask is the same for all queries. Without `_parallel_config`,
+    attention is that of this rank's tensors alone, as in cross-attention to keys that every rank has whole.
+    `return_lse` adds (B, S, H), natural log of the softmax denominator.
 
     Raises:
         ValueError: a mask of this rank's keys with a row for each query; queries and keys of one length, divided
