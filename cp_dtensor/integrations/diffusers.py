@@ -85,10 +85,12 @@ def attention(
             raise NotImplementedError("return_lse is supported with context parallelism only")
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
     mesh, method = _axes(config)
-    width = 1 if attn_mask is None else attn_mask.size(-1)
-    layout, lengths, widths = _order(mesh, q, k, width, config.ring_anything or config.ulysses_anything)
-    if attn_mask is not None and widths not in ({1}, {lengths[1]}):
-        if attn_mask.size(-1) != k.size(2) or attn_mask.size(-2) != 1:
+    width, rows = (1, 1) if attn_mask is None else (attn_mask.size(-1), attn_mask.size(-2))
+    layout, queries, keys, widths = _order(mesh, q, k, width, config.ring_anything or config.ulysses_anything)
+    lengths, are_own = (sum(queries), sum(keys)), widths == keys and rows == 1
+    # A mask of one column is that of all keys, or, equally, this rank's own if every rank has one key.
+    if attn_mask is not None and {*widths} != {lengths[1]} and (are_own or {*widths} != {1}):
+        if not are_own:
             raise ValueError(
                 f"expected attn_mask with the {lengths[1]} keys of all ranks, or with this rank's {k.size(2)} keys and "
                 f"one row for all queries; got {tuple(attn_mask.shape)}"
@@ -115,21 +117,20 @@ def _axes(config: Any) -> tuple[Mesh, str]:
 
 def _order(
     mesh: Mesh, q: torch.Tensor, k: torch.Tensor, width: int, is_uneven: bool
-) -> tuple[Layout, tuple[int, int], set[int]]:
-    """Return the layout of q and k (B, H, S, D), their global lengths and the widths of masks on the ranks.
+) -> tuple[Layout, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the layout of q and k (B, H, S, D), and of all ranks the numbers of queries, keys and columns of masks.
 
     Uneven ones are exchanged.
     """
-    ranks = sequence_ranks(mesh)
-    if not is_uneven:  # diffusers has divided them evenly
-        return Contiguous(), (q.size(2) * ranks.size, k.size(2) * ranks.size), {width}
-    queries, keys, widths = zip(*ranks.gather_integers([q.size(2), k.size(2), width], q.device), strict=True)
+    ranks, here = sequence_ranks(mesh), [q.size(2), k.size(2), width]
+    by_rank = ranks.gather_integers(here, q.device) if is_uneven else [here] * ranks.size
+    queries, keys, widths = zip(*by_rank, strict=True)
     if sum(queries) == sum(keys) and queries != keys:
         raise ValueError(
             f"expected queries and keys of {sum(keys)} tokens to be divided alike, got {queries} and {keys}"
         )
-    parts = (queries,) if queries == keys else (queries, keys)
-    return AdjacentParts(parts), (sum(queries), sum(keys)), {*widths}
+    parts = AdjacentParts((queries,) if queries == keys else (queries, keys))
+    return parts if is_uneven else Contiguous(), queries, keys, widths
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hypothesis import strategies as st
 
 from cp_dtensor.engine import attend
 from cp_dtensor.spec.layouts import Layout
@@ -79,9 +78,6 @@ class PackedProblem:
         heads_first = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
         out, lse = dense(*heads_first, ~hidden, self.scale, softcap=self.softcap)
         return out[0].transpose(0, 1), lse[0]
-
-
-_ends = st.one_of(st.none(), st.integers(0, 5))
 
 
 def shard_packed(tensor: torch.Tensor, layout: Layout, rank: int, size: int, dim: int = 0) -> torch.Tensor:
