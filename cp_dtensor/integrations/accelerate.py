@@ -134,10 +134,7 @@ def enable(**options: Any) -> Enabled:
 class _Steps:
     """`_cp_context` of an accelerator: opens a context for each step, and adds positions that models lack.
 
-    Args:
-        mesh: the context-parallel axis.
-        options: options of the contexts.
-        prepared: what the accelerator prepares; models of transformers may be inside of others, such as adapters.
+    `prepared` is what the accelerator prepares; models of transformers may be inside of others, such as adapters.
     """
 
     def __init__(self, mesh: Mesh, options: dict[str, Any], prepared: Sequence[Any]) -> None:

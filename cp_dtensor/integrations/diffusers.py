@@ -60,19 +60,12 @@ def attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     return_lse: bool = False, _parallel_config: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute attention of this rank's shards, with the arguments of diffusers' backends.
+    """Compute attention of this rank's shards (B, S, H, D), with the arguments of diffusers' backends.
 
-    Args:
-        query, key, value: (B, S, H, D), this rank's shards; whole without `_parallel_config`.
-        attn_mask: boolean (True: seen) or floating (added to the scaled logits): (B, keys), or broadcasting to
-            (B, H, S, keys). The keys are those of all ranks, in the order of ranks, or this rank's own, if the mask is
-            the same for all queries.
-        dropout_p, is_causal, scale, enable_gqa, return_lse: as for `cp_dtensor.context_parallel_attention`.
-        _parallel_config: diffusers' `ParallelConfig`; None: attention of this rank's tensors alone, as in
-            cross-attention to keys that every rank has whole.
-
-    Returns:
-        out: (B, S, H, Dv). With `return_lse`, also (B, S, H), natural log of the softmax denominator.
+    `attn_mask`, boolean or floating, is (B, keys) or broadcasts to (B, H, S, keys). The keys are those of all ranks, in
+    the order of ranks, or this rank's own, if the mask is the same for all queries. Without `_parallel_config`,
+    attention is that of this rank's tensors alone, as in cross-attention to keys that every rank has whole.
+    `return_lse` adds (B, S, H), natural log of the softmax denominator.
 
     Raises:
         ValueError: a mask of this rank's keys with a row for each query; queries and keys of one length, divided
@@ -92,10 +85,12 @@ def attention(
             raise NotImplementedError("return_lse is supported with context parallelism only")
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
     mesh, method = _axes(config)
-    width = 1 if attn_mask is None else attn_mask.size(-1)
-    layout, lengths, widths = _order(mesh, q, k, width, config.ring_anything or config.ulysses_anything)
-    if attn_mask is not None and widths not in ({1}, {lengths[1]}):
-        if attn_mask.size(-1) != k.size(2) or attn_mask.size(-2) != 1:
+    width, rows = (1, 1) if attn_mask is None else (attn_mask.size(-1), attn_mask.size(-2))
+    layout, queries, keys, widths = _order(mesh, q, k, width, config.ring_anything or config.ulysses_anything)
+    lengths, are_own = (sum(queries), sum(keys)), widths == keys and rows == 1
+    # A mask of one column is that of all keys, or, equally, this rank's own if every rank has one key.
+    if attn_mask is not None and {*widths} != {lengths[1]} and (are_own or {*widths} != {1}):
+        if not are_own:
             raise ValueError(
                 f"expected attn_mask with the {lengths[1]} keys of all ranks, or with this rank's {k.size(2)} keys and "
                 f"one row for all queries; got {tuple(attn_mask.shape)}"
@@ -122,21 +117,20 @@ def _axes(config: Any) -> tuple[Mesh, str]:
 
 def _order(
     mesh: Mesh, q: torch.Tensor, k: torch.Tensor, width: int, is_uneven: bool
-) -> tuple[Layout, tuple[int, int], set[int]]:
-    """Return the layout of q and k (B, H, S, D), their global lengths and the widths of masks on the ranks.
+) -> tuple[Layout, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the layout of q and k (B, H, S, D), and of all ranks the numbers of queries, keys and columns of masks.
 
     Uneven ones are exchanged.
     """
-    ranks = sequence_ranks(mesh)
-    if not is_uneven:  # diffusers has divided them evenly
-        return Contiguous(), (q.size(2) * ranks.size, k.size(2) * ranks.size), {width}
-    queries, keys, widths = zip(*ranks.gather_integers([q.size(2), k.size(2), width], q.device), strict=True)
+    ranks, here = sequence_ranks(mesh), [q.size(2), k.size(2), width]
+    by_rank = ranks.gather_integers(here, q.device) if is_uneven else [here] * ranks.size
+    queries, keys, widths = zip(*by_rank, strict=True)
     if sum(queries) == sum(keys) and queries != keys:
         raise ValueError(
             f"expected queries and keys of {sum(keys)} tokens to be divided alike, got {queries} and {keys}"
         )
-    parts = (queries,) if queries == keys else (queries, keys)
-    return AdjacentParts(parts), (sum(queries), sum(keys)), {*widths}
+    parts = AdjacentParts((queries,) if queries == keys else (queries, keys))
+    return parts if is_uneven else Contiguous(), queries, keys, widths
 
 
 @dataclass(frozen=True)

@@ -63,17 +63,13 @@ class Metadata:
 def prepare_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None, world_size: int) -> Metadata:
     """Return the metadata of a batch for all layers, from TorchTitan's of the whole sequence.
 
-    Args:
-        attention_metadata: a `BlockMask`, or a named tuple with `cu_seq_q`, `cu_seq_k`: (documents + 1,) of packed
-            tokens.
-        permutation: (1, S), the position of each token, rank after rank; None for adjacent parts.
-        world_size: number of ranks that share the sequence; it divides S.
+    `attention_metadata` is a `BlockMask`, or a named tuple with `cu_seq_q` and `cu_seq_k`, (documents + 1,) of packed
+    tokens. `permutation` (1, S) has the position of each token, rank after rank; None is for adjacent parts. Both are
+    read on the host, once for all layers of a batch.
 
     Raises:
         TypeError, ValueError: other metadata; documents of keys that are not those of queries; a permutation of
-            another shape.
-
-    Reads `cu_seq_q` and `permutation` on the host, once for all layers of a batch.
+            another shape, or of a length that the `world_size` ranks do not divide evenly.
     """
     layout = _layout_of(permutation, world_size)
     if isinstance(attention_metadata, BlockMask):
@@ -101,19 +97,15 @@ def attention(
 
     Args:
         q, k, v: (T, H, K), (T, Hkv, K) and (T, Hkv, V), this rank's tokens; equally many on every rank.
-        mesh: the context-parallel axis.
         metadata: of `prepare_metadata`.
         window_size: (left, right), numbers of keys around a query's own position that it sees in its document, -1 for
             all; (-1, 0) is causal. Block masks have windows of their own.
-        scale: factor of the logits; None is 1 / sqrt(K).
         score_mod, kernel_options: of `flex_attention`, for block masks only; positions are global.
-        out_transform: a function of the output and of the log-sum-exp (T, H), whose result is returned.
+        out_transform: a function of the output and of the log-sum-exp (T, H), whose result is returned; refused with
+            documents and gradients, which would lack the part by the log-sum-exp.
 
     Returns:
         (T, H, V). Raises as `context_parallel_attention` and `context_parallel_flex_attention`.
-
-    Raises:
-        NotImplementedError: out_transform with documents and gradients, which would lack the part by the log-sum-exp.
     """
     is_flex, needs_lse = metadata.block_mask is not None, out_transform is not None
     if needs_lse and not is_flex and torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):

@@ -55,10 +55,13 @@ def config_of(degrees: tuple[int, int], is_uneven: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)])
-@pytest.mark.parametrize("form", ["causal", "no mask", "whole keys", "own keys", "own keys of each head"])
+@pytest.mark.parametrize(
+    "form", ["causal", "no mask", "whole keys", "own keys", "own keys of each head", "own keys, one on each rank"]
+)
 def test_parts_of_any_lengths_and_masks_of_keys(degrees: tuple[int, int], form: str) -> None:
     """Such as joined text and image, each divided by itself; even lengths are in tests/matrix."""
-    lengths = LENGTHS if form != "causal" else (LENGTHS[0], LENGTHS[0])
+    is_uneven = "one" not in form
+    lengths = (LENGTHS[0], LENGTHS[form != "causal"]) if is_uneven else ((6,) * RANKS, (1,) * RANKS)
     tensors, lengths_of = problem(*map(sum, lengths)), (lengths[0], lengths[1], lengths[1], lengths[0])
     mask = torch.rand(2, HEADS if "head" in form else 1, 1, sum(lengths[1])) < 0.7
     mask[..., 0] = True
@@ -73,7 +76,11 @@ def test_parts_of_any_lengths_and_masks_of_keys(degrees: tuple[int, int], form: 
             own = mask if form == "whole keys" else mask.split([*lengths[1]], 3)[rank]
             local["attn_mask"] = own if "head" in form else own[:, 0, 0]
         out = dispatch_attention_fn(
-            *leaves, **local, enable_gqa=True, backend="cp_dtensor", parallel_config=config_of(degrees, True)
+            *leaves,
+            **local,
+            enable_gqa=True,
+            backend="cp_dtensor",
+            parallel_config=config_of(degrees, "one" not in form),
         )
         grads = torch.autograd.grad(out, leaves, grad_out)
         for got, wanted, parts in zip((out, *grads), expected, (lengths[0], *lengths_of[:3]), strict=True):

@@ -94,15 +94,20 @@ def zigzag(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
 
 
 def with_usp_layer(case: Case, mesh: DeviceMesh, x: Tensors) -> AbstractContextManager[Any]:
-    axes = ("ring", "ulysses")
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
-        mesh = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=axes)
+    if mesh.ndim == 1:
+        ulysses = _ulysses_degree(mesh.size())
+        shape = mesh.size() // ulysses, ulysses
+        mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("ring", "ulysses"))
     x["layer"] = LongContextAttention(ring_impl_type="zigzag", mesh=mesh)
     return nullcontext()
 
 
+def _ulysses_degree(ranks: int) -> int:
+    return 2 if ranks == 4 else 1
+
+
 def usp_layout(case: Case, ranks: int) -> Case:
-    return replace(case, alignment="bottom_right", layout=UlyssesCut(HeadTail(), 2 if ranks == 4 else 1))
+    return replace(case, alignment="bottom_right", layout=UlyssesCut(HeadTail(), _ulysses_degree(ranks)))
 
 
 def usp(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
@@ -155,6 +160,11 @@ ring_documents, zigzag_documents = divided(ring_flash_attn.ContiguousPerDocument
 
 def cut(case: Case, _ranks: int) -> Case:
     return replace(case, batch=1, alignment="bottom_right", layout=Contiguous())
+
+
+def cut_evenly(case: Case, ranks: int) -> Case:
+    length = -(-case.lengths[0] // ranks) * ranks
+    return replace(cut(case, ranks), lengths=(length, length))
 
 
 def packed(x: Tensors) -> list[torch.Tensor]:

@@ -422,7 +422,7 @@ FRONTS: dict[str, Front] = {
         lacks=PACKED_LACKS | {"padding"}, is_whole_graph=False,
     ),
     "torchtitan": Front(
-        drop_ins.documents_of_titan, drop_ins.with_titan, drop_ins.cut, refuses=TWICE,
+        drop_ins.documents_of_titan, drop_ins.with_titan, drop_ins.cut_evenly, refuses=TWICE,
         lacks=PACKED_LACKS | {"padding", "uneven", "short", "softcap", "dropout", "deterministic", "lse"},
         is_whole_graph=False,
     ),

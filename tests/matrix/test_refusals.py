@@ -56,7 +56,9 @@ SHARDS = _fronts("function ring ulysses context module flex flex_context provide
 """Fronts of (B, H, S, D) shards."""
 DTENSORS = _fronts("dtensor dtensor_sdpa dtensor_ops")
 FLEX = _fronts("flex flex_context")
-PACKED = _fronts("varlen varlen_attn zigzag")
+FLASH = _fronts("zigzag usp")
+DROP_INS = FLASH | _fronts("ring_documents zigzag_documents llama3 torchtitan")
+PACKED = _fronts("varlen varlen_attn") | DROP_INS
 FUNCTIONS = _fronts("function ring ulysses varlen mla flex zigzag")
 CONTEXTS = _fronts("context module varlen_attn flex_context provider unified")
 METHODS = _fronts("function context buffers module dtensor varlen varlen_attn mla flex_context provider")
@@ -95,7 +97,7 @@ def _equal(tensor: torch.Tensor) -> torch.Tensor:
 
 
 HEADS = r"query heads .*to be a multiple of key heads|number of query heads to be a multiple of kv heads"
-FEW_DIMS = r"of four dims \(batch, .*k \(4, (12, 8|8, 12)\)|of three dims \(tokens, .*k \(8, 12\)"
+FEW_DIMS = r"of four dims \(batch, .*k \(4, (12, 8|8, 12)\)|of three dims \(tokens, .*k \(8, (12|24)\)"
 LAYOUT = r"expected layout to be a Layout such as HeadTail\(\) or None, got <class"
 MASK = r"expected mask to be a Mask such as .* got str|expects within to be one mask such as .* got 'causal'"
 METHOD = "unknown method: got 'rings', expected one of 'auto', 'ring', 'ulysses', 'hybrid'"
@@ -114,7 +116,7 @@ BAD: dict[str, Bad] = {
         "expected q to be a torch.Tensor, got list", _fronts("function ring ulysses mla flex"), lambda _: {"q": [1.0]}
     ),
     "k of three dims": Bad(
-        FEW_DIMS, _fronts("function ring ulysses flex varlen zigzag"), _each(lambda k: k[0], "k")
+        FEW_DIMS, _fronts("function ring ulysses flex varlen") | DROP_INS, _each(lambda k: k[0], "k")
     ),
     "v of another dtype": Bad(DTYPES, SHARDS | DTENSORS | PACKED, _each(torch.Tensor.float, "v")),
     "integers": Bad(
@@ -126,7 +128,7 @@ BAD: dict[str, Bad] = {
         SHARDS | DTENSORS | PACKED - {"varlen_attn"}, _each(lambda k: k.to("meta"), "k"),
     ),
     "k of another batch size": Bad(
-        r"expected one batch size \(dim 0\).* k \(1, ", SHARDS | {"zigzag"}, _each(lambda k: k[:1], "k")
+        r"expected one batch size \(dim 0\).* k \(1, ", SHARDS | FLASH, _each(lambda k: k[:1], "k")
     ),
     "k of another head dim": Bad(
         r"expected one head dim \(dim [23]\) for q and k; got .*, 4\), v", SHARDS | PACKED,
@@ -140,7 +142,7 @@ BAD: dict[str, Bad] = {
         HEADS, SHARDS | DTENSORS | PACKED, _each(lambda x: x[:, :3], "k", "v"), _case(heads=(4, 3), enable_gqa=True)
     ),
     "no batch rows": Bad(
-        "expected at least one batch row, head( and head dim|, R)", SHARDS | {"zigzag", "mla"},
+        "expected at least one batch row, head( and head dim|, R)", SHARDS | FLASH | {"mla"},
         _each(lambda x: x[:0]),
     ),
     "scale is NaN": Bad("expected a finite scale, got nan", ALL, case=_case(scale=math.nan)),
@@ -184,11 +186,11 @@ BAD: dict[str, Bad] = {
     # What ranks find by comparing their first calls; calls of DTensors are not compared
     "lengths of no total": Bad(
         r"disagree about global \(queries, keys\): rank 1 says \(18, 18\), the others \(24, 24\)\. .*pass seq_len=",
-        SHARDS - {"torch_experimental"} | {"zigzag"}, _each(lambda x: x[:, :, :9], odd=True), _case(declared=False),
+        SHARDS - {"torch_experimental"} | FLASH, _each(lambda x: x[:, :, :9], odd=True), _case(declared=False),
         compares=True,
     ),
     "whole tensors": Bad(
-        "are equal on all 2 ranks", SHARDS - FLEX | {"varlen", "zigzag", "mla"}, _each(_equal),
+        "are equal on all 2 ranks", SHARDS - FLEX | FLASH | {"varlen", "mla"}, _each(_equal),
         _case(declared=False, is_causal=True), compares=True,
     ),
     "another scale": Bad(

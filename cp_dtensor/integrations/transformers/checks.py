@@ -253,12 +253,9 @@ def is_model(module: nn.Module) -> bool:
 class _Inputs(NamedTuple):
     """What a class of models takes."""
 
-    names: tuple[str, ...]
-    """The arguments of `forward`, without `self`."""
-    is_tower: bool
-    """True if the class takes images or sound only."""
-    own: frozenset[str]
-    """The main inputs, where these are images or sound."""
+    names: tuple[str, ...]  # the arguments of `forward`, without `self`
+    is_tower: bool  # it takes images or sound only
+    own: frozenset[str]  # the main inputs, where these are images or sound
 
 
 @by_class

@@ -32,12 +32,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.integrations.transformers.checks import check_call, is_model, mark_caches, unseen
 from cp_dtensor.integrations.transformers.layers import is_caught, layer_patches, sharding_context, shards_are_seen
-from cp_dtensor.integrations.transformers.masks import (
-    NO_CACHE,
-    ModelMask,
-    block_mask_of,
-    without_documents,
-)
+from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of, without_documents
 from cp_dtensor.integrations.transformers.private import (
     GENERATION_UTILS,
     LOSS_UTILS,

@@ -125,15 +125,11 @@ KERNELS: MappingProxyType[str, Function] = MappingProxyType({
 
 
 class _CountedFrom:
-    """Stands for a layer's cache. Its length is a tensor, so that `arange(tokens) + length` gives global positions.
-
-    Args:
-        cache: the layer's own, or None.
-        before: (tokens,), the global position of each token less its index in the shard.
-    """
+    """Stands for a layer's cache. Its length is a tensor, so that `arange(tokens) + length` gives global positions."""
 
     def __init__(self, cache: Any, before: torch.Tensor) -> None:
-        self._cache, self._before = cache, before
+        self._cache = cache  # the layer's own, or None
+        self._before = before  # (tokens,), the global position of each token less its index in the shard
 
     def get_seq_length(self, *_: Any) -> torch.Tensor:
         return self._before
@@ -212,14 +208,10 @@ FORWARDS: tuple[tuple[frozenset[str], Function], ...] = (
 class ClassFacts(NamedTuple):
     """What the code of a module's class tells."""
 
-    is_caught: bool
-    """True if it calls kernels, all of which are replaced in contexts."""
-    calls_attention: bool
-    """True if a method calls the attention function of its model's `attn_implementation`, or one of torch."""
-    counts: bool
-    """True if its forward counts tokens or positions, and is replaced in contexts."""
-    replaced: tuple[tuple[Any, str, Function], ...]
-    """Owner, name and replacement of each function that is replaced."""
+    is_caught: bool  # it calls kernels, all of which are replaced in contexts
+    calls_attention: bool  # a method calls the attention function of its `attn_implementation`, or one of torch
+    counts: bool  # its forward counts tokens or positions, and is replaced in contexts
+    replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
 
 
 def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:

@@ -44,56 +44,35 @@ NO_CACHE = (
     "use_cache=False, and decode outside of the context, each rank with all keys"
 )
 MaskFunction = Callable[..., Any]
-_CPU = torch.device("cpu")
 
 
 class Gathered(NamedTuple):
     """Facts about the tokens of all ranks."""
 
-    lengths: Span
-    """Global numbers of queries and keys."""
-    queries: list[int]
+    lengths: Span  # global numbers of queries and keys
+    queries: list[int]  # numbers of queries of each rank
     keys: list[int]
-    """Numbers of queries and of keys of each rank."""
-    kept: list[list[Span]] | None
-    """By batch row: the ranges of keys that are no padding; None if there is no padding."""
-    positions: torch.Tensor | None
-    """(B, S) position ids on the CPU."""
+    kept: list[list[Span]] | None  # by batch row: the ranges of keys that are no padding; None if there is none
+    positions: torch.Tensor | None  # (B, S) position ids on the CPU
 
 
 @dataclass(eq=False)
 class ModelMask:
-    """A mask that a model asked for: first the facts that are known before its function is, of this rank's tokens.
+    """A mask that a model asked for: first the facts that are known before its function is, of this rank's tokens."""
 
-    Args:
-        config: the configuration of the model.
-        positions: (B or 1, queries) position ids; None: unknown.
-        padding: (B, keys) boolean, False for padding: whole on every rank, or of this rank's keys. None: no padding.
-        has_cache: True if the model has a cache; then position ids do not tell which tokens are a document.
-        is_cached: True if there are keys of other calls, which only attention of one process takes.
-        context: the open context, which remembers its latest position ids.
-        function: of (batch row, head, query, key), without padding.
-        batch_size: rows of the batch.
-        local: this rank's numbers of queries and keys.
-        device: of the model's tensors.
-        size: tokens of a window or chunk; None if there is none.
-        use_vmap: True if the function takes single numbers only.
-        alone: makes the tensor that one process uses.
-    """
-
-    config: Any = None
-    positions: torch.Tensor | None = None
-    padding: torch.Tensor | None = None
-    has_cache: bool = False
-    is_cached: bool = False
-    context: OpenContext | None = None
-    function: MaskFunction = lambda *_: None
+    config: Any = None  # of the model
+    positions: torch.Tensor | None = None  # (B or 1, queries) position ids; None: unknown
+    padding: torch.Tensor | None = None  # (B, keys) boolean, False for padding: of this rank's keys, or whole
+    has_cache: bool = False  # then position ids do not tell which tokens are a document
+    is_cached: bool = False  # there are keys of other calls, which only attention of one process takes
+    context: OpenContext | None = None  # which remembers its latest position ids
+    function: MaskFunction = lambda *_: None  # of (batch row, head, query, key), without padding
     batch_size: int = 1
-    local: Span = (0, 0)
-    device: torch.device = _CPU
-    size: int | None = None
-    use_vmap: bool = False
-    alone: Callable[[], Any] = lambda: None
+    local: Span = (0, 0)  # this rank's numbers of queries and keys
+    device: Any = "cpu"  # of the model's tensors
+    size: int | None = None  # tokens of a window or chunk
+    use_vmap: bool = False  # the function takes single numbers only
+    alone: Callable[[], Any] = lambda: None  # makes the tensor that one process uses
     _found: dict[Any, tuple[Mask, Gathered]] = field(default_factory=dict)
 
     def of_call(self, call: Call) -> CallMask:
