@@ -32,11 +32,6 @@ def planner_inputs(draw: st.DrawFn) -> PlannerInputs:
     return q, k, v, mesh_shape, q_heads, kv_heads, None if names is None else tuple(names[: len(mesh_shape)])
 
 
-def heads_of(heads: int, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], at: tuple[int, ...]) -> set:
-    """The heads that a rank holds, by torch.chunk."""
-    return set(nested_chunk(heads, HEADS, placements, mesh_shape, at))
-
-
 def nested_chunk(
     length: int, cut: Shard, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...], at: tuple[int, ...]
 ) -> list[int]:
@@ -49,19 +44,16 @@ def nested_chunk(
     return rows.tolist()
 
 
-def plan(inputs: PlannerInputs) -> AttentionPlacements:
-    return plan_placements(*inputs)
-
-
 @given(planner_inputs())
-def test_axes_of_the_ring_and_of_ulysses(inputs: PlannerInputs) -> None:
-    """Keys are sharded along the sequence on these alone.
+def test_plans(inputs: PlannerInputs) -> None:
+    """Keys are sharded along the sequence on the axes of the ring and of Ulysses alone.
 
     Ulysses is over the axis of that name, or the second that shards all three along the sequence; the ring is over the
-    first other axis with sequence shards of keys or values.
+    first other axis with sequence shards of keys or values. Gradients of keys are partial exactly where ranks hold the
+    same keys but other queries. What is planned needs no other plan.
     """
     q, k, v, *_, names = inputs
-    planned = plan(inputs)
+    planned = plan_placements(*inputs)
     axes = [axis for axis, column in enumerate(zip(q, k, v, strict=True)) if set(column) == {SEQ}]
     second = axes[1] if len(axes) > 1 else None
     named = next((axis for axis, name in enumerate(names or ()) if name in ULYSSES_NAMES), None)
@@ -71,12 +63,6 @@ def test_axes_of_the_ring_and_of_ulysses(inputs: PlannerInputs) -> None:
     assert sorted(planned.axes) == [axis for axis, placement in enumerate(planned.kv) if placement == SEQ]
     assert planned.axes == tuple(axis for axis in (planned.ring_axis, planned.ulysses_axis) if axis is not None)
 
-
-@given(planner_inputs())
-def test_placements(inputs: PlannerInputs) -> None:
-    """Gradients of keys are partial exactly where ranks hold the same keys but other queries."""
-    q, k, v, *_ = inputs
-    planned = plan(inputs)
     assert [on_q == SEQ for on_q in planned.q] == [SEQ in column for column in zip(q, k, v, strict=True)]
     assert {*planned.q, *planned.kv} <= {Replicate(), BATCH, HEADS, SEQ}
     for on_q, on_kv, on_grad in zip(planned.q, planned.kv, planned.grad_kv, strict=True):
@@ -86,14 +72,20 @@ def test_placements(inputs: PlannerInputs) -> None:
         if BATCH in (on_q, on_kv) or HEADS in (on_q, on_kv):
             assert on_q == on_kv
 
+    # A Ulysses axis on which only then all three are sharded may have been the ring's.
+    again = plan_placements(planned.q, planned.kv, planned.kv, *inputs[3:])
+    assert (again.q, again.kv, again.grad_kv) == (planned.q, planned.kv, planned.grad_kv)
+    assert sorted(again.axes) == sorted(planned.axes)
+    assert inputs[-1] or again == planned
+
 
 @given(planner_inputs())
 def test_every_rank_has_the_key_heads_of_its_query_heads(inputs: PlannerInputs) -> None:
     *_, mesh_shape, q_heads, kv_heads, _ = inputs
-    planned = plan(inputs)
+    planned = plan_placements(*inputs)
     for at in product(*map(range, mesh_shape)):
-        local_q = heads_of(q_heads, planned.q, mesh_shape, at)
-        local_kv = heads_of(kv_heads, planned.kv, mesh_shape, at)
+        local_q = {*nested_chunk(q_heads, HEADS, planned.q, mesh_shape, at)}
+        local_kv = {*nested_chunk(kv_heads, HEADS, planned.kv, mesh_shape, at)}
         assert {head * kv_heads // q_heads for head in local_q} == local_kv
         # Locally, query head h reads key head h // (local heads / local key heads).
         assert not local_kv or len(local_q) / len(local_kv) == q_heads / kv_heads
@@ -101,16 +93,6 @@ def test_every_rank_has_the_key_heads_of_its_query_heads(inputs: PlannerInputs) 
         by_heads = (HEADS,) * len(mesh_shape)
         kept = plan_placements(by_heads, by_heads, by_heads, mesh_shape, q_heads, kv_heads)
         assert kept == AttentionPlacements(by_heads, by_heads, by_heads, None)
-
-
-@given(planner_inputs())
-def test_what_is_planned_needs_no_other_plan(inputs: PlannerInputs) -> None:
-    """Of placements; a Ulysses axis on which only then all three are sharded may have been the ring's."""
-    planned = plan(inputs)
-    again = plan_placements(planned.q, planned.kv, planned.kv, *inputs[3:])
-    assert (again.q, again.kv, again.grad_kv) == (planned.q, planned.kv, planned.grad_kv)
-    assert sorted(again.axes) == sorted(planned.axes)
-    assert inputs[-1] or again == planned
 
 
 @given(st.lists(st.sampled_from(ANY_PLACEMENT), max_size=3), st.lists(st.sampled_from(ANY_PLACEMENT), max_size=3))

@@ -325,17 +325,6 @@ def test_refusals(kind: str, error: type[Exception], message: str) -> None:
 # Fused operators, called themselves
 
 aten = torch.ops.aten
-OPS = {
-    name: tuple(getattr(aten, f"_scaled_dot_product_{name}{suffix}").default for suffix in ("", "_backward"))
-    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-}
-CPU = OPS["flash_attention_for_cpu"]
-
-
-def check(results: Any, expected: Any, tolerance: float = 1e-10) -> None:
-    for actual, wanted in zip(results, expected, strict=True):
-        assert isinstance(actual, DTensor)
-        torch.testing.assert_close(actual.full_tensor().double(), wanted, rtol=0, atol=tolerance)
 
 
 def logsumexp(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -343,67 +332,43 @@ def logsumexp(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tenso
     return dense(q, k, k, seen.tril() if problem.is_causal else seen, problem.scale)[1]
 
 
-@pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize("problem", [CAUSAL, GROUPED, CROSS], ids=["causal", "gqa", "cross"])
-@pytest.mark.parametrize(
-    ("mesh_shape", "q_on", "kv_on", "grad_kv"),
-    [
-        ((4,), (CP,), (CP,), (CP,)),
-        ((4,), (CP,), (R,), (Partial(),)),
-        ((4,), (TP,), (TP,), (TP,)),
-        ((2, 2), (CP, DP), (CP, DP), (CP, DP)),
-        ((2, 2), (TP, CP), (TP, CP), (TP, CP)),
-        ((2, 2), (TP, CP), (TP, R), (TP, Partial())),
-        ((2, 2), (CP, CP), (CP, R), (CP, Partial())),
-    ],
-    ids=str,
-)
-def test_cpu_op_keeps_placements(
-    mesh_shape: tuple[int, ...], q_on: Placements, kv_on: Placements, grad_kv: Placements, problem: Problem
-) -> None:
-    *qkv, grad_out = problem.draw(seed=0)
-    expected, *expected_grads = reference(problem, *qkv, grad_out)
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", mesh_shape)
-        q, k, v = (each.detach() for each in distributed(tuple(qkv), mesh, (q_on, kv_on, kv_on)))
-        out, lse = CPU[0](q, k, v, 0.0, problem.is_causal, scale=problem.scale)
-        check((out, lse), (expected, logsumexp(problem, *qkv[:2])))
-        assert out.placements == lse.placements == q_on
-        grad = distribute_tensor(grad_out, mesh, q_on, src_data_rank=None)
-        grads = CPU[1](grad, q, k, v, out, lse, 0.0, problem.is_causal, scale=problem.scale)
-        check(grads, expected_grads)
-        assert [each.placements for each in grads] == [q_on, grad_kv, grad_kv]
-
-    run_ranks(4, body)
+CPU_OP = "flash_attention_for_cpu"
+# Operator, problems, mesh, placements of q and of k and v, and those of the gradients of k and v unless None.
+FUSED: list[tuple[str, tuple[Problem, ...], tuple[int, ...], tuple[Placements, ...], Placements | None]] = [
+    *((CPU_OP, (CAUSAL, GROUPED, CROSS), (4,) if len(q) == 1 else (2, 2), (q, kv, kv), grad)
+      for q, kv, grad in (
+          ((CP,), (CP,), (CP,)), ((CP,), (R,), (Partial(),)), ((TP,), (TP,), (TP,)), ((CP, DP), (CP, DP), (CP, DP)),
+          ((TP, CP), (TP, CP), (TP, CP)), ((TP, CP), (TP, R), (TP, Partial())), ((CP, CP), (CP, R), (CP, Partial())))),
+    *((CPU_OP, (CAUSAL,), (2, 2), on, None)  # inputs that do not fit are redistributed
+      for on in (((CP, TP),) * 3, ((R, CP), (CP, R), (CP, R)), ((CP, CP),) * 3, ((R, TP), (CP, R), (R, DP)))),
+    *(("flash_attention", (GROUPED,), (4,) if len(q) == 1 else (2, 2), (q, kv, kv), None) for q, kv in (
+        ((CP,), (CP,)), ((CP,), (R,)), ((CP, CP), (CP, CP)), ((TP, CP), (TP, R)))),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize(
-    ("name", "problem", "mesh_shape", "placements"),
-    [
-        *(("flash_attention_for_cpu", CAUSAL, (2, 2), on)  # inputs that do not fit are redistributed
-          for on in (((CP, TP),) * 3, ((R, CP), (CP, R), (CP, R)), ((CP, CP),) * 3, ((R, TP), (CP, R), (R, DP)))),
-        *(("flash_attention", GROUPED, shape, (q, kv, kv)) for shape, q, kv in (
-            ((4,), (CP,), (CP,)), ((4,), (CP,), (R,)), ((2, 2), (CP, CP), (CP, CP)), ((2, 2), (TP, CP), (TP, R)))),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_through_autograd(
-    name: str, problem: Problem, mesh_shape: tuple[int, ...], placements: tuple[Placements, ...]
+@pytest.mark.parametrize(("name", "problems", "mesh_shape", "placements", "grad_kv"), FUSED, ids=str)
+def test_fused_operators(
+    name: str, problems: Any, mesh_shape: Any, placements: tuple[Placements, ...], grad_kv: Placements | None
 ) -> None:
     """That of CUDA tensors, too, on DTensors of the CPU."""
-    *qkv, grad_out = problem.draw(seed=0)
-    options = {} if problem.scale is None else {"scale": problem.scale}
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", mesh_shape)
-        inputs = distributed(tuple(qkv), mesh, placements)
-        out, lse, *others = OPS[name][0](*inputs, 0.0, True, **options)
-        out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
-        check((out, *(each.grad for each in inputs)), reference(problem, *qkv, grad_out))
-        check((lse,), (logsumexp(problem, *qkv[:2]),))
-        assert not others or others[2:4] == [problem.q_len, problem.kv_len]
+        for problem in problems:
+            *qkv, grad_out = problem.draw(seed=0)
+            q, k, v = inputs = distributed(tuple(qkv), mesh, placements)
+            out, lse, *others = getattr(aten, f"_scaled_dot_product_{name}")(
+                *inputs, 0.0, problem.is_causal, scale=problem.scale
+            )
+            out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
+            for got, wanted in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
+                close(got, wanted)
+            close(lse, logsumexp(problem, *qkv[:2]))
+            assert not others or others[2:4] == [problem.q_len, problem.kv_len]
+            if grad_kv is not None:
+                assert out.placements == lse.placements == q.grad.placements == placements[0]
+                assert k.grad.placements == v.grad.placements == grad_kv
 
     run_ranks(4, body)
 
@@ -412,7 +377,7 @@ def _refused_op(rank: int, name: str, args: tuple[Any, ...], options: dict[str, 
     mesh = init_device_mesh("cpu", (4,))
     q, k, v = (each.detach() for each in distributed(CAUSAL.draw(seed=0)[:3], mesh, ((CP,),) * 3))
     with context_parallel(mesh, **options):
-        OPS[name][0](q, k, v, *args)
+        getattr(aten, f"_scaled_dot_product_{name}")(q, k, v, *args)
 
 
 @pytest.mark.parametrize(
@@ -457,12 +422,11 @@ def test_cuda_ops(name: str, q_on: Placements, kv_on: Placements) -> None:
         *qkv, grad_out = problem.draw(seed=0, device="cuda")
         inputs = distributed(tuple(qkv), mesh, (q_on, kv_on, kv_on))
         options = () if name == "flash_attention" else (None, True)
-        with torch.autograd.set_multithreading_enabled(
-            False
-        ):  # one GPU, so one autograd thread for all ranks otherwise
-            out = OPS[name][0](*inputs, *options)[0]
+        with torch.autograd.set_multithreading_enabled(False):  # one GPU, so one autograd thread for all ranks
+            out = getattr(aten, f"_scaled_dot_product_{name}")(*inputs, *options)[0]
             out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
-        check((out, *(each.grad for each in inputs)), reference(problem, *qkv, grad_out), 0.02)
+        for got, wanted in zip((out, *(x.grad for x in inputs)), reference(problem, *qkv, grad_out), strict=True):
+            torch.testing.assert_close(got.full_tensor().double(), wanted, rtol=0, atol=0.02)
         dist.barrier()
 
     run_ranks(2, body)

@@ -25,7 +25,6 @@ from cp_dtensor import (
     Documents,
     HeadTail,
     MirroredBatch,
-    SlidingWindow,
     _torch,
     context_parallel,
     context_parallel_attention,
@@ -89,24 +88,15 @@ def refusals(rank: int) -> None:
 
 
 def second_derivatives(rank: int) -> None:
-    """Refused, compiled (as operators that run as they are; what AOTAutograd traces has none) and not.
-
-    Also those of a plain sum, whose own gradient is a constant.
-    """
-    mesh = init_device_mesh("cpu", (2,))
-    q, k, v = Shards(rank).inputs()
-    options = {"mesh": mesh, "mask": SlidingWindow(2, 0), "enable_gqa": True}
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ring_attention(q, k, v, **options)
-
-    for function in (attend, compiled(attend, backend="eager")):
-        for loss in (lambda out: out.square().sum(), lambda out: out.sum()):
-            (first,) = torch.autograd.grad(loss(function(q, k, v)), q)
-            (grad_q,) = torch.autograd.grad(loss(function(q, k, v)), q, create_graph=True)
-            assert_close(grad_q.detach(), first, "the first derivative is as it was")
-            with pytest.raises(RuntimeError, match="differentiate twice"):
-                grad_q.sum().backward()
+    """Refused in operators that run as they are (what AOTAutograd traces has none), also those of a plain sum."""
+    mesh, (q, k, v) = init_device_mesh("cpu", (2,)), Shards(rank).inputs()
+    attend = compiled(lambda q: ring_attention(q, k, v, mesh=mesh, enable_gqa=True), backend="eager")
+    for loss in (torch.square, lambda out: out):  # the gradient of a sum is a constant
+        (first,) = torch.autograd.grad(loss(attend(q)).sum(), q)
+        (grad_q,) = torch.autograd.grad(loss(attend(q)).sum(), q, create_graph=True)
+        assert_close(grad_q.detach(), first, "the first derivative is as it was")
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad_q.sum().backward()
 
 
 def some_ranks_compile(rank: int) -> None:
@@ -175,10 +165,10 @@ def parts_and_stances(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     shards, outside = Shards(rank), Shards(0, ranks=1)
 
-    def in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def in_parts(q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
         q = q * 1.0
         torch._dynamo.graph_break()
-        return causal(q, k, v)
+        return causal(q, *kv)
 
     whole, parts = compiled(causal), torch.compile(in_parts, backend="aot_eager")
     nested = compiled(lambda q, k, v: whole(q, k, v) * 1.0)
