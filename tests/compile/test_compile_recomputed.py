@@ -5,7 +5,6 @@ Code that recomputes is not told for which forward: it takes the one context who
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -125,13 +124,16 @@ def dropout_of_shards(rank: int) -> None:
     assert not torch.equal(compiled(by_name)(*leaves), first), "another draw"
 
 
-BODIES: list[Any] = [partial(contexts_of_a_recompute, is_reentrant=each) for each in (False, True)]
-BODIES += [edges_made_in_compiled_code, dropout_of_shards]
+BODIES: dict[str, Any] = {
+    "recompute": partial(contexts_of_a_recompute, is_reentrant=False),
+    "reentrant": partial(contexts_of_a_recompute, is_reentrant=True),
+    "edges": edges_made_in_compiled_code, "dropout": dropout_of_shards,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_two_processes(two_processes: Processes, body: Callable[[int], None]) -> None:
-    two_processes.run(run_fresh, body)
+@pytest.mark.parametrize("name", BODIES)
+def test_two_processes(two_processes: Processes, name: str) -> None:
+    two_processes.run(run_fresh, BODIES[name])
 
 
 def of_dtensors(rank: int, shape: tuple[int, ...], names: tuple[str, ...], on: Placements) -> list[torch.Tensor]:
