@@ -180,7 +180,7 @@ MUTANTS = (
         "engine/contexts.py",
         "layout=outer.layout if layout else call.layout,",
         "layout=call.layout,",
-        "tests/api/test_inherited.py",
+        "tests/api/test_parallel_style.py",
     ),
     Mutant(
         "is_causal lost beside a mask",

@@ -14,8 +14,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import Contiguous, Documents, HeadTail, Layout, PrefixLM, Striped, context_parallel, ring_attention
-from cp_dtensor.engine.arguments import refuse_unsupported_sdpa
+from cp_dtensor import Documents, PrefixLM, Striped, context_parallel, ring_attention
 
 RANKS = 3
 
@@ -117,34 +116,6 @@ def test_long_masks_that_differ_at_the_end_are_told_in_short() -> None:
     for error in errors_by_rank(RANKS, lambda rank: call(mask=Documents([*[0] * 100, 24 - (rank == 1)]))):
         assert "disagree about mask: rank 1 says" in str(error)
         assert len(str(error)) < 600
-
-
-@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize(
-    ("layout", "lengths"),
-    [(HeadTail(), [3, 3, 9]), (HeadTail(), [6, 5, 5]), (Contiguous(), [2, 3, 3]), (Striped(2), [3, 3, 2])],
-    ids=repr,
-)
-def test_unequal_shards_of_no_declared_length_are_refused_on_every_rank(
-    layout: Layout, lengths: list[int], of_keys: bool
-) -> None:
-    def body(rank: int) -> None:
-        local, other = tensor(length=lengths[rank]), tensor(length=4)
-        q, k = (other, local) if of_keys else (local, other)
-        call(q=q, k=k, v=k, layout=layout)
-
-    with recorded_collectives(of_first_calls=True) as collectives:
-        errors = errors_by_rank(RANKS, body)
-    assert all(type(error) is ValueError and "pass seq_len=" in str(error) for error in errors)
-    assert [kinds(collectives, rank) for rank in range(RANKS)] == [["AllGather"] * 3] * RANKS
-
-
-def test_masks_and_dropout_are_refused_and_not_dropped() -> None:
-    with pytest.raises(NotImplementedError, match=r"got a mask of shape \(8, 8\), expected None"):
-        refuse_unsupported_sdpa(torch.ones(8, 8), 0.0)
-    with pytest.raises(NotImplementedError, match=r"got dropout_p=0.1, expected 0.0"):
-        refuse_unsupported_sdpa(None, 0.1)
-    assert refuse_unsupported_sdpa(None, 0.0) is None
 
 
 # Hints

@@ -100,7 +100,7 @@ def test_contexts_that_are_never_entered_or_entered_twice() -> None:
         left = context([tokens], no_restore_buffers=[tokens])
         with left:
             pass
-        with pytest.raises(RuntimeError, match="was entered before"), left:
+        with pytest.raises(ValueError, match="left sharded"), left:
             pytest.fail("entered")
         assert tokens.numel() == 4
 
@@ -195,6 +195,21 @@ def test_an_exception_leaves_every_buffer_whole(fails: str, monkeypatch: pytest.
         assert torch.equal(broken, torch.arange(11))
 
     run_ranks(ranks, body)
+
+
+def test_buffers_that_are_shards_by_now_are_refused_on_entry() -> None:
+    def body(rank: int) -> None:
+        tokens = torch.arange(16)
+        options: dict[str, Any] = {"buffers": [tokens], "buffer_seq_dims": [0], "no_restore_buffers": [tokens]}
+        one, other = context_parallel(dist.group.WORLD, **options), context_parallel(dist.group.WORLD, **options)
+        with one, pytest.raises(ValueError, match=r"got a shard of shape \(8,\): it was"), other:
+            pytest.fail("entered")
+        for context in (one, other):
+            with pytest.raises(ValueError, match=r"it was left sharded .* or this one before"), context:
+                pytest.fail("entered")
+        assert tokens.numel() == 8
+
+    run_ranks(2, body)
 
 
 def test_contexts_over_one_buffer_are_left_in_the_reverse_order() -> None:

@@ -33,15 +33,11 @@ from cp_dtensor import (
     explain,
     explain_recurrence,
     gated_delta_rule,
-    halo,
     kda,
     linear_attention,
     mamba2,
-    relayout,
-    shift,
 )
 from cp_dtensor.api.explain import Explanation
-from cp_dtensor.layers.rows import Halo, Relayout, RowMap, SequenceLayout, Shift, rows_over_axes
 
 TOKENS, BATCH = 61, 2
 EDGES = (0, 5, 9, 30, 33, 61)
@@ -200,31 +196,3 @@ LAYERS: list[tuple[Sizes, str, Call]] = [
 @pytest.mark.parametrize(("sizes", "method", "call"), LAYERS)
 def test_layers(sizes: Sizes, method: str, call: Call) -> None:
     assert_exact(sizes, method, call)
-
-
-@pytest.mark.parametrize("layout", ["HeadTail", "Striped", "Balanced"])
-@pytest.mark.parametrize("sizes", [ONE, TWO], ids=str)
-@pytest.mark.parametrize("row_map", [Halo(3), Shift(-2), Relayout(Contiguous())], ids=lambda x: type(x).__name__)
-def test_moved_rows(row_map: RowMap, sizes: Sizes, layout: str) -> None:
-    """`explain_recurrence` counts rows by `rows_over_axes`, which has those of every row map."""
-    ranks, divided = math.prod(sizes), LAYOUTS[layout](DOCUMENTS)
-    edges = () if isinstance(row_map, Relayout) else EDGES
-
-    def body(rank: int) -> None:
-        x = torch.randn(divided.local_length(TOKENS, rank, ranks), 5, requires_grad=True)
-        options: dict[str, Any] = {"mesh": mesh_of(sizes), "dim": 0, "seq_len": TOKENS}
-        if isinstance(row_map, Relayout):
-            out = relayout(x, divided, row_map.target, **options)
-        elif isinstance(row_map, Shift):
-            out = shift(x, row_map.by, layout=divided, cu_seqlens=edges, **options)
-        else:
-            out = halo(x, 3, layout=divided, cu_seqlens=edges, **options)
-        out.sum().backward()
-
-    with received_bytes() as received:
-        run_ranks(ranks, body)
-    assert received
-    over_axes = rows_over_axes(row_map, SequenceLayout(divided, TOKENS, ranks, 0, edges), (*sizes, 1)[1])
-    for rank, expected in enumerate(over_axes):
-        for size, rows in zip(sizes, expected, strict=False):
-            assert received.get((rank, size), 0) == rows * 5 * 4

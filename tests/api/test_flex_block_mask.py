@@ -52,7 +52,7 @@ def sparse_masks(draw: Any) -> tuple[BlockMask, tuple[int, int], int]:
     return mask, lengths, draw(st.sampled_from([batch, 3]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sparse_masks(), LAYOUTS, st.integers(1, 5), st.booleans())
 def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
     given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int, unaligned: bool
@@ -69,23 +69,13 @@ def test_a_ranks_mask_shows_its_rows_of_the_whole_mask(
         assert local.seq_lengths == (local_rows, lengths[1])
         partial, full = listed_blocks(local, batch, 2)
         assert not (partial & full).any(), "kernels would add what is listed twice"
-
-
-@settings(max_examples=50, deadline=None)
-@given(sparse_masks(), LAYOUTS, st.integers(1, 5))
-def test_tables_by_keys_match_those_by_queries(
-    given_mask: tuple[BlockMask, tuple[int, int], int], layout: Layout, world_size: int
-) -> None:
-    mask, lengths, batch = given_mask
-    rows = LocalRows.of(layout, lengths[0], 0, world_size, batch)
-    local = of_rows(mask, lengths, rows)
-    expected = BlockMask.from_kv_blocks(
-        local.kv_num_blocks, local.kv_indices, local.full_kv_num_blocks, local.full_kv_indices,
-        BLOCK_SIZE=local.BLOCK_SIZE, mask_mod=local.mask_mod, seq_lengths=local.seq_lengths,
-    )  # fmt: skip
-    for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
-        ours, torchs = getattr(local, name), getattr(expected, name)
-        assert (ours is None and torchs is None) or torch.equal(ours, torchs), name
+        by_queries = BlockMask.from_kv_blocks(
+            local.kv_num_blocks, local.kv_indices, local.full_kv_num_blocks, local.full_kv_indices,
+            BLOCK_SIZE=local.BLOCK_SIZE, mask_mod=local.mask_mod, seq_lengths=local.seq_lengths,
+        )  # fmt: skip
+        for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
+            ours, torchs = getattr(local, name), getattr(by_queries, name)
+            assert (ours is None and torchs is None) or torch.equal(ours, torchs), name
 
 
 @pytest.mark.parametrize(("layout", "length"), [(HeadTail(), 64), (Striped(16), 61), (Contiguous(), 61)])
@@ -104,26 +94,24 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
         assert torch.equal(tables.kv_indices, mask.kv_indices[:, :, blocks])
 
 
-def test_tables_are_made_once_for_a_mask() -> None:
+def test_tables_are_made_once_for_a_mask_and_what_is_written_to_it() -> None:
     rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
     mask = block_mask(window, 61)
     tables = cached_block_mask(mask, 61, rows)
     assert cached_block_mask(mask, 61, rows) is tables
     assert cached_block_mask(mask, 61, LocalRows.of(HeadTail(), 61, 0, 2, 2)) is not tables
-    other = block_mask(window, 61)
-    assert cached_block_mask(other, 61, rows) is not tables
-
-
-def test_tables_follow_what_is_written_to_the_mask() -> None:
-    rows = LocalRows.of(HeadTail(), 61, 1, 2, 2)
-    mask = block_mask(window, 61)
-    before = cached_block_mask(mask, 61, rows)
+    assert cached_block_mask(block_mask(window, 61), 61, rows) is not tables
     mask.full_kv_num_blocks.zero_()
     after = cached_block_mask(mask, 61, rows)
-    assert after is not before
+    assert after is not tables
     assert after.full_kv_num_blocks.sum() == 0
     mask.full_kv_indices = mask.full_kv_indices.clone()
     assert cached_block_mask(mask, 61, rows) is not after
+    made = ref(cached_block_mask(mask, 61, rows).kv_indices)
+    assert made() is not None
+    del mask
+    gc.collect()
+    assert made() is None, "tables go with their mask"
 
 
 def test_tables_of_inference_tensors_are_plain_and_never_stale() -> None:
@@ -135,15 +123,6 @@ def test_tables_of_inference_tensors_are_plain_and_never_stale() -> None:
         assert cached_block_mask(mask, 61, rows).kv_num_blocks.sum() == 0
     assert not tables.kv_indices.is_inference()
     assert not tables.q_num_blocks.is_inference()
-
-
-def test_tables_go_with_their_mask() -> None:
-    mask = block_mask(window, 61)
-    made = ref(cached_block_mask(mask, 61, LocalRows.of(HeadTail(), 61, 1, 2, 2)).kv_indices)
-    assert made() is not None
-    del mask
-    gc.collect()
-    assert made() is None
 
 
 def test_the_order_of_writes_of_a_deterministic_backward_is_made_anew() -> None:

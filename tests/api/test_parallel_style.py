@@ -1,4 +1,4 @@
-"""`parallelize_module(attention, mesh, ContextParallel())`, and its sinks and determinism as of contexts."""
+"""Modules with `ContextParallel`, and layouts and masks that calls take over from the context around them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,59 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.masked_problems import MaskedProblem
-from support.parallel_style_checks import LENGTH, WHOLE, WIDTH, WORLD, Attention, alone, check_forward
-from support.problems import assert_close
+from support.problems import assert_close, shard
 from support.ranks import run_ranks
 from support.shards import Shards
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import (
     Balanced,
     Causal,
     ContextParallel,
     Contiguous,
+    Documents,
     Full,
     HeadTail,
+    Layout,
+    Mask,
     Striped,
     context_parallel,
+    context_parallel_attention,
+    context_parallel_shard,
+    context_parallel_unshard,
+    explain,
+    local_positions,
     set_rotate_method,
+    shift,
+    ulysses_attention,
 )
+from cp_dtensor.api.extension import attention_of_shards
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.engine.contexts import innermost
+
+RANKS, LENGTH = 2, 12
+EVEN = MaskedProblem(LENGTH, LENGTH, Full(), 2, 4, 2, is_causal=True)
+WITH_SINKS = MaskedProblem(LENGTH + 1, LENGTH + 1, Full(), 2, 4, 2, is_causal=True, sinks=True)
+
+
+class Attention(nn.Module):
+    """Causal attention, which has a parameter."""
+
+    def __init__(self, sinks: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.zeros(4) if sinks is None else sinks.clone())
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def check(module: nn.Module, layout: Layout, rank: int, ranks: int = RANKS) -> None:
+    Shards(rank, EVEN, layout, ranks).check(module)
 
 
 def parallel(module: nn.Module | None = None, **options: Any) -> Any:
@@ -51,17 +82,17 @@ def test_meshes_styles_and_contexts_around() -> None:
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "cols"))
-        model = nn.ModuleDict({"attention": Attention(), "mlp": nn.Linear(WIDTH, WIDTH), "other": Attention()})
+        model = nn.ModuleDict({"attention": Attention(), "mlp": nn.Linear(2, 2), "other": Attention()})
         parallelize_module(model, mesh["cols"], {"attention": ContextParallel(), "other": ContextParallel()})
-        check_forward(model["attention"], HeadTail(), rank % 2)
-        check_forward(model["other"], HeadTail(), rank % 2)
+        check(model["attention"], HeadTail(), rank % 2)
+        check(model["other"], HeadTail(), rank % 2)
         style = ContextParallel(layout=Striped())
         rows, cols = (parallelize_module(Attention(), mesh[axis], style) for axis in ("rows", "cols"))
-        check_forward(rows, Striped(), rank // 2)
-        check_forward(cols, Striped(), rank % 2)
+        check(rows, Striped(), rank // 2)
+        check(cols, Striped(), rank % 2)
         with context_parallel(mesh["cols"], layout=Contiguous()):
-            check_forward(rows, Striped(), rank // 2)
-            check_forward(Attention(), Contiguous(), rank % 2)
+            check(rows, Striped(), rank // 2)
+            check(Attention(), Contiguous(), rank % 2)
         with pytest.raises(ValueError, match=r"one dim.*2 dims"):
             parallelize_module(Attention(), mesh, ContextParallel())
         with pytest.raises(ValueError, match="Attention is context parallel already"):
@@ -99,17 +130,17 @@ def test_sdpa_outside_of_the_module_is_untouched() -> None:
         module, plain = parallel(), Attention()
         for _ in range(2):
             assert F.scaled_dot_product_attention is before
-            assert_close(plain(WHOLE).detach(), alone()[0])
-            check_forward(module, HeadTail(), rank)
-        with pytest.raises(RuntimeError, match="shapes"):
-            module(torch.zeros(1, 2, WIDTH + 1, dtype=torch.float64))
+            check(plain, HeadTail(), 0, 1)
+            check(module, HeadTail(), rank)
+        with pytest.raises(TypeError, match="scaled_dot_product_attention"):
+            module(None, None, None)
         dist.barrier()
         assert not is_patched()
-        assert_close(plain(WHOLE).detach(), alone()[0])
+        check(plain, HeadTail(), 0, 1)
         dist.barrier()
-        check_forward(module, HeadTail(), rank)
+        check(module, HeadTail(), rank)
 
-    run_ranks(WORLD, body)
+    run_ranks(RANKS, body)
     assert not is_patched()
 
 
@@ -121,9 +152,9 @@ def test_the_default_rotation_is_read_when_the_module_is_parallelized(monkeypatc
         module = parallel()
         dist.barrier()
         set_rotate_method("auto")
-        check_forward(module, HeadTail(), rank)
+        check(module, HeadTail(), rank)
 
-    run_ranks(WORLD, body)
+    run_ranks(RANKS, body)
 
 
 def test_state_and_training_of_the_module_are_as_before() -> None:
@@ -138,28 +169,13 @@ def test_state_and_training_of_the_module_are_as_before() -> None:
         seen: list[str] = []
         module.register_forward_pre_hook(lambda *_: seen.append("before"))
         module.register_forward_hook(lambda *_: seen.append("after"))
-        check_forward(module, HeadTail(), rank)
+        check(module, HeadTail(), rank)
         assert seen == ["before", "after"]
-        averaged = copy.deepcopy(module)  # has parameters of its own
-        with torch.no_grad():
-            module.weight.zero_()
-        check_forward(averaged, HeadTail(), rank)
 
-    run_ranks(WORLD, body)
+    run_ranks(RANKS, body)
 
 
 # Sinks and determinism
-
-WITH_SINKS = MaskedProblem(LENGTH + 1, LENGTH + 1, Full(), 2, 4, 2, is_causal=True, sinks=True)
-
-
-class WithSinks(nn.Module):
-    def __init__(self, sinks: torch.Tensor) -> None:
-        super().__init__()
-        self.sinks = nn.Parameter(sinks.clone())
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
@@ -179,13 +195,17 @@ def test_sinks_of_modules(method: str) -> None:
             shards.check_results(out, *grads)
             assert_close(found, shards.shard(shards.expected[-1]).sum((0, 2)), "dsinks")
 
-        by_name, of_tensor = parallel(WithSinks(drawn), sinks="sinks", **options), WithSinks(drawn)
+        by_name, of_tensor = parallel(Attention(drawn), sinks="sinks", **options), Attention(drawn)
         by_tensor = parallel(of_tensor, sinks=of_tensor.sinks, **options)
-        for each in (by_name, copy.deepcopy(by_name), by_tensor, copy.deepcopy(by_tensor)):
+        copied = copy.deepcopy(by_name)  # computes with parameters of its own
+        for each in (by_name, by_tensor, copy.deepcopy(by_tensor)):
             check(each, each.sinks)
+        with torch.no_grad():
+            by_name.sinks.zero_()
+        check(copied, copied.sinks)
         by_name.sinks = nn.Parameter(drawn.clone())  # read at each call
         check(by_name, by_name.sinks)
-        plain, leaf = parallel(WithSinks(drawn), **options), drawn.clone().requires_grad_()
+        plain, leaf = parallel(Attention(drawn), **options), drawn.clone().requires_grad_()
 
         def inside(*qkv: torch.Tensor) -> torch.Tensor:
             with context_parallel(dist.group.WORLD, sinks=leaf):
@@ -200,8 +220,8 @@ def test_bad_sinks_are_refused_at_a_call() -> None:
     q = torch.zeros(1, 4, 2, 4)
 
     def body(_rank: int) -> None:
-        module = WithSinks(torch.zeros(4))
-        with pytest.raises(ValueError, match="sinks to name an attribute of WithSinks, got 'sink'"):
+        module = Attention(torch.zeros(4))
+        with pytest.raises(ValueError, match="sinks to name an attribute of Attention, got 'sink'"):
             parallel(module, sinks="sink")
         parallel(module, sinks="sinks")
         module.sinks = None
@@ -234,3 +254,191 @@ def test_deterministic_reaches_attention_and_compiled_code() -> None:
 
     run_ranks(1, body)
     assert found == [(True, True), (False, False), (True, True)]
+
+
+RANKS, LENGTH = 2, 12
+MASK = Documents([0, 5, 12], within=Causal())
+LAYOUTS = (Striped(1), Balanced(MASK, LENGTH))
+Function = Callable[..., torch.Tensor]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: type(layout).__name__)
+
+
+class Plain(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+        return self.inner(*qkv)
+
+
+def function(attention: Function, *qkv: torch.Tensor, mesh: Any = None, **options: Any) -> torch.Tensor:
+    return attention(*qkv, mesh=mesh or dist.group.WORLD, enable_gqa=True, **options)
+
+
+def module(*qkv: torch.Tensor, mesh: Any = None, **options: Any) -> torch.Tensor:
+    return parallelize_module(Plain(), mesh or dist.group.WORLD, ContextParallel(**options))(*qkv)
+
+
+FORMS: dict[str, Function] = {
+    "context_parallel_attention": partial(function, context_parallel_attention),
+    "ulysses_attention": partial(function, ulysses_attention), "ContextParallel": module,
+}  # fmt: skip
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def context(layout: Layout | None = None, mask: Mask | None = MASK) -> context_parallel:
+    return context_parallel(dist.group.WORLD, layout=layout, mask=mask)
+
+
+def shards(rank: int, mask: Mask, layout: Layout) -> Shards:
+    return Shards(rank, MaskedProblem(LENGTH, LENGTH, mask, 2, 4, 2), layout, RANKS)
+
+
+@each_layout
+@each_form
+def test_attention(form: str, layout: Layout) -> None:
+    def body(rank: int) -> None:
+        calls: list[tuple[Mask, Layout, dict[str, Any]]] = [
+            (MASK, layout, {}), (MASK, layout, {"mesh": init_device_mesh("cpu", (RANKS,))}),
+            (Full(), layout, {"mask": Full()}),
+            (Causal(), layout, {"mask": Causal()}),  # alone, without that of the context
+            (MASK, HeadTail(), {"layout": HeadTail()}), (Full(), HeadTail(), {"layout": HeadTail(), "mask": Full()}),
+        ]  # fmt: skip
+        if form != "ContextParallel":
+            calls.append((MASK & Causal(), layout, {"is_causal": True}))
+        for mask, of_call, options in calls:
+            shards(rank, mask, of_call).check(partial(FORMS[form], **options), partial(context, layout))
+        shards(rank, Full(), HeadTail()).check(FORMS[form])
+
+    run_ranks(RANKS, body)
+
+
+@each_form
+def test_contexts_over_other_ranks_give_nothing(form: str) -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "rows"))["cp"]
+        call = partial(FORMS[form], mesh=mesh)
+        shards(mesh.get_local_rank(), Full(), HeadTail()).check(call, partial(context, Contiguous()))
+
+    run_ranks(4, body)
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    def predicted(**options: Any) -> str:
+        return str(explain(dist.group.WORLD, seq_len=LENGTH, q_heads=4, **options))
+
+    def body(rank: int) -> None:
+        layout = Balanced(MASK, LENGTH)
+        outside, given = predicted(), predicted(layout=layout, mask=MASK)
+        with context(layout):
+            assert predicted() == given != outside
+            assert predicted(layout=HeadTail(), mask=Causal()) == outside
+        with context_parallel(dist.new_group([rank], use_local_synchronization=True), mask=MASK):
+            assert predicted() == outside
+
+    run_ranks(RANKS, body)
+    capsys.readouterr()
+
+
+@each_layout
+def test_sharding(layout: Layout) -> None:
+    def body(rank: int) -> None:
+        world, whole = dist.group.WORLD, torch.arange(LENGTH)
+        with context(layout, None):
+            (mine,) = context_parallel_shard(world, [whole], [0])
+            positions = local_positions(world, LENGTH)
+            (again,) = context_parallel_unshard(world, [mine], [0])
+            (other,) = context_parallel_shard(world, [whole], [0], HeadTail())
+        assert torch.equal(mine, shard(whole, layout, rank, RANKS, seq_dim=0))
+        assert torch.equal(positions, mine)
+        assert torch.equal(again, whole)
+        assert torch.equal(other, shard(whole, HeadTail(), rank, RANKS, seq_dim=0))
+        assert torch.equal(local_positions(world, LENGTH), other)
+
+    run_ranks(RANKS, body)
+
+
+def test_modules_inside_of_modules() -> None:
+    def body(rank: int) -> None:
+        world = dist.group.WORLD
+        inner = parallelize_module(Plain(), world, ContextParallel())
+        outer = parallelize_module(Outer(inner), world, ContextParallel(layout=Contiguous(), mask=MASK))
+        for each in (outer, copy.deepcopy(outer)):
+            shards(rank, MASK, Contiguous()).check(each)
+        shards(rank, Full(), HeadTail()).check(inner)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@each_form
+def test_recomputation(form: str, use_reentrant: bool) -> None:
+    """Of a checkpoint made in a context, after that; one made outside is refused in another, where it may belong."""
+    again = partial(checkpoint, use_reentrant=use_reentrant)
+
+    def body(rank: int) -> None:
+        shards(rank, MASK, Contiguous()).check(partial(again, FORMS[form]), partial(context, Contiguous()))
+        outside = shards(rank, Full(), HeadTail())
+        for told in ({}, {"layout": HeadTail(), "mask": Full()}):
+            backward = outside.forward(partial(again, partial(FORMS[form], **told)))
+            with context(Contiguous()):
+                if told:
+                    backward()
+                else:
+                    with pytest.raises(RuntimeError, match=r"was called in a backward inside of a context .* pass"):
+                        backward()
+
+    run_ranks(RANKS, body)
+
+
+def test_dtensors_over_two_axes() -> None:
+    """The mask of the context, and the documents in it, for calls of DTensors sharded along both axes."""
+    q = torch.randn(1, 2, LENGTH, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen = torch.block_diag(torch.ones(5, 5), torch.ones(7, 7)).tril().bool()
+
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        query, x = (
+            distribute_tensor(each, mesh, [Shard(dim)] * 2, src_data_rank=None)
+            for each, dim in ((q, 2), (torch.arange(12.0), 0))
+        )
+        with context_parallel(mesh, mask=MASK, layout=Contiguous(), seq_len=LENGTH):
+            found: list[Any] = [context_parallel_attention(*[query] * 3, mask=mask) for mask in (None, Full())]
+            shifted: Any = shift(x, 1, dim=0)
+        for out, allowed in zip(found, (seen, None), strict=True):
+            expected = F.scaled_dot_product_attention(q, q, q, attn_mask=allowed)
+            torch.testing.assert_close(out.full_tensor(), expected, rtol=0, atol=1e-12)
+        assert shifted.full_tensor().tolist() == [0, 0, 1, 2, 3, 0, 5, 6, 7, 8, 9, 10]
+
+    run_ranks(4, body)
+
+
+def test_the_ranks_of_the_context_in_another_order_are_refused() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+        with context_parallel(mesh, layout=Contiguous()):
+            assert local_positions(mesh, 4).tolist() == [[0, 2, 1, 3][rank]]
+            with pytest.raises(ValueError, match=r"another order, \[0, 1, 2, 3\] \(the context's: \[0, 2, 1, 3\]\)"):
+                local_positions(dist.group.WORLD, 4)
+            assert local_positions(dist.group.WORLD, 4, Contiguous()).tolist() == [rank]
+
+    run_ranks(4, body)
+
+
+def test_the_mask_of_a_provider_in_traced_code() -> None:
+    def attend(q: torch.Tensor) -> Any:
+        return attention_of_shards(q, q, q, mask=Documents([0, 1, 2, 3, 4]))
+
+    def body(rank: int) -> None:
+        q = torch.randn(1, 1, 4, 8, dtype=torch.float64)
+        with context_parallel(dist.group.WORLD, layout=Contiguous(), seq_len=4):  # type: ignore[arg-type]
+            torch.testing.assert_close(attend(q), q)
+            torch.testing.assert_close(make_fx(attend)(q)(q), q)
+
+    run_ranks(1, body)

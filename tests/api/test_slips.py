@@ -57,72 +57,56 @@ def refused(body: Callable[[int], object], ranks: int = RANKS) -> str:
 # Entry
 
 
-def _whole(length: int = LENGTH, first: int = 0, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
-    return [torch.arange(length, dtype=dtype) + first, torch.ones(2, LENGTH)]
-
-
-# The buffers of each rank, and what is said of them.
-BUFFERS: dict[str, tuple[Callable[[int], list[torch.Tensor]], str]] = {
+WHOLE = torch.arange(LENGTH)
+OTHERS = torch.ones(2, LENGTH)
+Change = Callable[[int], list[torch.Tensor]]
+# What differs: the buffers of each rank, or the options of rank 1; and what is said of it.
+ENTRIES: dict[str, tuple[Change | dict[str, Any], str]] = {
     "shards": (
-        lambda rank: [shard(torch.arange(LENGTH), HeadTail(), rank, RANKS, 0), torch.ones(2, LENGTH)],
-        r"about buffer 0: rank 1 says 'int64 \(4,\), .*, rank 2 says .*, the others",
+        lambda rank: [shard(WHOLE, HeadTail(), rank, RANKS, 0), OTHERS],
+        r"buffer 0: rank 1 says 'int64 \(4,\), .*, rank 2 says .*, the others",
     ),
     "another batch": (
-        lambda rank: _whole(first=int(rank == 1)),
-        r"about buffer 0: rank 1 says 'int64 \(12,\), sequence dim 0, contents \w+', the others 'int64",
+        lambda rank: [WHOLE + (rank == 1), OTHERS],
+        r"buffer 0: rank 1 says 'int64 \(12,\), sequence dim 0, contents \w+', the others 'int64",
     ),
     "other lengths": (
-        lambda rank: _whole(LENGTH + (rank == 1)),
-        r"about buffer 0: rank 1 says 'int64 \(13,\).*the others 'int64 \(12,\)",
+        lambda rank: [torch.arange(LENGTH + (rank == 1)), OTHERS],
+        r"buffer 0: rank 1 says 'int64 \(13,\).*the others 'int64 \(12,\)",
     ),
-    "another dtype": (
-        lambda rank: _whole(dtype=torch.int32 if rank == 1 else torch.int64), r"about buffer 0: rank 1 says 'int32",
-    ),
+    "another dtype": (lambda rank: [WHOLE.int() if rank == 1 else WHOLE, OTHERS], r"buffer 0: rank 1 says 'int32"),
     "fewer": (
-        lambda rank: _whole()[: 1 + (rank != 1)],
-        r"about the number of buffers: rank 1 says 1, the others 2; about buffer 1: rank 1 says None",
+        lambda rank: [WHOLE, OTHERS][: 1 + (rank != 1)],
+        r"the number of buffers: rank 1 says 1, the others 2; about buffer 1: rank 1 says None",
     ),
+    "debug": ({"debug": True}, "debug: rank 1 says True, the others False"),
+    "seq_len": ({"seq_len": 24}, r"seq_len: rank 1 says \(24,\), the others \(\)"),
+    "layout": ({"layout": Contiguous()}, r"layout: rank 1 says 'Contiguous\(\)', the others 'HeadTail\(\)'"),
+    "method": ({"method": "ulysses"}, "method: rank 1 says 'ulysses', the others 'auto'"),
+    "mask": ({"mask": SlidingWindow(3, 0)}, "mask: rank 1 says .*SlidingWindow"),
+    "sinks": ({"sinks": torch.zeros(2)}, r"sinks: rank 1 says 'float32 \(2,\)"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("which", BUFFERS)
-def test_buffers_that_differ_between_ranks(which: str, debug: bool) -> None:
-    buffers_of, message = BUFFERS[which]
+@pytest.mark.parametrize(
+    ("which", "debug"), [(name, debug) for name in ENTRIES for debug in [False, True][: 1 + callable(ENTRIES[name][0])]]
+)
+def test_contexts_that_differ_between_ranks(which: str, debug: bool) -> None:
+    odd, message = ENTRIES[which]
 
     def body(rank: int) -> None:
-        buffers = buffers_of(rank)
+        options: dict[str, Any] = odd if isinstance(odd, dict) and rank == 1 else {"debug": debug}
+        buffers = [] if isinstance(odd, dict) else [each.clone() for each in odd(rank)]
         before = [each.clone() for each in buffers]
         try:
-            with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 1][: len(buffers)], debug=debug):
+            with context_parallel(group(), buffers=buffers, buffer_seq_dims=[0, 1][: len(buffers)], **options):
                 raise AssertionError("entered")
         finally:
             assert all(map(torch.equal, buffers, before))
 
     found = refused(body)
-    assert re.search(message, found), found
-    assert "Expected the same whole tensors on every rank" in found
-
-
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        ({"debug": True}, "debug: rank 2 says True, the others False"),
-        ({"seq_len": 24}, r"seq_len: rank 2 says \(24,\), the others \(\)"),
-        ({"layout": Contiguous()}, r"layout: rank 2 says 'Contiguous\(\)', the others 'HeadTail\(\)'"),
-        ({"method": "ulysses"}, "method: rank 2 says 'ulysses', the others 'auto'"),
-        ({"mask": SlidingWindow(3, 0)}, "mask: rank 2 says .*SlidingWindow"),
-        ({"sinks": torch.zeros(2)}, r"sinks: rank 2 says 'float32 \(2,\)"),
-    ],
-)
-def test_options_that_differ_between_ranks(odd: dict[str, Any], message: str) -> None:
-    def body(rank: int) -> None:
-        with context_parallel(group(), **(odd if rank == 2 else {})):
-            raise AssertionError("entered")
-
-    found = refused(body)
     assert re.search(f"the ranks of the context-parallel axis disagree about {message}", found), found
-    assert "buffers" not in found
+    assert ("Expected the same whole tensors on every rank" in found) == (not isinstance(odd, dict))
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -15,6 +15,7 @@ from support.collectives import recorded_collectives
 from support.ranks import run_ranks
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import flex_attention
 
 from cp_dtensor import (
     Contiguous,
@@ -102,9 +103,10 @@ def summed(function: Function) -> Function:
     return lambda x: function(x).square().sum()
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", EACH)
-def test_transforms(name: str) -> None:
+def test_transforms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # which takes seconds
+
     def body(rank: int) -> None:
         function = functions(rank, 2)[name]
         expected = function(X + rank)

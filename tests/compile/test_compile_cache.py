@@ -2,7 +2,6 @@
 
 import os
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import Contiguous, HeadTail, Layout, context_parallel
+from cp_dtensor import context_parallel
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -21,46 +20,31 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def check(rank: int, layout: Layout | None) -> Tensors:
+def check(rank: int, in_context: bool) -> Tensors:
     """Compiled attention, forward and backward, is what it is uncompiled."""
     shards = Shards(rank)
     # Inductor of torch 2.11 cannot differentiate torch's own attention in float64 on CPUs.
     inputs = [each.detach()[:, :2].float().requires_grad_() for each in shards.inputs()]
-    around = nullcontext() if layout is None else context_parallel(init_device_mesh("cpu", (2,)), layout=layout)
-    with around:
+    with context_parallel(init_device_mesh("cpu", (2,))) if in_context else nullcontext():
         in_graph = compiled(attention, backend="inductor")
         return check_equals_eager(attention, in_graph, inputs, shards.grad[:, :2].float())
 
 
-def start(folder: str, rank: int) -> None:
+def process(rank: int, folder: str, is_first: bool) -> None:
     os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{folder}/{rank}", TORCHINDUCTOR_COMPILE_THREADS="1")
     inductor_config.cpp.vec_isa_ok = False  # else Inductor compiles programs to find out
     fresh()
-
-
-def hits() -> int:
-    return counters["aot_autograd"]["autograd_cache_hit"]
-
-
-def first_process(rank: int, folder: str) -> None:
-    start(folder, rank)
-    everything = [check(rank, layout) for layout in (None, HeadTail(), Contiguous())]
-    assert hits() == 0
-    for one, other in pairwise(everything):
-        assert not torch.equal(one[0], other[0])
-
-
-def second_process(rank: int, folder: str) -> None:
-    start(folder, rank)
-    for number, layout in enumerate((Contiguous(), HeadTail(), None), start=1):
-        check(rank, layout)
-        assert hits() == number  # each found what is its own
+    results = []
+    for number, in_context in enumerate((False, True) if is_first else (True, False), start=1):
+        results.append(check(rank, in_context)[0])
+        assert counters["aot_autograd"]["autograd_cache_hit"] == (0 if is_first else number)  # each finds its own
+    assert not torch.equal(*results)
 
 
 def test_code_on_disk_is_kept_apart(tmp_path: Path) -> None:
-    for body in (first_process, second_process):
+    for is_first in (True, False):
         two = Processes(2, timeout=200)
         try:
-            two.run(body, str(tmp_path))
+            two.run(process, str(tmp_path), is_first)
         finally:
             two.stop()

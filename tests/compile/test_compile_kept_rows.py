@@ -2,9 +2,9 @@
 
 import copy
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from cp_dtensor import ATTENTION_OPS, HeadTail, context_parallel, context_parallel_attention, ulysses_attention
 from cp_dtensor.engine import compiled as compiled_op
+
+COPIES = partial(saved_tensors_hooks, torch.clone, torch.clone)
 
 
 def ulysses(mesh: Any = None, method: str = "ulysses") -> Function:
@@ -64,11 +66,6 @@ def backward_again(rank: int, backend: str) -> None:
             assert exchanges == [*FORWARD, *BACKWARD * 3]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_backward_exchanges_once(two_processes: Processes, backend: str) -> None:
-    two_processes.run(run_fresh, backward_again, backend)
-
-
 def no_backward(rank: int) -> None:
     shards, function = Shards(rank), compiled(ulysses())
     with watched() as (_, rows):
@@ -81,19 +78,6 @@ def no_backward(rank: int) -> None:
         with torch.no_grad():
             shards.check_results(function(*shards.inputs()))
         assert not rows
-
-
-def hybrids_and_rings(rank: int) -> None:
-    """Lengths are found by the operator here, so its third result is on the host."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
-    function = compiled(ulysses(mesh, "hybrid"), dynamic=True)
-    for length in (12, 16, 20):
-        check(function, Shards(rank, length, ranks=4), [*FORWARD, *BACKWARD], keeps=True)
-    check(compiled(ulysses(mesh["ulysses"], "ring")), Shards(rank % 2), [], keeps=False)
-
-
-def test_hybrids_and_rings(four_processes: Processes) -> None:
-    four_processes.run(run_fresh, hybrids_and_rings)
 
 
 def checkpoints(rank: int) -> None:
@@ -132,13 +116,13 @@ def lse_comes_home(rank: int) -> None:
     shards, options = Shards(rank), {"mesh": init_device_mesh("cpu", (2,)), "is_causal": True, "enable_gqa": True}
     asking = compiled(lambda q, k, v: ulysses_attention(q * 2.0, k, v, return_lse=True, **options)[0] * 3.0)
     plain = compiled(lambda q, k, v, sinks: ulysses_attention(q * 2.0, k, v, sinks=sinks, **options) * 3.0)
-    frozen, learned = (torch.full((4,), -torch.inf, dtype=torch.float64).requires_grad_(each) for each in (False, True))
-    for function, sinks, without_grad in (
-        (asking, (), FORWARD), (plain, (frozen,), FORWARD_WITHOUT_GRAD), (plain, (learned,), FORWARD_WITHOUT_GRAD),
-    ):  # fmt: skip
+    cases: list[tuple[Any, Any, list[int]]] = [(asking, (), FORWARD)]
+    for learned in (False, True):
+        sinks = torch.full((4,), -torch.inf, dtype=torch.float64).requires_grad_(learned)
+        cases.append((plain, (sinks,), FORWARD_WITHOUT_GRAD))
+    for function, sinks, without_grad in cases:
         check(function, shards, [*FORWARD, *BACKWARD], *sinks)
-        hooks = saved_tensors_hooks(torch.clone, torch.clone)
-        check(function, shards, [*FORWARD, *AGAIN, *BACKWARD], *sinks, forward=hooks)
+        check(function, shards, [*FORWARD, *AGAIN, *BACKWARD], *sinks, forward=COPIES())
         with watched() as (exchanges, _), torch.no_grad():
             shards.check_results(function(*shards.inputs(), *sinks))
             assert exchanges == without_grad
@@ -153,18 +137,13 @@ def in_graphs(rank: int) -> None:
         return mock.patch.object(compiled_op, "_keeps_rows", return_value=answer)
 
     def in_copies(*inputs: torch.Tensor) -> torch.Tensor:
-        with saved_tensors_hooks(torch.clone, torch.clone):
+        with COPIES():
             return function(*inputs)
 
-    for call, in_forward, in_backward in (
-        (function, True, True), (function, False, False), (function, True, False), (function, False, True),
-        (in_copies, False, False), (in_copies, True, True), (in_copies, True, False),
-    ):  # fmt: skip
+    for in_forward, in_backward, call in (*product((True, False), (True, False), (function, in_copies)),):
         again = [] if call is function and in_forward and in_backward else AGAIN
-        check(
-            call, shards, [*FORWARD, *again, *BACKWARD], forward=keeps_rows(in_forward),
-            backward=keeps_rows(in_backward),
-        )  # fmt: skip
+        expected = [*FORWARD, *again, *BACKWARD]
+        check(call, shards, expected, forward=keeps_rows(in_forward), backward=keeps_rows(in_backward))
     with watched() as (exchanges, _), keeps_rows(rank == 0):
         shards.check_results(function(*shards.inputs()))
     assert exchanges == FORWARD
@@ -191,9 +170,24 @@ def backward_in_another_thread(rank: int) -> None:
     assert len(results) == 2
 
 
-BODIES = no_backward, checkpoints, saved_tensor_hooks, lse_comes_home, in_graphs, backward_in_another_thread
+def hybrids_and_rings(rank: int) -> None:
+    """Lengths are found by the operator here, so its third result is on the host."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    function = compiled(ulysses(mesh, "hybrid"), dynamic=True)
+    for length in (12, 16, 20):
+        check(function, Shards(rank, length, ranks=4), [*FORWARD, *BACKWARD], keeps=True)
+    check(compiled(ulysses(mesh["ulysses"], "ring")), Shards(rank % 2), [], keeps=False)
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_kept_rows(two_processes: Processes, body: Callable[[int], None]) -> None:
-    two_processes.run(run_fresh, body)
+OTHERS = no_backward, checkpoints, saved_tensor_hooks, lse_comes_home, in_graphs, backward_in_another_thread
+BODIES: dict[str, Any] = {each: partial(backward_again, backend=each) for each in ("aot_eager", "inductor")}
+BODIES |= {body.__name__: body for body in OTHERS}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_kept_rows(two_processes: Processes, name: str) -> None:
+    two_processes.run(run_fresh, BODIES[name])
+
+
+def test_hybrids_and_rings(four_processes: Processes) -> None:
+    four_processes.run(run_fresh, hybrids_and_rings)

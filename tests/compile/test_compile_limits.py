@@ -25,7 +25,6 @@ from cp_dtensor import (
     Documents,
     HeadTail,
     MirroredBatch,
-    SlidingWindow,
     _torch,
     context_parallel,
     context_parallel_attention,
@@ -42,62 +41,62 @@ ROOT = Path(__file__).resolve().parents[2]
 def refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = (each.detach() for each in Shards(rank).inputs())
-
-    def fails(function: Any, *args: torch.Tensor, match: str) -> None:
-        with pytest.raises(Exception, match=match):  # Dynamo's own errors, with the text of ours in them
-            compiled(function)(*args)
+    mask, attention = torch.ones(8, 8, dtype=torch.bool), nn.MultiheadAttention(8, 2, batch_first=True).double()
+    edges, packed = torch.tensor([0, 5, 8], dtype=torch.int32), q[0].transpose(0, 1)
+    mask = mask[: q.size(2), : q.size(2)]
 
     def enters(q: torch.Tensor) -> torch.Tensor:
         with context_parallel(mesh):
             return F.scaled_dot_product_attention(q, q, q)
 
+    def ring(**options: Any) -> Any:
+        return lambda q: ring_attention(q, q, q, mesh=mesh, **options)
+
+    def sdpa(**options: Any) -> Any:
+        return lambda q: F.scaled_dot_product_attention(q, q, q, **options)
+
+    def fails(function: Any, *args: torch.Tensor, match: str) -> None:
+        with pytest.raises(Exception, match=match):  # Dynamo's own errors, with the text of ours in them
+            compiled(function)(*args)
+
     # Dynamo of torch 2.11 shows where the error was raised, not its text.
     fails(enters, q, match="cannot be entered inside of a torch.compile'd function|refuse_in_compiled_function")
     with pytest.raises(RuntimeError, match=r"cannot be entered inside of a torch\.compile'd function"):
         torch.compile(enters, backend="aot_eager")(q)  # runs between graphs
-    fails(lambda q: enable_context_parallel_dispatcher() and q, q, match="enable_context_parallel_dispatcher cannot be")
-    fails(lambda q, k, v: ring_attention(q, k, v, mesh=mesh), q, k, v, match="or enable_gqa=True")
-    fails(lambda q: ring_attention(q, q, q, mesh=mesh, rotate_method="no"), q, match="unknown rotate method")
-    fails(lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), q, match="mesh of two dims")
-    mask, message = torch.ones(q.size(2), q.size(2), dtype=torch.bool), "keys of the whole sequence"
-    fails(lambda q: ring_attention(q, q, q, mesh=mesh, attn_mask=mask), q, match=message)
-    fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=mask), q, match="mask to be a Mask.*, got .*Tensor")
-    fails(lambda q: ring_attention(q, q, q, mesh=mesh, mask=Documents([0, 99])), q, match="of a mask end at 99")
-    edges, packed = torch.tensor([0, 5, 8], dtype=torch.int32), q[0].transpose(0, 1)
-    fails(lambda q: varlen_attention(q, q, q, mesh=mesh, cu_seqlens=edges), packed, match="cu_seqlens to be integers")
+    message = "keys of the whole sequence"
+    for function, match in (
+        (lambda q: enable_context_parallel_dispatcher() and q, "enable_context_parallel_dispatcher cannot be"),
+        (lambda q: ring_attention(q, k, v, mesh=mesh), "or enable_gqa=True"),
+        (ring(rotate_method="no"), "unknown rotate method"),
+        (lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), "mesh of two dims"),
+        (ring(attn_mask=mask), message),
+        (lambda q: ring_attention(q, q, q, mesh=mesh, mask=mask), "mask to be a Mask.*, got .*Tensor"),
+        (ring(mask=Documents([0, 99])), "of a mask end at 99"),
+        (lambda _: varlen_attention(packed, packed, packed, mesh=mesh, cu_seqlens=edges), "cu_seqlens to be integers"),
+        (ring(seq_len=100), "local tokens on rank"),  # found at run time
+    ):
+        fails(function, q, match=match)
     with context_parallel(mesh):
         fails(lambda q: packed_attention(q, q, q, edges, edges), q, match="long the whole sequence of a batch row is")
-        fails(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=mask), q, match=message)
-        fails(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=1.5), q, match="dropout_p between 0 and 1")
+        fails(sdpa(attn_mask=mask), q, match=message)
+        fails(sdpa(dropout_p=1.5), q, match="dropout_p between 0 and 1")
         with torch._dynamo.config.patch(caching_precompile=True):
             fails(lambda q: q + 1, q, match="caching_precompile takes compiled code from disk")
-        attention = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
         fails(lambda q: attention(q, q, q)[0], q[0], match="need_weights=True")
-        assert_close(compiled(lambda q: attention(q, q, q, need_weights=False)[0])(q[0]),
-              attention(q[0], q[0], q[0], need_weights=False)[0], "need_weights=False")  # fmt: skip
-    with pytest.raises(ValueError, match="local tokens on rank"):
-        compiled(lambda q: ring_attention(q, q, q, mesh=mesh, seq_len=100))(q)  # found at run time
+        without = compiled(lambda q: attention(q, q, q, need_weights=False)[0])(q[0])
+        assert_close(without, attention(q[0], q[0], q[0], need_weights=False)[0], "need_weights=False")
 
 
 def second_derivatives(rank: int) -> None:
-    """Refused, compiled (as operators that run as they are; what AOTAutograd traces has none) and not.
-
-    Also those of a plain sum, whose own gradient is a constant.
-    """
-    mesh = init_device_mesh("cpu", (2,))
-    q, k, v = Shards(rank).inputs()
-    options = {"mesh": mesh, "mask": SlidingWindow(2, 0), "enable_gqa": True}
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ring_attention(q, k, v, **options)
-
-    for function in (attend, compiled(attend, backend="eager")):
-        for loss in (lambda out: out.square().sum(), lambda out: out.sum()):
-            (first,) = torch.autograd.grad(loss(function(q, k, v)), q)
-            (grad_q,) = torch.autograd.grad(loss(function(q, k, v)), q, create_graph=True)
-            assert_close(grad_q.detach(), first, "the first derivative is as it was")
-            with pytest.raises(RuntimeError, match="differentiate twice"):
-                grad_q.sum().backward()
+    """Refused in operators that run as they are (what AOTAutograd traces has none), also those of a plain sum."""
+    mesh, (q, k, v) = init_device_mesh("cpu", (2,)), Shards(rank).inputs()
+    attend = compiled(lambda q: ring_attention(q, k, v, mesh=mesh, enable_gqa=True), backend="eager")
+    for loss in (torch.square, lambda out: out):  # the gradient of a sum is a constant
+        (first,) = torch.autograd.grad(loss(attend(q)).sum(), q)
+        (grad_q,) = torch.autograd.grad(loss(attend(q)).sum(), q, create_graph=True)
+        assert_close(grad_q.detach(), first, "the first derivative is as it was")
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad_q.sum().backward()
 
 
 def some_ranks_compile(rank: int) -> None:
@@ -107,12 +106,8 @@ def some_ranks_compile(rank: int) -> None:
     for debug in (False, True):
         with context_parallel(mesh, method="ring", debug=debug):
             shards.check(function)
-    with (
-        context_parallel(mesh, method="ulysses", debug=True),
-        pytest.raises(
-            ValueError, match=r"returns_lse: rank 1 says False, .*; about compiled: rank 1 says False, the others True"
-        ),
-    ):
+    message = r"returns_lse: rank 1 says False, .*; about compiled: rank 1 says False, the others True"
+    with context_parallel(mesh, method="ulysses", debug=True), pytest.raises(ValueError, match=message):
         function(*shards.inputs())
 
 
@@ -170,10 +165,10 @@ def parts_and_stances(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     shards, outside = Shards(rank), Shards(0, ranks=1)
 
-    def in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def in_parts(q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
         q = q * 1.0
         torch._dynamo.graph_break()
-        return causal(q, k, v)
+        return causal(q, *kv)
 
     whole, parts = compiled(causal), torch.compile(in_parts, backend="aot_eager")
     nested = compiled(lambda q, k, v: whole(q, k, v) * 1.0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.compile_checks import check_equals_eager, compiled, fresh, no_compilation
+from support.problems import normals
 from support.processes import Processes
 from support.sequences import GivenSegments, Sequence
 from torch.autograd import forward_ad
@@ -16,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from cp_dtensor import (
     Contiguous,
     HeadTail,
+    Layout,
     Striped,
     affine_scan,
     causal_conv1d,
@@ -29,6 +31,15 @@ from cp_dtensor import (
 )
 
 Tensors = tuple[torch.Tensor, ...]
+
+
+def _drawn(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    normal = normals(seed)
+    return [normal(*shape).requires_grad_() for shape in shapes]
+
+
+def _shard(x: torch.Tensor, rank: int, layout: Layout) -> torch.Tensor:
+    return Sequence(x.size(1), 2, layout).shard(x.detach(), rank).requires_grad_()
 
 
 def _compare(function: Any, make: Any, *, again: Any = None, **options: Any) -> None:
@@ -53,11 +64,8 @@ def _local(rank: int) -> None:
         return x * before.sum() + 1.0
 
     def inputs(seed: int = 0, documents: tuple[int, ...] = (0, 4, 11)) -> Tensors:
-        generator = torch.Generator().manual_seed(seed)
-        sequence = Sequence(11, 2, Striped(2))
-        x = sequence.shard(torch.randn(2, 11, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
-        weight = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()
-        return x, weight, torch.tensor(documents)
+        x, weight = _drawn(seed, (2, 11, 3), (3, 4))
+        return _shard(x, rank, Striped(2)), weight, torch.tensor(documents)
 
     _compare(every, inputs, again=lambda: inputs(1, (0, 7, 11)))
 
@@ -106,11 +114,8 @@ def _layers(rank: int) -> None:
         return out.sum() * final.square().sum() + entering.square().sum()
 
     def inputs(seed: int = 0) -> Tensors:
-        sequence, generator = Sequence(11, 2, HeadTail()), torch.Generator().manual_seed(seed)
-        whole = [torch.randn(1, 11, 2, 3, dtype=torch.float64, generator=generator) for _ in range(2)]
-        whole.append(-torch.rand(1, 11, 2, dtype=torch.float64, generator=generator))
-        shards = [sequence.shard(x, rank).requires_grad_() for x in whole]
-        state = torch.randn(2, 2, 3, 3, dtype=torch.float64, generator=generator).requires_grad_()
+        q, v, g, state = _drawn(seed, (1, 11, 2, 3), (1, 11, 2, 3), (1, 11, 2), (2, 2, 3, 3))
+        shards = (_shard(x, rank, HeadTail()) for x in (q, v, -g.abs()))
         return *shards, state, torch.tensor([0, 4 + seed, 11])
 
     _compare(every, inputs, again=lambda: inputs(1))
@@ -125,11 +130,8 @@ def _dynamic_shapes(rank: int) -> None:
         return linear_attention(q, q, q, mesh=mesh)  # type: ignore[return-value]
 
     def inputs(length: int = 12) -> Tensors:
-        generator = torch.Generator().manual_seed(length)
-        q, weight = (
-            torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, length, 2, 3), (6, 4))
-        )
-        return Sequence(length, 2, HeadTail()).shard(q, rank).requires_grad_(), weight.requires_grad_()
+        q, weight = _drawn(length, (1, length, 2, 3), (6, 4))
+        return _shard(q, rank, HeadTail()), weight
 
     for dynamic in (True, None):
         _compare(every, inputs, again=lambda: inputs(14), dynamic=dynamic)

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from support.compile_checks import Shards, causal, compiled, fresh
 from support.packed_documents import equal_generators
-from support.parallel_style_checks import Attention, check_forward
 from support.processes import Processes
 from support.ranks import run_ranks
 from support.settings_calls import CALLS, check_call
 from support.settings_state import cold_caches
+from support.shards import CAUSAL
+from support.shards import Shards as OfCausal
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -214,10 +215,16 @@ def compile_under_settings(rank: int) -> None:
         shards.check(compiled(causal))
 
 
+class Attention(torch.nn.Module):
+    def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+
+
 def count_in_module(rank: int) -> None:
-    module = parallelize_module(Attention(), init_device_mesh("cpu", (2,)), ContextParallel())
+    style = ContextParallel(seq_len=CAUSAL.q_len)
+    module = parallelize_module(Attention(), init_device_mesh("cpu", (2,)), style)
     with CommDebugMode() as counted:
-        check_forward(module, HeadTail(), rank)
+        OfCausal(rank).check(module)
     assert counted.get_total_counts()
 
 

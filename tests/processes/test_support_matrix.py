@@ -19,7 +19,7 @@ ROWS = {
     "deterministic results": "deterministic",
 }  # fmt: skip
 BY_CONTEXT = {("masks", "SDPA of DTensors"), ("deterministic results", "SDPA of DTensors")}
-"""Cells that are options of a context, which this front has not (tests/api/test_dtensor_context.py)."""
+"""Cells that are options of a context, which this front has not (tests/api/test_dtensor_sdpa.py)."""
 
 
 def table() -> dict[str, list[str]]:

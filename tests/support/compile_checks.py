@@ -12,9 +12,11 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor import HeadTail, Layout
+from cp_dtensor import Full, Layout
 from cp_dtensor.engine.contexts import _pending
-from support.problems import Problem, assert_close, reference, shard
+from support import shards
+from support.masked_problems import MaskedProblem
+from support.problems import assert_close
 
 Tensors = tuple[torch.Tensor, ...]
 Function = Callable[..., torch.Tensor]
@@ -26,33 +28,20 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q * 2.0, k, v, is_causal=True, enable_gqa=True) * 3.0
 
 
-class Shards:
+class Shards(shards.Shards):
     """A rank's shards of a problem, and the out, dq, dk and dv of `causal` on one device."""
 
     def __init__(self, rank: int, length: int = 8, layout: Layout | None = None, ranks: int = 2) -> None:
-        problem = Problem(length, length, batch=2, q_heads=4, kv_heads=2, is_causal=True, scale=2.0 * 8**-0.5)
-        q, k, v, grad = self.whole = problem.draw(length)
-        out, dq, dk, dv = reference(problem, q, k, v, grad * 3.0)
-        self.expected = (out * 3.0, dq, dk, dv)
-        self._shard = lambda tensor: shard(tensor, layout or HeadTail(), rank, ranks)
-        self.grad = self._shard(grad)
+        problem = MaskedProblem(length, length, Full(), 2, 4, 2, 8, is_causal=True, scale=2.0 * 8**-0.5)
+        super().__init__(rank, problem, layout, ranks, length)
+        out, *grads = self.expected[:4]
+        self.expected = (out * 3.0, *(grad * 3.0 for grad in grads))
 
-    def inputs(self) -> Tensors:
-        """Returns new leaves."""
-        return tuple(self._shard(tensor).requires_grad_() for tensor in self.whole[:3])
-
-    def check(self, function: Function, *more: Any, leave: Callable[[], object] | None = None) -> None:
-        """Checks forward and backward of `function(q, k, v, *more)`; calls `leave` between them."""
+    def check(self, function: Function, *more: Any) -> None:
+        """Check forward and backward of `function(q, k, v, *more)`."""
         inputs = self.inputs()
         out = function(*inputs, *more)
-        if leave is not None:
-            leave()
-        grads = torch.autograd.grad(out, inputs, self.grad)
-        self.check_results(out, *grads)
-
-    def check_results(self, *results: torch.Tensor) -> None:
-        for name, got, whole in zip(("out", "dq", "dk", "dv"), results, self.expected, strict=False):
-            assert_close(got, self._shard(whole), name)
+        self.check_results(out, *torch.autograd.grad(out, inputs, self.grad))
 
 
 def compiled(function: Function, **options: Any) -> Function:

@@ -1,9 +1,12 @@
-"""Contexts beside programs of torch: DistributedDataParallel, and torch's own context parallelism."""
+"""Contexts beside other programs: hooks, DistributedDataParallel, and torch's own context parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,15 @@ from torch.distributed.tensor.experimental import context_parallel as torchs_con
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_dtensor import Contiguous, HeadTail, Layout, context_parallel, enable_context_parallel_dispatcher
+from cp_dtensor import (
+    ContextParallel,
+    Contiguous,
+    HeadTail,
+    Layout,
+    context_parallel,
+    enable_context_parallel_dispatcher,
+)
+from cp_dtensor.api.extension import register_context_hook
 
 # DistributedDataParallel broadcasts module buffers, with buffers of a context among them.
 
@@ -166,3 +177,102 @@ def test_modules_with_torchs_style_are_refused_where_shards_are_not_contiguous(l
 
     run_ranks(2, body)
     assert state_of_torch() == before
+
+
+# Hooks
+
+
+class Hook:
+    """Keeps its calls; its patches are entered and left."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails = False
+
+    @contextmanager
+    def _patch(self) -> Iterator[None]:
+        self.calls.append("entered")
+        try:
+            yield
+        finally:
+            self.calls.append("left")
+
+    def patches(self) -> Iterator[AbstractContextManager[object]]:
+        yield self._patch()
+        if self.fails:
+            raise OSError("a patch that fails")
+
+    def check_compiled(self, arguments: dict[str, Any]) -> None:
+        if "refused" in arguments:
+            raise NotImplementedError("a function of `refused` is compiled")
+
+    def module(self, module: nn.Module) -> bool:
+        self.calls.append("module")
+        return isinstance(module, nn.Linear)
+
+
+hook = Hook()
+NAME = f"{__name__}:hook"
+
+
+@pytest.fixture
+def other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
+    """Imports another program."""
+    (tmp_path / "other_program.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    hook.calls.clear()
+    hook.fails = False
+    yield lambda: importlib.import_module("other_program")
+    sys.modules.pop("other_program", None)
+
+
+def in_context() -> None:
+    def body(rank: int) -> None:
+        with context_parallel(dist.group.WORLD, seq_len=8):
+            if rank == 0:
+                hook.calls.append("inside")
+            dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_patches_hold_in_contexts_once_the_program_is_loaded(other_program: Callable[[], object]) -> None:
+    with register_context_hook("other_program", NAME):
+        in_context()
+        assert hook.calls == ["inside"]
+        other_program()
+        in_context()
+        assert hook.calls == ["inside", "entered", "inside", "left"]
+        # One that is added again, as by `importlib.reload(cp_dtensor)`, is the same one until its last lease ends.
+        register_context_hook("other_program", NAME).close()
+        with register_context_hook("other_program", NAME):
+            in_context()
+        assert hook.calls[4:] == ["entered", "inside", "left"]
+        hook.fails = True  # patches before one that fails are left
+        with pytest.raises(OSError, match="a patch that fails"):
+            run_ranks(1, lambda _: context_parallel(dist.group.WORLD, seq_len=8).__enter__())
+        assert hook.calls[7:] == ["entered", "left"]
+    in_context()
+    assert hook.calls[9:] == ["inside"], "the lease has ended"
+
+
+def test_modules_and_compiled_functions_are_brought_to_hooks(other_program: Callable[[], object]) -> None:
+    def body(_rank: int) -> None:
+        layer = ContextParallel()._apply(nn.Linear(2, 2), dist.group.WORLD)
+        assert hook.calls == ["module", "entered"], "the patches hold as long as the layer"
+        del layer
+        code = torch.compile(lambda refused: refused + 1, backend="eager")
+        refused = pytest.raises(NotImplementedError, match="a function of `refused` is compiled")
+        with context_parallel(dist.group.WORLD, seq_len=8), refused:
+            code(torch.ones(1, 2))
+
+    other_program()
+    with register_context_hook("other_program", NAME):
+        run_ranks(1, body)
+    assert hook.calls == ["module", "entered", "left", "entered", "left"]
+
+
+@pytest.mark.parametrize("name", ["module", "module:", ":hook", "a:b:c"])
+def test_names_of_hooks_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=f'expected hook to be "module:name", got {name!r}'):
+        register_context_hook("other_program", name)
