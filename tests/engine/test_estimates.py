@@ -229,7 +229,7 @@ def test_explain_of_a_mask() -> None:
         ({"head_dim": 192, "latent_dims": (512, 192)}, ValueError, "0 < Dr < head_dim, 192; got"),
         ({"latent_dims": 512}, ValueError, "got 512"),
         ({"latent_dims": (0, 64)}, ValueError, r"got \(0, 64\)"),
-        ({"latent_dims": (512, 64), "kv_heads": 4}, ValueError, "kv_heads to be None for latents, got 4"),
+        ({"latent_dims": (512, 64), "kv_heads": 4}, ValueError, "kv_heads to be None for latents; got 4"),
     ],
     ids=str,
 )  # fmt: skip

@@ -110,8 +110,10 @@ AMBIENT = {
     "inference first": Ambient((torch.inference_mode,), training=False),
     "no gradients first": Ambient((torch.no_grad,), training=False),
     "modes": Ambient((Functions, Operators), (partial(default_dtype, torch.float64),)),
-    # It follows modules by hooks of the process, and ranks are threads here.
-    "collectives counted": Ambient((CommDebugMode, save_on_cpu), (deterministic,), without=frozenset({"module"})),
+    # It follows modules (usp is one, too) by hooks of the process, and ranks are threads here.
+    "collectives counted": Ambient(
+        (CommDebugMode, save_on_cpu), (deterministic,), without=frozenset({"module", "usp"})
+    ),
     # The check for NaN has no sharding strategy for DTensors.
     "autograd": Ambient(
         (partial(torch.autograd.set_multithreading_enabled, False), copies),
