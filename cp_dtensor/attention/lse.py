@@ -52,6 +52,28 @@ def without(lse: Tensor, of: Tensor) -> Tensor:
     return of.sub_(lse[..., 1].unsqueeze(-1)) if lse.dim() == 4 else of
 
 
+def with_gradient_of_lse(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an `out` and `grad_out` whose backward adds the gradient of lse.
+
+    Of out, backward reads nothing but delta, the sum of grad_out * out over the head dim, and the gradient of logits is
+    P * (grad_out v^T - delta). That of lse adds P * grad_lse. So out becomes out - x, where grad_out * x has the sum
+    grad_lse. Rows whose grad_out is 0 get a tiny one.
+
+    Args:
+        out, grad_out: (B, H, S, Dv).
+        lse, grad_lse: (B, H, S).
+    """
+    tiny = 1e-6 if out.dtype == torch.float16 else 1e-19
+    grad = grad_out.to(lse.dtype)
+    is_zero = grad.abs().amax(-1, keepdim=True) < tiny
+    grad = grad.masked_fill(is_zero, tiny)
+    largest = grad.abs().amax(-1, keepdim=True)
+    grad_lse = grad_lse.to(lse.dtype).masked_fill(lse == float("-inf"), 0)  # rows without keys
+    direction = grad / largest
+    factor = grad_lse.unsqueeze(-1) / largest / direction.square().sum(-1, keepdim=True)
+    return (out.to(lse.dtype) - factor * direction).to(out.dtype), grad_out.masked_fill(is_zero, tiny)
+
+
 def dense_lse(lse: Tensor) -> Tensor:
     """Return the LSE in the memory order of `empty_lse`, without a copy if it has that order."""
     return lse.movedim(-1, 0).contiguous().movedim(0, -1) if lse.dim() == 4 else lse.contiguous()

@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors as Saved
 from cp_dtensor._torch.autograd import differentiated_once, refuse_batches, refuse_tangents, refuse_transforms
-from cp_dtensor.attention.lse import rounded_lse
+from cp_dtensor.attention.lse import rounded_lse, with_gradient_of_lse
 from cp_dtensor.engine.arguments import drawn_seed, positive_scale
 from cp_dtensor.engine.base import READS_LSE, Tensors, need_lse
 from cp_dtensor.engine.call import Call
@@ -31,7 +31,7 @@ def attend(
     Args:
         call: the call.
         t: its tensors.
-        needs_lse: True to get lse.
+        needs_lse: True to get lse, which is differentiable; all ranks differentiate it, or none does.
         traced: `is_traced(t.q)`, if it is known.
 
     Raises:
@@ -45,7 +45,8 @@ def attend(
     if call.dropout_p and t.seed is None:
         t = t._replace(seed=drawn_seed(t.q.device))
     try:
-        out, lse, _ = Attention.apply(call, needs_lse or (t[READS_LSE] is not None and need_lse(t)), *t)
+        gives_lse = needs_lse or (t[READS_LSE] is not None and need_lse(t))
+        out, lse, _ = Attention.apply(call, needs_lse, gives_lse, *t)
     except RuntimeError:
         refuse_transforms()  # torch refuses them by the names of its internals; a check before would take time
         raise
@@ -58,24 +59,39 @@ class Attention(torch.autograd.Function):
     jvp = staticmethod(refuse_tangents)
 
     @staticmethod
-    def forward(ctx: Any, call: Call, needs_lse: bool, *tensors: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        t, needs = Tensors(*tensors), ctx.needs_input_grad[2:]
-        out, lse, saved, ctx.done = run(call, t, needs_lse, needs)
+    def forward(
+        ctx: Any, call: Call, needs_lse: bool, gives_lse: bool, *tensors: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        t, needs = Tensors(*tensors), ctx.needs_input_grad[3:]
+        out, lse, saved, ctx.done = run(call, t, gives_lse, needs)
+        keeps_results, results = needs_lse or needs[READS_LSE], (out, lse)
         if t.bias is not None:
             lse = rounded_lse(lse)
         # Ulysses saves other ranks' rows instead of q, k and v. This empty tensor keeps an edge to the inputs, so that
         # a second derivative raises instead of returning zero.
         origin = t.q.new_empty(0) if ctx.done.plan.saves_rows_of_others else None
-        results = (out, lse) if needs[READS_LSE] else (None, None)
-        ctx.save_for_backward(*results, origin, *t[3:-1], *saved)
-        ctx.mark_non_differentiable(lse)
+        if needs_lse:
+            ctx.set_materialize_grads(False)
+        else:
+            ctx.mark_non_differentiable(lse)
+        inputs = t[:3] if needs_lse else (None,) * 3
+        ctx.save_for_backward(*(results if keeps_results else (None, None)), origin, *inputs, *t[3:-1], *saved)
         return out, lse, origin
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, all_saved: Saved, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, all_saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        out, lse, _origin, q, k, v, *others = all_saved
+        saved, results = tuple(others[_BESIDE:]), None if out is None or lse is None else (out, lse)
+        if grad_out is None:  # only lse is differentiated
+            assert out is not None
+            grad_out = torch.zeros_like(out)
         refuse_batches(grad_out)
-        out, lse, _origin, *others = all_saved
-        t, saved = Tensors(grad_out, grad_out, grad_out, *others[:_BESIDE]), tuple(others[_BESIDE:])
-        results = None if out is None or lse is None else (out, lse)
-        return None, None, *run_backward(ctx.done, t, saved, grad_out, results, ctx.needs_input_grad[2:])
+        t = Tensors(grad_out, grad_out, grad_out, *others[:_BESIDE])
+        if grad_lse is not None and results is not None:
+            refuse_batches(grad_lse)
+            out, grad_out = with_gradient_of_lse(out, rounded_lse(lse), grad_out, grad_lse)
+            t, saved, results = t._replace(q=q, k=k, v=v), (), (out, lse)
+        return None, None, None, *run_backward(ctx.done, t, saved, grad_out, results, ctx.needs_input_grad[3:])

@@ -21,10 +21,10 @@ from cp_dtensor._torch.autograd import Tensors as Saved
 from cp_dtensor._torch.autograd import differentiated_once, refuse_traced_transforms
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.select import allowed_backends
-from cp_dtensor.attention.lse import dense_lse, empty_lse, rounded_lse
+from cp_dtensor.attention.lse import dense_lse, empty_lse, rounded_lse, with_gradient_of_lse
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.arguments import drawn_seed, positive_scale
-from cp_dtensor.engine.base import Done, Tensors, need_lse
+from cp_dtensor.engine.base import Done, Tensors
 from cp_dtensor.engine.call import Call, call_of
 from cp_dtensor.engine.contexts import Left
 from cp_dtensor.engine.handles import fake_handle, keep_beside, kept_beside
@@ -63,7 +63,7 @@ def attend_traced(
         tensors[_SEED] = drawn_seed(q.device)
     operator = torch.ops.cp_dtensor.attention
     out, lse, _ = (operator.live if is_live or t.mask is not None else operator.default)(
-        *tensors, key, [scale, *factors[1:]], numbers, needs_lse or need_lse(t), torch.is_grad_enabled()
+        *tensors, key, [scale, *factors[1:]], numbers, needs_lse, torch.is_grad_enabled()
     )
     return out, rounded_lse(lse)
 
@@ -89,7 +89,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         found.done = done
         left = found.handle(needs_backward)
     if needs_backward:
-        keep_beside(left, (done, saved if _keeps_rows(done, t.q) else ()))
+        # A gradient of lse changes out, which is among the rows that are kept.
+        keep_beside(left, (done, saved if _keeps_rows(done, t.q) and not needs_lse else ()))
     return out, lse, left
 
 
@@ -133,19 +134,23 @@ def _row_after_row(tensor: Tensor) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # Without the handle of a mask, which code may make once more in backward, from tensors that have changed.
-    *tensors, _mask, ctx.key, ctx.factors, ctx.numbers, _needs_lse, _needs_backward = inputs
+    *tensors, _mask, ctx.key, ctx.factors, ctx.numbers, ctx.needs_lse, _needs_backward = inputs
     ctx.save_for_backward(*output, *tensors)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[1 + ctx.needs_lse :])
 
 
 def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
     """Return the backward of the overload of that name."""
 
     @differentiated_once
-    def gradients(ctx: Any, saved: Saved, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, saved: Saved, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        out, lse, *others = saved
+        if ctx.needs_lse:
+            rounded, grad_lse = (x[..., 0] if x.dim() == 4 else x for x in (lse, grad_lse))
+            out, grad_out = with_gradient_of_lse(out, rounded, grad_out, grad_lse)
         needed = list(ctx.needs_input_grad[: len(Tensors._fields)])
         operator = getattr(torch.ops.cp_dtensor.attention_backward, overload)
-        grads = operator(grad_out, *saved, ctx.key, ctx.factors, ctx.numbers, needed)
+        grads = operator(grad_out, out, lse, *others, ctx.key, ctx.factors, ctx.numbers, needed)
         return *(x if need else None for x, need in zip(grads, needed, strict=False)), *[None] * 6
 
     return gradients

@@ -261,9 +261,18 @@ def expected(case: Case, one_device: bool = False) -> Tensors:
     return _expected(replace(case, **IRRELEVANT), one_device)
 
 
+def differentiate(out: torch.Tensor, lse: torch.Tensor | None, grad_out: torch.Tensor) -> None:
+    """Runs backward of out, and of lse with the first column of the gradient of out; rows without keys have no lse."""
+    if lse is None:
+        out.backward(grad_out)
+    else:
+        of_lse = grad_out[..., 0].to(lse.dtype).masked_fill(lse.isinf(), 0)
+        torch.autograd.backward((out, lse), (grad_out, of_lse))
+
+
 IRRELEVANT: dict[str, Any] = {
     "layout": HEAD_TAIL, "method": "auto", "transport": "auto", "placed": False, "deterministic": False,
-    "around": "", "needs_lse": False, "declared": True,
+    "around": "", "declared": True,
 }  # fmt: skip
 """Fields of cases that change no result, so that cases share what is expected."""
 
@@ -279,6 +288,6 @@ def _expected(case: Case, one_device: bool) -> Tensors:
         # The formula of softcap and dropout is not in torch's attention.
         by_torch = one_device and not (case.softcap or case.dropout_p)
         out, lse = (_torchs(case, exact), None) if by_torch else _dense(case, exact)
-        out.backward(grad_out)
+        differentiate(out, lse if case.needs_lse else None, grad_out)
     results = {"out": out.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
     return results if lse is None else {**results, "lse": lse.detach()}

@@ -78,6 +78,8 @@ class Front:
     """False if compiled code runs it between graphs."""
     slack: float = 1.5
     """In bfloat16: the largest error as a multiple of that of torch's attention on one device."""
+    differentiates_lse: bool = True
+    """False if its lse has no gradient."""
     sums_shares: bool = True
     """False if the gradient of sinks is whole on every rank."""
 
@@ -211,7 +213,7 @@ def _dtensor_ops(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
         placed["q"], placed["k"], placed["v"], case.dropout_p, case.is_causal, attn_mask=placed.get("bias"),
         scale=case.scale,
     )  # fmt: skip
-    return _local((out, lse.detach())) if case.needs_lse else _local(out)
+    return _local((out, lse)) if case.needs_lse else _local(out)
 
 
 def _documents_of(case: Case) -> Mask:
@@ -295,7 +297,7 @@ def _flex(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
         x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=_scale(case),
         enable_gqa=case.enable_gqa, rotate_method=case.transport, return_lse=case.needs_lse, **_sharding(case, mesh),
     )  # fmt: skip
-    return (result[0], result[1].detach()) if case.needs_lse else result
+    return result
 
 
 def _flex_in_context(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
@@ -303,7 +305,7 @@ def _flex_in_context(case: Case, _mesh: DeviceMesh, x: Tensors) -> Result:
         x["q"], x["k"], x["v"], block_mask=x["block mask"], score_mod=_score_mod(case), scale=_scale(case),
         enable_gqa=case.enable_gqa, return_aux=AuxRequest(lse=True) if case.needs_lse else None,
     )  # fmt: skip
-    return (result[0], result[1].lse.detach()) if case.needs_lse else result
+    return (result[0], result[1].lse) if case.needs_lse else result
 
 
 def _stand_in(compiles: bool) -> AbstractContextManager[Any]:
@@ -351,7 +353,7 @@ FRONTS: dict[str, Front] = {
     "dtensor_ops": Front(
         # Torch's backward of the operator needs the dispatcher, too.
         _dtensor_ops, _with_dtensors, patch=lambda _compiles: enable_context_parallel_dispatcher(), settle=_as_dtensors,
-        lacks=MASKS | {"sinks", "undeclared", "deterministic", "softcap"},
+        lacks=MASKS | {"sinks", "undeclared", "deterministic", "softcap"}, differentiates_lse=False,
         refuses={
             "bool_bias": "attn_mask is not supported by this operator on sequence shards",
             "float_bias": "argument 'attn_mask'|attn_mask is not supported",
