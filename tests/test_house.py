@@ -346,20 +346,20 @@ def test_names_are_those_of_the_glossary(module: str) -> None:
 # Room -> (most lines now, target). The room "" is the two files of the package itself. A commit that makes a room
 # smaller lowers its cap; lines that move to another room move in both caps.
 LINES = {
-    "_torch": (1940, 1820),
-    "spec": (1938, 1850),
-    "plan": (1841, 1690),
-    "attention": (4413, 4290),
+    "_torch": (1938, 1820),
+    "spec": (1933, 1850),
+    "plan": (1814, 1690),
+    "attention": (4319, 4290),
     "comm": (2936, 2600),
-    "engine": (3674, 3120),
-    "api": (3839, 3480),
-    "layers": (2884, 2500),
-    "integrations": (3662, 2920),
-    "tools": (2758, 2400),
+    "engine": (3646, 3120),
+    "api": (3796, 3480),
+    "layers": (2882, 2500),
+    "integrations": (3609, 2920),
+    "tools": (2706, 2400),
     "": (118, 121),
 }
-PACKAGE_LINES = (30003, 27000)
-TEST_LINES = (38350, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (29697, 27000)
+TEST_LINES = (37024, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (8, 8), "sinks": (12, 12), "deterministic": (12, 12)}
 

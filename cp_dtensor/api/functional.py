@@ -97,7 +97,7 @@ def context_parallel_attention(
         deterministic: True: equal inputs give equal bits on GPUs too, forward and backward, as under
             `torch.use_deterministic_algorithms(True)`. Plain masks then run on FlashAttention-4 where it is
             installed, else on our own kernels, which are slower than cuDNN's (docs/kernels.md).
-        return_lse: True also returns the log-sum-exp, which is differentiable: all ranks differentiate it, or none does.
+        return_lse: True also returns the log-sum-exp, differentiable: all ranks differentiate it, or none does.
         seq_len: the global number of tokens, or a pair of those of queries and keys. None: that of the layout or the
             context, if it has one, else ranks have equally many tokens; others are refused.
         debug: True: in every call the ranks exchange and compare everything that must agree; a disagreement names the
