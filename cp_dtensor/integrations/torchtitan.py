@@ -44,8 +44,10 @@ __all__ = ["Metadata", "PermutedParts", "attention", "describe_installed", "inne
 _ATTENTION = "torchtitan.models.common.attention"
 _REPLACED = (
     "VarlenInnerAttention", "SlidingWindowVarlenInnerAttention", "FlexInnerAttention",
-    "SlidingWindowFlexInnerAttention",
+    "SlidingWindowFlexInnerAttention", "MLAVarlenInnerAttention", "MLAFlexInnerAttention",
 )  # fmt: skip
+_OF_LATENTS = (f"{_ATTENTION}.mla", "torchtitan.models.kimi_k3.attention")
+"""Where versions have inner attention of latents. Since November 2026 the classes above compute it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +103,12 @@ def attention(
         window_size: (left, right), numbers of keys around a query's own position that it sees in its document, -1 for
             all; (-1, 0) is causal. Block masks have windows of their own.
         score_mod, kernel_options: of `flex_attention`, for block masks only; positions are global.
-        out_transform: a function of the output and of the log-sum-exp (T, H), whose result is returned; refused with
-            documents and gradients, which would lack the part by the log-sum-exp.
+        out_transform: a differentiable function of the output and of the log-sum-exp (T, H), whose result is returned.
 
     Returns:
         (T, H, V). Raises as `context_parallel_attention` and `context_parallel_flex_attention`.
     """
     is_flex, needs_lse = metadata.block_mask is not None, out_transform is not None
-    if needs_lse and not is_flex and torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v)):
-        raise NotImplementedError(
-            "the log-sum-exp of attention of documents has no gradient, so out_transform would give wrong gradients of "
-            "q and k: use a FlexAttention layer, or varlen_attention(sinks=...) for sinks; without gradients it works"
-        )
     if not is_flex and (score_mod or kernel_options):
         raise ValueError("expected score_mod and kernel_options with a BlockMask only, got them with documents")
     options: dict[str, Any] = {
@@ -142,7 +138,8 @@ def inner_attention_map() -> dict[type, type]:
     """Return TorchTitan's inner attention classes, each with its class of this library.
 
     Raises:
-        ImportError: TorchTitan is not installed, or is a version without `CPAttention` (0.3 and before).
+        ImportError: TorchTitan is not installed, or is a version without `CPAttention` (0.3 and before), or none of its
+            classes of attention is known.
     """
     attentions = import_module(_ATTENTION)
     try:
@@ -150,8 +147,19 @@ def inner_attention_map() -> dict[type, type]:
     except ModuleNotFoundError as error:
         raise ImportError(f"expected a TorchTitan with {_ATTENTION}.cp_attention: {describe_installed()}") from error
     base = getattr(bases, "CPAttention", None) or bases.CPInnerAttention  # an earlier name
-    names = [name for name in _REPLACED if hasattr(attentions, name)]
-    return {getattr(attentions, name): _context_parallel_class(getattr(attentions, name), base) for name in names}
+    modules = [attentions, *filter(None, map(_imported, _OF_LATENTS))]
+    found = {name: value for module in modules for name, value in vars(module).items() if name.endswith("Attention")}
+    if not found.keys() & {*_REPLACED}:
+        raise ImportError(f"expected a TorchTitan with one of {', '.join(_REPLACED)}; got {', '.join(found)}")
+    return {found[name]: _context_parallel_class(found[name], base) for name in _REPLACED if name in found}
+
+
+def _imported(name: str) -> Any:
+    """Return a module of TorchTitan; None if this version lacks it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        return None
 
 
 def _context_parallel_class(inner: type, base: type) -> type:
@@ -166,6 +174,8 @@ def _context_parallel_class(inner: type, base: type) -> type:
         if group is None:
             raise RuntimeError("expected an active mesh with a context-parallel axis of several ranks, got none")
         return group
+
+    of_latents = inner.__name__.startswith("MLA")
 
     class ContextParallelInnerAttention(base, inner):
         """Inner attention of sequence shards by cp_dtensor."""
@@ -183,6 +193,9 @@ def _context_parallel_class(inner: type, base: type) -> type:
             scale: float | None = None, score_mod: Any = None, enable_gqa: bool = False, out_transform: Any = None,
             **kwargs: Any,
         ) -> torch.Tensor:  # fmt: skip
+            if of_latents:  # (T, H, keys without positions + V) and (T, positions), one for all heads
+                plain, v_THV, k_shared = *k_THK.tensor_split([q_THK.size(2) - v_THV.size(1)], dim=2), v_THV
+                k_THK = torch.cat((plain, k_shared.unsqueeze(1).expand(-1, plain.size(1), -1)), dim=2)
             unknown = [name for name, value in kwargs.items() if value is not None]
             if unknown:
                 raise NotImplementedError(f"context-parallel inner attention has no {', '.join(unknown)}")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from cp_dtensor.tools.info import versions
 
 MODULES = {

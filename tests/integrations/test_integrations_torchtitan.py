@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.masked_problems import shown
 from support.packed_documents import PackedProblem
+from support.problems import dense
 from support.ranks import run_ranks
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cp_dtensor import Contiguous, HeadTail
+from cp_dtensor import Causal, Contiguous, HeadTail
 from cp_dtensor.integrations import torchtitan
 from cp_dtensor.integrations.torch_experimental import redirect_imports
 
@@ -65,6 +67,9 @@ def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
             super().__init__()
             self.kernel_options: dict[str, Any] = {}
 
+    class MLAVarlenInnerAttention(VarlenInnerAttention):
+        pass
+
     class Base:
         @dataclass(kw_only=True, slots=True)
         class Config:
@@ -72,10 +77,16 @@ def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
 
     kinds = {each.__name__: each for each in (InnerAttention, VarlenInnerAttention, FlexInnerAttention)}
     packages = ("torchtitan", "torchtitan.models", "torchtitan.models.common", "torchtitan.distributed")
+    of_latents = "torchtitan.models.common.attention.mla"
+    if base_name != "CPAttention":  # earlier
+        of_latents = "torchtitan.models.kimi_k3.attention"
     groups = {"spmd_mesh_group": lambda axis: dist.group.WORLD if axis == "cp" else None}
     contents: dict[str, dict[str, Any]] = {
         **{name: {} for name in packages},
         "torchtitan.models.common.attention": kinds,
+        {"CPAttention": "torchtitan.models.common.attention.mla"}.get(
+            base_name, "torchtitan.models.kimi_k3.attention"
+        ): {"MLAVarlenInnerAttention": MLAVarlenInnerAttention},
         "torchtitan.models.common.attention.cp_attention": {base_name: Base},
         f"torchtitan.distributed.{axes}": {"MeshAxisName": SimpleNamespace(CP="cp")},
         "torchtitan.distributed.spmd_types": groups,
@@ -102,6 +113,11 @@ def local(tensor: torch.Tensor, rank: int, order: list[int] | None) -> torch.Ten
     return tensor[positions.chunk(RANKS)[rank]]
 
 
+def with_sinks(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """The `out_transform` of models with sinks."""
+    return out * torch.sigmoid(lse - torch.linspace(-1, 1, out.size(1), dtype=lse.dtype)).unsqueeze(-1)
+
+
 @pytest.mark.parametrize(
     ("order", "edges", "window"),
     [
@@ -115,7 +131,12 @@ def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...]
     left, right = (None if end == -1 else end for end in window)
     problem = replace(PROBLEM, cu_seqlens=edges, window=(left, right))
     tensors = problem.draw(0)
-    *expected, lse = problem.reference(*tensors)
+    *expected, _ = problem.reference(*tensors)
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    heads_first = (leaf.transpose(0, 1)[None] for leaf in leaves)
+    out, lse = dense(*heads_first, shown(problem.mask, TOKENS, TOKENS, 1))
+    out = with_sinks(out[0].transpose(0, 1), lse[0].t())
+    transformed = out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
     def body(rank: int) -> None:
         ours = torchtitan.inner_attention_map()[inner]
@@ -128,18 +149,46 @@ def test_varlen(titan: dict[str, ModuleType], order: Any, edges: tuple[int, ...]
         grads = torch.autograd.grad(out, leaves, grad_out)
         for got, wanted in zip((out, *grads), expected, strict=True):
             torch.testing.assert_close(got, local(wanted, rank, order), rtol=1e-10, atol=1e-10)
-        both: list[torch.Tensor] = []
-        transformed: Any = {"attention_metadata": metadata, "out_transform": lambda *pair: both.extend(pair) or pair[0]}
-        transformed["enable_gqa"] = True
-        with pytest.raises(NotImplementedError, match="log-sum-exp of attention of documents has no gradient"):
-            module(q, k, v, **transformed)
         with pytest.raises(ValueError, match="got 4 query and 2 kv heads, expected equally many without enable_gqa"):
             module(q, k, v, attention_metadata=metadata)
-        with torch.no_grad():
-            module(q, k, v, **transformed)
-        torch.testing.assert_close(both[1], local(lse.t(), rank, order))
+        out = module(q, k, v, attention_metadata=metadata, enable_gqa=True, out_transform=with_sinks)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+        for got, wanted in zip((out, *grads), transformed, strict=True):
+            torch.testing.assert_close(got, local(wanted, rank, order), rtol=1e-10, atol=1e-10)
 
     run_ranks(RANKS, body)
+
+
+def test_latents(titan: dict[str, ModuleType]) -> None:
+    """Keys without positions and values are packed; the key with positions is one for all heads."""
+    q, k, v, grad_out = replace(PROBLEM, kv_heads=4).draw(0)
+    leaves = [q, torch.cat((k[..., :5], v), dim=2), k[:, 0, 5:]]
+    whole = [each.clone().requires_grad_() for each in leaves]
+    keys = torch.cat((whole[1][..., :5], whole[2].unsqueeze(1).expand(-1, 4, -1)), dim=2)
+    heads_first = (each.transpose(0, 1)[None] for each in (whole[0], keys, whole[1][..., 5:]))
+    out = dense(*heads_first, shown(Causal(), TOKENS, TOKENS, 1))[0][0].transpose(0, 1)
+    expected = out.detach(), *torch.autograd.grad(out, whole, grad_out)
+
+    def body(rank: int) -> None:
+        (ours,) = [each for each in torchtitan.inner_attention_map().values() if "MLA" in each.__name__]
+        metadata = ours.prepare_cp_metadata(documents_of(0, TOKENS), permutation=torch.tensor([HEAD_TAIL]))
+        own = [local(each, rank, HEAD_TAIL).clone().requires_grad_() for each in leaves]
+        out = ours(ours.Config())(*own, attention_metadata=metadata)
+        grads = torch.autograd.grad(out, own, local(grad_out, rank, HEAD_TAIL))
+        for got, wanted in zip((out, *grads), expected, strict=True):
+            torch.testing.assert_close(got, local(wanted, rank, HEAD_TAIL), rtol=1e-10, atol=1e-10)
+
+    run_ranks(RANKS, body)
+
+
+def test_unknown_classes_are_named(titan: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchtitan.models.common.attention.mla", "torchtitan.models.kimi_k3.attention"):
+        monkeypatch.setitem(sys.modules, name, None)
+    kinds = vars(titan["torchtitan.models.common.attention"])
+    for name in ("VarlenInnerAttention", "FlexInnerAttention"):
+        monkeypatch.delitem(kinds, name)
+    with pytest.raises(ImportError, match=r"expected a TorchTitan with one of VarlenInner.*; got InnerAttention$"):
+        torchtitan.inner_attention_map()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -168,7 +217,9 @@ def test_classes_fit_the_transform(titan: dict[str, ModuleType]) -> None:
     bases = vars(titan["torchtitan.models.common.attention.cp_attention"])
     base = bases.get("CPAttention") or bases["CPInnerAttention"]
     made = torchtitan.inner_attention_map()
-    assert {*made} == {attentions["VarlenInnerAttention"], attentions["FlexInnerAttention"]}
+    names = "VarlenInnerAttention", "FlexInnerAttention", "MLAVarlenInnerAttention"
+    assert [each.__name__ for each in made] == [*names]
+    assert [*made][:2] == [attentions[name] for name in names[:2]]
     for inner, ours in made.items():
         assert issubclass(ours, inner)
         assert issubclass(ours, base)
