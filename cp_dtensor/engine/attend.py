@@ -90,8 +90,8 @@ class Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         refuse_batches(grad_out)
         t = Tensors(grad_out, grad_out, grad_out, *others[:_BESIDE])
-        if grad_lse is not None and results is not None:
+        if q is not None and grad_lse is not None and results is not None:
             refuse_batches(grad_lse)
-            out, grad_out = with_gradient_of_lse(out, rounded_lse(lse), grad_out, grad_lse)
+            out, grad_out = with_gradient_of_lse(results[0], rounded_lse(results[1]), grad_out, grad_lse)
             t, saved, results = t._replace(q=q, k=k, v=v), (), (out, lse)
         return None, None, None, *run_backward(ctx.done, t, saved, grad_out, results, ctx.needs_input_grad[3:])
