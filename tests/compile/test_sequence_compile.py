@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from cp_dtensor import (
     Contiguous,
+    Documents,
     HeadTail,
+    SlidingWindow,
     Striped,
     affine_scan,
     causal_conv1d,
@@ -23,8 +26,10 @@ from cp_dtensor import (
     context_parallel_attention,
     gated_delta_rule,
     halo,
+    indexed_attention,
     linear_attention,
     relayout,
+    select_keys,
     shift,
 )
 
@@ -135,6 +140,38 @@ def _dynamic_shapes(rank: int) -> None:
         _compare(every, inputs, again=lambda: inputs(14), dynamic=dynamic)
 
 
+def _sparse(rank: int) -> None:
+    """Selected keys and attention over them, with DTensors too; a mask of a context that may change is refused."""
+    mesh, sequence = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Sequence(11, 2, HeadTail())
+
+    def every(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor, **options: Any) -> torch.Tensor:
+        options = options or {"mesh": mesh, "layout": HeadTail(), "seq_len": 11}
+        indices = select_keys(q * 2.0, latent, q[..., 0], topk=4, mask=SlidingWindow(6, 0), **options)
+        rope = latent[..., :2]
+        out = indexed_attention(q.transpose(1, 2), latent, rope, up=up, indices=indices, sinks=up[:2, 0], **options)
+        return out + 1.0
+
+    def inputs(seed: int = 0) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        whole = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, 11, 2, 5), (1, 11, 5))]
+        up = torch.randn(14, 5, dtype=torch.float64, generator=generator)
+        return *(sequence.shard(x, rank).requires_grad_() for x in whole), up.requires_grad_()
+
+    def dtensors() -> Tensors:
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, 7, 2, 5), (1, 7, 5))]
+        placed = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in whole]
+        return *placed, distribute_tensor(torch.ones(14, 5).double(), mesh, [Replicate()]).requires_grad_()
+
+    _compare(every, inputs, again=lambda: inputs(1))
+    _compare(partial(every, mesh=None), dtensors)
+    with (
+        context_parallel(mesh, mask=Documents([0, 4, 11]), seq_len=11),
+        pytest.raises(Exception, match="pass layout= and mask="),
+    ):
+        compiled(lambda q, k: select_keys(q, k, q[..., 0], topk=4, mesh=mesh))(*inputs()[:2])
+
+
 def _refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     fresh()
@@ -153,7 +190,9 @@ def _refusals(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [_local, _dtensors, _in_context, _layers, _dynamic_shapes, _refusals], ids=lambda body: body.__name__[1:]
+    "body",
+    [_local, _dtensors, _in_context, _layers, _dynamic_shapes, _sparse, _refusals],
+    ids=lambda body: body.__name__[1:],
 )
 def test_compiled(two_processes: Processes, body: Any) -> None:
     two_processes.run(body)
