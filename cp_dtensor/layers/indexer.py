@@ -116,7 +116,11 @@ def _block_shape(heads: int, keys: int) -> tuple[int, int]:
 
 
 def _blocks_of_keys(ends: Tensor, columns: int) -> Sequence[int]:
-    """Return the first keys of the blocks of `columns` keys that some query sees."""
+    """Return the first keys of the blocks of `columns` keys that some query sees.
+
+    >>> _blocks_of_keys(torch.tensor([[[5, 6], [7, 9]]]), columns=4)
+    range(4, 9, 4)
+    """
     lo, hi = ends.flatten(2).unbind(1)
     is_seen = lo < hi
     if not is_seen.any():
