@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from support.processes import Processes
 from support.sequences import GivenSegments, Sequence
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cp_dtensor import (
     Contiguous,
@@ -142,34 +141,29 @@ def _dynamic_shapes(rank: int) -> None:
 
 def _sparse(rank: int) -> None:
     """Selected keys and attention over them, with DTensors too; a mask of a context that may change is refused."""
-    mesh, sequence = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Sequence(11, 2, HeadTail())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
 
-    def every(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor, **options: Any) -> torch.Tensor:
-        options = options or {"mesh": mesh, "layout": HeadTail(), "seq_len": 11}
+    def every(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {} if isinstance(q, DTensor) else {"mesh": mesh, "layout": HeadTail()}
         indices = select_keys(q * 2.0, latent, q[..., 0], topk=4, mask=SlidingWindow(6, 0), **options)
-        rope = latent[..., :2]
-        out = indexed_attention(q.transpose(1, 2), latent, rope, up=up, indices=indices, sinks=up[:2, 0], **options)
-        return out + 1.0
+        options |= {"up": up, "indices": indices, "sinks": up[:2, 0]}
+        return indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options) + 1.0
 
-    def inputs(seed: int = 0) -> Tensors:
-        generator = torch.Generator().manual_seed(seed)
-        whole = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, 11, 2, 5), (1, 11, 5))]
-        up = torch.randn(14, 5, dtype=torch.float64, generator=generator)
+    def inputs(length: int = 12, placed: bool = False) -> Tensors:
+        generator, sequence = torch.Generator().manual_seed(length), Sequence(length, 2, HeadTail())
+        shapes = (1, length, 2, 5), (1, length, 5), (14, 5)
+        *whole, up = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
+        if placed:
+            made = [distribute_tensor(x, mesh, [Shard(1)]) for x in whole]
+            return *(x.requires_grad_() for x in made), distribute_tensor(up, mesh, [Replicate()]).requires_grad_()
         return *(sequence.shard(x, rank).requires_grad_() for x in whole), up.requires_grad_()
 
-    def dtensors() -> Tensors:
-        generator = torch.Generator().manual_seed(0)
-        whole = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((1, 7, 2, 5), (1, 7, 5))]
-        placed = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in whole]
-        return *placed, distribute_tensor(torch.ones(14, 5).double(), mesh, [Replicate()]).requires_grad_()
-
-    _compare(every, inputs, again=lambda: inputs(1))
-    _compare(partial(every, mesh=None), dtensors)
-    with (
-        context_parallel(mesh, mask=Documents([0, 4, 11]), seq_len=11),
-        pytest.raises(Exception, match="pass layout= and mask="),
-    ):
-        compiled(lambda q, k: select_keys(q, k, q[..., 0], topk=4, mesh=mesh))(*inputs()[:2])
+    for dynamic in (True, None):
+        _compare(every, inputs, again=lambda: inputs(16), dynamic=dynamic)
+    _compare(every, lambda: inputs(7, placed=True))
+    select, (q, k, _) = compiled(lambda q, k: select_keys(q, k, q[..., 0], topk=4, mesh=mesh)), inputs()
+    with context_parallel(mesh, mask=Documents([0, 4, 12]), seq_len=12), pytest.raises(Exception, match="and mask="):
+        select(q, k)
 
 
 def _refusals(rank: int) -> None:
