@@ -262,6 +262,22 @@ MUTANTS = (
         "origin = None",
         "tests/engine/test_second_derivatives.py",
     ),
+    Mutant(
+        "scores not rounded",
+        "equal keys do not tie: their places in a product change last bits",
+        "layers/indexer.py",
+        'float("-inf"), dtype=torch.float32)',
+        'float("-inf"), dtype=torch.float64)',
+        "tests/layers/test_sparse.py",
+    ),
+    Mutant(
+        "index -1 a key",
+        "what is not finite in a key reaches queries that did not choose it",
+        "layers/chosen.py",
+        "padded = F.pad(rows, (0, 0, 0, 1))",
+        "padded = torch.cat((rows, rows[:, :1]), 1)",
+        "tests/layers/test_sparse.py",
+    ),
 )
 
 

@@ -56,10 +56,11 @@ def test_programs_run_on_four_ranks(block: str) -> None:
 
 
 def test_programs_about_layers_run_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first compares with one device itself; the second prints tables, which follow it."""
-    first, second = (compile(program, LAYERS.name, "exec") for program in blocks(LAYERS, "python"))
-    run_ranks(4, lambda _rank: exec(first, {}))
-    run_ranks(4, lambda _rank: exec(second, {}))
+    """The first and the last compare with one device themselves; the second prints tables, which follow it."""
+    programs = [compile(program, LAYERS.name, "exec") for program in blocks(LAYERS, "python")]
+    assert len(programs) == 3
+    for program in programs:
+        run_ranks(4, lambda _rank, program=program: exec(program, {}))
     assert [capsys.readouterr().out] == blocks(LAYERS, "text")
 
 

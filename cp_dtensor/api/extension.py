@@ -18,7 +18,7 @@ from cp_dtensor._torch import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor._torch.autograd import RankFunction, refuse_traced_transforms
+from cp_dtensor._torch.autograd import RankFunction, differentiated_once, refuse_batches, refuse_traced_transforms
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
@@ -29,6 +29,7 @@ from cp_dtensor.api.explain import Assumed, Explanation, check_numbers, cluster_
 from cp_dtensor.api.functional import cast_by_autocast, takes_options
 from cp_dtensor.api.hooks import ContextHook, hooks_held, register_context_hook
 from cp_dtensor.api.interception import SdpaArguments, SharedInstallation, intercepted
+from cp_dtensor.api.mla import check_latents
 from cp_dtensor.api.sdpa import attention_of_shards
 from cp_dtensor.api.sharding import checked_buffers, checked_sequence_dim, gathered_shards, refuse_first_dim
 from cp_dtensor.api.varlen import bottom_right_mask, heads_before_rows, heads_first_of_packed
@@ -45,7 +46,17 @@ from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
 from cp_dtensor.engine.arguments import check_devices, check_tensors, refuse_unsupported_sdpa
-from cp_dtensor.engine.call import Call, Sharding, checked_layout, checked_length, refuse_other_lengths, softmax_scale
+from cp_dtensor.engine.call import (
+    Call,
+    Sharding,
+    both_masks,
+    checked_bools,
+    checked_layout,
+    checked_length,
+    checked_mask,
+    refuse_other_lengths,
+    softmax_scale,
+)
 from cp_dtensor.engine.choose import Estimate, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
@@ -63,7 +74,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
     "is_integer", "check_devices", "check_tensors", "checked_layout", "checked_length", "refuse_other_lengths",
-    "softmax_scale", "checked_buffers", "refuse_unsupported_sdpa", "takes_options",
+    "softmax_scale", "checked_bools", "checked_mask", "both_masks", "check_latents",
+    "checked_buffers", "refuse_unsupported_sdpa", "takes_options",
     # SDPA of the whole process, and parts of attention
     "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
     "attention_of_shards",
@@ -86,7 +98,8 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     # exchange of rows, tables that CUDA graphs read, and kernels of other packages
     "exchanged", "Shared", "capturing", "first_use", "wrong_result", "quiet",
     # autograd and compiler
-    "RankFunction", "autograd_recorded", "compiled_code_kept_apart", "constant_in_trace",
+    "RankFunction", "differentiated_once", "refuse_batches", "autograd_recorded",
+    "compiled_code_kept_apart", "constant_in_trace",
     "current_backward", "define_operator",
     "never_compiled", "refuse_traced_transforms", "version_of",
     # patches of other programs

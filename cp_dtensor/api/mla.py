@@ -68,14 +68,14 @@ def context_parallel_mla(
     """
     refuse_dtensors(q=q, latent=latent, k_rope=k_rope, up=up, attn_mask=attn_mask, sinks=sinks)
     q, latent, k_rope, up = cast_by_autocast(q, latent, k_rope, up)
-    _check(q, latent, k_rope, up)
+    check_latents(q, latent, k_rope, up)
     of_heads = up.unflatten(0, (q.size(1), -1))
     t = tensors_of(q, latent.unsqueeze(1), k_rope.unsqueeze(1), attn_mask, sinks, of_heads)
     out, lse = attend_shards("context_parallel_mla", t, return_lse, options)
     return (out, lse) if return_lse else out
 
 
-def _check(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor) -> None:
+def check_latents(q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, up: torch.Tensor) -> None:
     """Refuse shapes, dtypes and devices that do not fit; messages have all four shapes."""
     tensors = {"q": q, "latent": latent, "k_rope": k_rope, "up": up}
     check_tensors(**tensors)

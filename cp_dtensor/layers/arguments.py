@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from string import ascii_letters
 from typing import Any
@@ -17,6 +17,7 @@ from cp_dtensor.api.extension import (
     Parts,
     SequenceRanks,
     around,
+    both_masks,
     check_devices,
     check_tensors,
     checked_layout,
@@ -150,13 +151,17 @@ def _call(
     if context is not None:
         outer = context.call
         if traced and context.varies and (cu_seqlens is None or outer.layout.only_length is not None):
+            name = "mask= (Full() for none)" if operation.takes_mask else "cu_seqlens= ([0] for one document)"
             raise NotImplementedError(
                 f"{owner}, in compiled code inside of a context whose mask or layout may differ at the next call, "
-                "takes over neither: pass layout= and cu_seqlens= ([0] for one document)"
+                f"takes over neither: pass layout= and {name}"
             )
         layout = outer.layout if layout is None else layout
         lengths = outer.lengths
-        if cu_seqlens is None and outer.mask is not None:
+        if cu_seqlens is None and operation.takes_mask:
+            own: Any = operation
+            operation = replace(own, mask=both_masks(outer.mask, own.mask))
+        elif cu_seqlens is None and outer.mask is not None:
             edges = _documents_of(owner, outer.mask)
             mask = outer.mask if edges else None
     layout = checked_layout(layout)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cp_dtensor.api.extension import RankFunction, SequenceRanks, Shared, capturing, exchanged, wide_dtype
-from cp_dtensor.layers.rows import Copy, RowMap, RowRoute, SequenceLayout, row_route
+from cp_dtensor.layers.rows import Copy, RowMap, RowRoute, SequenceLayout, Whole, row_route
 from cp_dtensor.spec.cache import LRUCache
+from cp_dtensor.spec.layouts import Span
 
 Tables = TypeVar("Tables", bound="tuple[Tensor, ...]")
 Map = Callable[[Tensor], Tensor]
@@ -48,6 +49,17 @@ def rows_of(
     there, back = (partial(each, route=route, dim=dim, ranks=ranks) for each in (_moved, _moved_back))
     result: Tensor = _Linear.apply(x, back, there) if transposed else _Linear.apply(x, there, back)
     return result
+
+
+def whole_rows(
+    x: Tensor, sequences: Sequence[tuple[Span, SequenceLayout]], ranks: SequenceRanks, *, transposed: bool = False
+) -> Tensor:
+    """Return the rows of all ranks, (B, S, ...) in the order of positions, of this rank's x (B, T, ...).
+
+    `transposed` sums gradients (B, S, ...) over the ranks, in float32 or wider, to those of this rank's rows.
+    """
+    parts = [rows_of(x[slice(*span)], 1, Whole(), each, ranks, transposed=transposed) for span, each in sequences]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def swapped(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:

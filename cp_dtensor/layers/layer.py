@@ -52,6 +52,8 @@ class SequenceLayer(ABC):
     """The dim of the first tensor that is the sequence."""
     keeps_rows: bool = True
     """True if the output has as many rows as the first tensor, on every rank."""
+    takes_mask: ClassVar[bool] = False
+    """True if the operation has a field `mask`, the keys of each query: of contexts it takes masks, not documents."""
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -77,6 +79,13 @@ class SequenceLayer(ABC):
     def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
         """Return the call with its global length, checked or found."""
         return call.agreed(tensors)
+
+    def check_length(self, tensors: Inputs, seq_len: int) -> None:  # noqa: B027, most layers take any
+        """Refuse, by a ValueError, what does not fit the global length."""
+
+    def empty_output(self, tensors: Inputs, rows: int) -> Tensor:
+        """Return an empty tensor like the output, with other rows than the first tensor unless they are -1."""
+        return _resized(tensors[0], self.dim, rows)
 
     def final_state(self, tensors: Inputs, documents: int | None) -> tuple[Sequence[int], torch.dtype] | None:
         """Return shape and dtype of the final state, None if there is none."""
@@ -356,7 +365,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     documents = None if cu_seqlens is None or cu_seqlens.numel() == 1 else cu_seqlens.numel() - 1
     operation, x = operation_of(key), tensors[0]
     final = operation.final_state(tensors, documents)
-    out = _resized(x, operation.dim, rows)
+    out = operation.empty_output(tensors, rows)
     return out, x.new_empty(0) if final is None else x.new_empty(final[0], dtype=final[1])
 
 

@@ -155,6 +155,14 @@ class Relayout(RowMap):
         yield from of_target.runs(rank)
 
 
+@dataclass(frozen=True)
+class Whole(RowMap):
+    """All rows, in the order of positions."""
+
+    def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        yield 0, sequence.seq_len
+
+
 class Copy(NamedTuple):
     """Rows of one rank's shard that are rows of another rank's result."""
 

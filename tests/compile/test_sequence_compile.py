@@ -12,12 +12,14 @@ from support.processes import Processes
 from support.sequences import GivenSegments, Sequence
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cp_dtensor import (
     Contiguous,
+    Documents,
     HeadTail,
     Layout,
+    SlidingWindow,
     Striped,
     affine_scan,
     causal_conv1d,
@@ -25,8 +27,10 @@ from cp_dtensor import (
     context_parallel_attention,
     gated_delta_rule,
     halo,
+    indexed_attention,
     linear_attention,
     relayout,
+    select_keys,
     shift,
 )
 
@@ -137,6 +141,33 @@ def _dynamic_shapes(rank: int) -> None:
         _compare(every, inputs, again=lambda: inputs(14), dynamic=dynamic)
 
 
+def _sparse(rank: int) -> None:
+    """Selected keys and attention over them, with DTensors too; a mask of a context that may change is refused."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+
+    def every(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {} if isinstance(q, DTensor) else {"mesh": mesh, "layout": HeadTail()}
+        indices = select_keys(q * 2.0, latent, q[..., 0], topk=4, mask=SlidingWindow(6, 0), **options)
+        options |= {"up": up, "indices": indices, "sinks": up[:2, 0]}
+        return indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options) + 1.0
+
+    def inputs(length: int = 12, placed: bool = False) -> Tensors:
+        generator, sequence = torch.Generator().manual_seed(length), Sequence(length, 2, HeadTail())
+        shapes = (1, length, 2, 5), (1, length, 5), (14, 5)
+        *whole, up = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
+        if placed:
+            made = [distribute_tensor(x, mesh, [Shard(1)]) for x in whole]
+            return *(x.requires_grad_() for x in made), distribute_tensor(up, mesh, [Replicate()]).requires_grad_()
+        return *(sequence.shard(x, rank).requires_grad_() for x in whole), up.requires_grad_()
+
+    for dynamic in (True, None):
+        _compare(every, inputs, again=lambda: inputs(16), dynamic=dynamic)
+    _compare(every, lambda: inputs(7, placed=True))
+    select, (q, k, _) = compiled(lambda q, k: select_keys(q, k, q[..., 0], topk=4, mesh=mesh)), inputs()
+    with context_parallel(mesh, mask=Documents([0, 4, 12]), seq_len=12), pytest.raises(Exception, match="and mask="):
+        select(q, k)
+
+
 def _refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     fresh()
@@ -155,7 +186,9 @@ def _refusals(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [_local, _dtensors, _in_context, _layers, _dynamic_shapes, _refusals], ids=lambda body: body.__name__[1:]
+    "body",
+    [_local, _dtensors, _in_context, _layers, _dynamic_shapes, _sparse, _refusals],
+    ids=lambda body: body.__name__[1:],
 )
 def test_compiled(two_processes: Processes, body: Any) -> None:
     two_processes.run(body)

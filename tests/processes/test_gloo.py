@@ -25,6 +25,8 @@ from cp_dtensor import (
     context_parallel,
     context_parallel_shard,
     enable_context_parallel_dispatcher,
+    indexed_attention,
+    select_keys,
     shift,
 )
 
@@ -141,6 +143,30 @@ def _shifted(rank: int) -> list[int]:
 
 def test_undeclared_lengths_of_a_shift(four_processes: Processes) -> None:
     assert four_processes.run(_shifted) == [[1, 2], [3, 4], [5, 6], [7, 0]]
+
+
+def _sparse(rank: int) -> None:
+    """Over two axes as on a rank that is alone: indices to the bit."""
+    alone, mesh = [dist.new_group([each]) for each in range(4)][rank], mesh_of(("ring", "ulysses"))
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 13, *dims, dtype=torch.float64) for dims in ((2, 5), (5,))]
+    up = torch.randn(14, 5, dtype=torch.float64)
+
+    def results(mesh: Any, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        q, latent = (x.clone().requires_grad_() for x in shards)
+        indices = select_keys(q, latent, q[..., 0], topk=4, mesh=mesh, seq_len=13)
+        options: dict[str, Any] = {"up": up, "indices": indices, "mesh": mesh, "seq_len": 13}
+        out = indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options)
+        return [indices, out.detach().transpose(1, 2), *torch.autograd.grad(out.square().sum(), [q, latent])]
+
+    expected = context_parallel_shard(mesh, results(alone, whole), [1] * 4)
+    found = results(mesh, context_parallel_shard(mesh, whole, [1, 1]))
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_sparse_attention_over_two_axes(four_processes: Processes) -> None:
+    four_processes.run(_sparse)
 
 
 # Ranks that fail
