@@ -181,7 +181,7 @@ class Call(Sharding):
         return self.placed.resized(*pair, batch_size)
 
 
-_OPERATORS = 15
+_OPERATORS = 16
 """Version of the operators' arguments and results: part of every key, so that no code on disk of another is used."""
 FACTORS = ("scale", "softcap", "dropout_p")
 """Names of `Call.factors`."""

@@ -89,8 +89,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         found.done = done
         left = found.handle(needs_backward)
     if needs_backward:
-        # A gradient of lse changes out, which is among the rows that are kept.
-        keep_beside(left, (done, saved if _keeps_rows(done, t.q) and not needs_lse else ()))
+        keep_beside(left, (done, saved if _keeps_rows(done, t.q) else ()))
     return out, lse, left
 
 
@@ -106,20 +105,21 @@ def _fake_forward(*arguments: Any, leaves_handle: bool) -> tuple[Tensor, Tensor,
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, ...]:
-    grad_out, out, lse, left, *tensors, key, factors, numbers, needed = arguments
+    grad_out, out, lse, left, *tensors, key, factors, numbers, (*needed, is_lse_differentiated) = arguments
     t, (done, rows) = Tensors(*tensors), kept_beside(left) or (None, ())
     found = Left.of(left, in_backward=True)
     if found is not None:
         done = found.done
     if done is None:  # a copy in a CUDA graph: the same plan as in forward, found without communication
         done = planned(call_of(key, factors, numbers), t)
-    saved = rows if _keeps_rows(done, t.q) else ()
+    # A gradient of lse has changed out, which is among the rows that are kept.
+    saved = rows if _keeps_rows(done, t.q) and not is_lse_differentiated else ()
     grads = run_backward(done, t, saved, grad_out, (out, lse), tuple(needed))
     return *map(_row_after_row, grads[:3]), *(t.q.new_empty(0) if grad is None else grad for grad in grads[3:-1])
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    _grad_out, _out, _lse, _left, *tensors, _key, _factors, _numbers, needed = arguments
+    _grad_out, _out, _lse, _left, *tensors, _key, _factors, _numbers, (*needed, _) = arguments
     t = Tensors(*tensors)
     of_qkv = [_row_after_row(x.new_empty(x.shape)) for x in t[:3]]
     others = zip(t[3:-1], needed[3:-1], strict=True)
@@ -137,20 +137,27 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     *tensors, _mask, ctx.key, ctx.factors, ctx.numbers, ctx.needs_lse, _needs_backward = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(*output[1 + ctx.needs_lse :])
+    ctx.set_materialize_grads(not ctx.needs_lse)
 
 
 def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
     """Return the backward of the overload of that name."""
 
     @differentiated_once
-    def gradients(ctx: Any, saved: Saved, grad_out: Tensor, grad_lse: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def gradients(
+        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
         out, lse, *others = saved
-        if ctx.needs_lse:
-            rounded, grad_lse = (x[..., 0] if x.dim() == 4 else x for x in (lse, grad_lse))
-            out, grad_out = with_gradient_of_lse(out, rounded, grad_out, grad_lse)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        if not ctx.needs_lse:
+            grad_lse = None  # zeros, which torch makes for what has no gradient
+        if grad_lse is not None:
+            out, grad_out = with_gradient_of_lse(out, rounded_lse(lse), grad_out, rounded_lse(grad_lse))
         needed = list(ctx.needs_input_grad[: len(Tensors._fields)])
         operator = getattr(torch.ops.cp_dtensor.attention_backward, overload)
-        grads = operator(grad_out, out, lse, *others, ctx.key, ctx.factors, ctx.numbers, needed)
+        grads = operator(
+            grad_out, out, lse, *others, ctx.key, ctx.factors, ctx.numbers, [*needed, grad_lse is not None]
+        )
         return *(x if need else None for x, need in zip(grads, needed, strict=False)), *[None] * 6
 
     return gradients

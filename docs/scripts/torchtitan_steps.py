@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cp_dtensor.tools.info import versions
+
+from cp_dtensor.tools.report import versions
 
 MODULES = {
     "torch": ["torchtitan.train"],

@@ -84,9 +84,7 @@ def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
     contents: dict[str, dict[str, Any]] = {
         **{name: {} for name in packages},
         "torchtitan.models.common.attention": kinds,
-        {"CPAttention": "torchtitan.models.common.attention.mla"}.get(
-            base_name, "torchtitan.models.kimi_k3.attention"
-        ): {"MLAVarlenInnerAttention": MLAVarlenInnerAttention},
+        of_latents: {"MLAVarlenInnerAttention": MLAVarlenInnerAttention},
         "torchtitan.models.common.attention.cp_attention": {base_name: Base},
         f"torchtitan.distributed.{axes}": {"MeshAxisName": SimpleNamespace(CP="cp")},
         "torchtitan.distributed.spmd_types": groups,
