@@ -274,8 +274,8 @@ MUTANTS = (
         "index -1 a key",
         "what is not finite in a key reaches queries that did not choose it",
         "layers/chosen.py",
-        "padded = F.pad(rows, (0, 0, 0, 1))",
-        "padded = torch.cat((rows, rows[:, :1]), 1)",
+        "padded, wide, of_group = F.pad(rows, (0, 0, 0, 0, 0, 1))",
+        "padded, wide, of_group = torch.cat((rows, rows[:, :1]), 1)",
         "tests/layers/test_sparse.py",
     ),
 )

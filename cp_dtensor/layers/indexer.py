@@ -1,6 +1,7 @@
-"""The lightning indexer of learned sparse attention: the best keys of each query, by scores of index heads.
+"""The indexer of learned sparse attention: the best keys of each query, or the best blocks of keys of each head.
 
-    score[t, s] = sum over heads h of weights[t, h] * relu(q[t, h] . k[s])
+    keys:    score[t, s] = sum over heads h of weights[t, h] * relu(q[t, h] . k[s])
+    blocks:  score[t, h, block] = largest q[t, h] . k[s] of the keys s in the block that t sees
 
 Indices are the same for every number of ranks and every layout. A float's last bits depend on where its row and its
 column are in a matrix product, so each query has a product of its own with blocks of keys that begin at the same
@@ -18,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor.api.extension import positions_of
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.exchange import whole_rows
-from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
-from cp_dtensor.spec.intervals import IntervalSets
-from cp_dtensor.spec.masks import Full, Mask, interval_sets_of
+from cp_dtensor.layers.layer import Inputs, Result
+from cp_dtensor.layers.masked import MaskedLayer, in_intervals
+from cp_dtensor.spec.masks import Mask
 
 _BYTES = 64 << 20
 """Limit for the products of a block, and for its scores unless one query has more; a few of that size exist at once."""
@@ -32,81 +32,74 @@ _ROWS = 32
 
 
 @dataclass(frozen=True)
-class SelectKeys(SequenceLayer):
-    """Positions of the best keys, (B, T, topk). Tensors: q (B, T, H, D), k (B, T, D) and weights (B, T, H)."""
+class SelectKeys(MaskedLayer):
+    """Numbers of the best keys, (B, T, topk), or without weights of the best blocks of keys, (B, T, H, topk).
 
-    takes_mask = True
+    The tensors are q (B, T, H, D), k (B, T, D), and weights (B, T, H) or None.
+    """
+
     of_tokens = 3
     topk: int
     mask: Mask | None
-
-    def check_length(self, tensors: Inputs, seq_len: int) -> None:
-        self._intervals(tensors[0].size(0), seq_len)
+    block_size: int = 1
+    local_blocks: int = 0
+    """Blocks that each query takes in any case: its own, and those before it."""
 
     def empty_output(self, tensors: Inputs, rows: int) -> Tensor:
-        q: Tensor = tensors[0]
-        return q.new_empty((*q.shape[:2], self.topk), dtype=torch.int32)
+        q, _, weights, *_ = tensors
+        made: Tensor = q.new_empty((*q.shape[: 3 if weights is None else 2], self.topk), dtype=torch.int32)
+        return made
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, weights, *_ = tensors
-        sequences = call.sequences(q.size(0))
-        keys, out = whole_rows(k, sequences, call.ranks), self.empty_output(tensors, -1)
-        intervals = self._intervals(q.size(0), keys.size(1))
-        for (start, stop), sequence in sequences:
-            segments = sequence.layout.segments(sequence.seq_len, call.ranks.rank, call.ranks.size, sequence.group)
-            positions = positions_of(segments, "cpu")  # the masks of blocks decide what is launched
-            for row in range(start, stop):
-                ends = _ends_of(intervals[row % len(intervals)], positions)
-                select_keys_reference(out[row], q[row], keys[row], weights[row], ends)
+        keys, out = whole_rows(k, call.sequences(q.size(0)), call.ranks), self.empty_output(tensors, -1)
+        for row, (positions, seen) in enumerate(self.queries(call, q.size(0))):
+            if weights is not None:
+                select_reference(out[row], q[row], keys[row], weights[row], seen)
+                continue
+            for head in range(q.size(2)):
+                local = positions // self.block_size, self.local_blocks
+                of_head = q[row, :, head : head + 1]
+                select_reference(out[row, :, head], of_head, keys[row], None, seen, self.block_size, local)
         return out, None
 
-    def _intervals(self, batch_size: int, seq_len: int) -> tuple[IntervalSets, ...]:
-        return interval_sets_of(self.mask or Full(), seq_len, seq_len, batch_size)
 
-
-def _ends_of(sets: IntervalSets, positions: Tensor) -> Tensor:
-    """Return (intervals, 2, T): first key and end of the intervals of keys that the queries at some positions see.
-
-    >>> from cp_dtensor.spec.masks import Causal
-    >>> _ends_of(Causal().interval_sets(4, 4), torch.tensor([0, 3])).tolist()
-    [[[0, 0], [1, 4]]]
-    """
-    ends = torch.zeros(len(sets), 2, len(positions), dtype=torch.int64, device="cpu")
-    for (lo, hi), bands in zip(ends, sets, strict=True):
-        table = torch.tensor(bands, dtype=torch.int64, device="cpu")
-        index = torch.searchsorted(table[:, 0].contiguous(), positions, right=True) - 1
-        first, last, least, most, left, right = table[index.clamp(min=0)].unbind(1)
-        is_inside = (first <= positions) & (positions < last)
-        lo.copy_(torch.where(is_inside, torch.maximum(least, positions - left), 0))
-        hi.copy_(torch.where(is_inside, torch.minimum(most, positions + right + 1), 0))
-    return ends
-
-
-def select_keys_reference(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, ends: Tensor) -> None:
+def select_reference(
+    out: Tensor, q: Tensor, k: Tensor, weights: Tensor | None, seen: Tensor, block_size: int = 1,
+    local: tuple[Tensor, int] | None = None,
+) -> None:  # fmt: skip
     """Select keys by torch operations, on any device, in blocks of queries. A kernel of a package can stand here.
 
     Args:
-        out: (T, topk) int32; gets positions of keys, ascending, then -1.
+        out: (T, topk) int32; gets numbers of blocks, of keys if `block_size` is 1, ascending, then -1.
         q: (T, H, D).
         k: (S, D), in the order of positions.
-        weights: (T, H).
-        ends: (intervals, 2, T), on the CPU: the keys that each query sees.
+        weights: (T, H); None for scores that are products of a single head.
+        seen: `seen_keys` of the queries.
+        local: each query's own block, (T,) on the CPU, and the number of blocks up to it that are selected first.
     """
     rows, heads, dim = q.shape
-    block, columns = _block_shape(heads, k.size(0))
+    step, columns = _block_shape(heads, k.size(0))
     key_numbers = torch.arange(k.size(0), dtype=torch.int32, device=q.device)
-    for start in range(0, rows, block):
-        at = slice(start, min(start + block, rows))
-        padding = block - (at.stop - start)
+    for start in range(0, rows, step):
+        at = slice(start, min(start + step, rows))
+        padding = step - (at.stop - start)
         q_block = F.pad(q[at].double(), (0, 0, 0, 0, 0, padding))
-        weights_block = F.pad(weights[at].double(), (0, 0, 0, padding)).unsqueeze(1)
-        scores = k.new_full((block, k.size(0)), float("-inf"), dtype=torch.float32)
-        for first in _blocks_of_keys(ends[:, :, at], columns):
-            some = k[first : first + columns].double().T.expand(block, dim, -1)
-            scores[:, first : first + columns] = torch.bmm(weights_block, torch.bmm(q_block, some).relu_()).squeeze(1)
-        lo, hi = ends[:, :, at].to(q.device).unsqueeze(-1).unbind(1)
-        seen = ((lo <= key_numbers) & (key_numbers < hi)).any(0)
-        out[at] = _largest(scores[: at.stop - start], seen, key_numbers, out.size(1))
+        factors = None if weights is None else F.pad(weights[at].double(), (0, 0, 0, padding)).unsqueeze(1)
+        scores = k.new_full((step, k.size(0)), float("-inf"), dtype=torch.float32)
+        for first in _blocks_of_keys(seen[:, :, at], columns):
+            products = torch.bmm(q_block, k[first : first + columns].double().T.expand(step, dim, -1))
+            products = products if factors is None else torch.bmm(factors, products.relu_())
+            scores[:, first : first + columns] = products.squeeze(1)
+        is_seen, numbers = in_intervals(seen[:, :, at], key_numbers), key_numbers
+        scores = scores[: at.stop - start].masked_fill_(~is_seen, float("-inf"))
+        if local is not None:
+            padding = -k.size(0) % block_size
+            scores = F.pad(scores, (0, padding), value=float("-inf")).unflatten(1, (-1, block_size)).amax(2)
+            is_seen = F.pad(is_seen, (0, padding)).unflatten(1, (-1, block_size)).any(2)
+            numbers, own = key_numbers[: scores.size(1)], local[0][at].to(q.device).unsqueeze(1)
+            scores.masked_fill_((numbers <= own) & (numbers > own - local[1]), float("inf"))
+        out[at] = _largest(scores, is_seen, numbers, out.size(1))
 
 
 def _block_shape(heads: int, keys: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -17,7 +18,7 @@ from cp_dtensor.api.extension import (
     softmax_scale,
 )
 from cp_dtensor.layers.arguments import check_dims, checked_number, layer
-from cp_dtensor.layers.chosen import IndexedAttention
+from cp_dtensor.layers.chosen import BlockAttention, IndexedAttention
 from cp_dtensor.layers.indexer import SelectKeys
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
@@ -65,24 +66,10 @@ def select_keys(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
-    owner = "select_keys"
-    topk = checked_number(owner, "topk", topk, least=1)
-    given = {"q_index": q_index, "k_index": k_index, "weights": weights}
-    check_dims(owner, _DIMS_OF_INDEXER, given)
-    if q_index.dtype != k_index.dtype or not (q_index.is_floating_point() and weights.is_floating_point()):
-        raise ValueError(
-            f"{owner} expects q_index and k_index of one floating dtype, and floating weights; got {q_index.dtype}, "
-            f"{k_index.dtype} and {weights.dtype}"
-        )
-    if 0 in q_index.shape[2:]:
-        raise ValueError(f"{owner} expects at least one head and dim of q_index, got {tuple(q_index.shape)}")
-    checked_bools(is_causal=is_causal)
-    _check_placements(owner, q_index, (0, 1))
-    operation = SelectKeys, (topk, parts_of(checked_mask(mask, is_causal)))
-    return layer(
-        owner, [each.detach() for each in given.values()], ["BTHD", "BTD", "BTH"], operation, mesh, layout,
-        None if mask is None else (0,), seq_len,
-    )[0]  # fmt: skip
+    topk = checked_number("select_keys", "topk", topk, least=1)
+    place = mesh, is_causal, mask, layout, seq_len
+    check_dims("select_keys", _DIMS, {"q_index": q_index, "k_index": k_index, "weights": weights})
+    return _selected("select_keys", q_index, k_index, weights, (topk, 1, 0), *place)
 
 
 def indexed_attention(
@@ -131,16 +118,8 @@ def indexed_attention(
     owner = "indexed_attention"
     q, latent, k_rope, up = cast_by_autocast(q, latent, k_rope, up)
     check_latents(q, latent, k_rope, up)
-    check_dims(
-        owner, _DIMS_OF_ATTENTION, {"q": q, "latent": latent, "k_rope": k_rope, "indices": indices, "sinks": sinks}
-    )
-    if indices.dtype not in (torch.int32, torch.int64) or not indices.size(2):
-        raise ValueError(
-            f"{owner} expects indices of int32 or int64 and at least one of each query, got {indices.dtype} "
-            f"{tuple(indices.shape)}"
-        )
-    if sinks is not None and not sinks.is_floating_point():
-        raise ValueError(f"{owner} expects sinks of a floating dtype, got {sinks.dtype}")
+    check_dims(owner, _DIMS, {"q": q, "latent": latent, "k_rope": k_rope, "indices": indices, "sinks": sinks})
+    _check_indices(owner, "indices", indices, sinks)
     _check_placements(owner, q, (0, 1, 2))
     factor = None if scale is None else softmax_scale(q.size(3), scale)
     return layer(
@@ -149,13 +128,141 @@ def indexed_attention(
     )[0]  # fmt: skip
 
 
-_DIMS_OF_INDEXER = {
-    "q_index": "batch tokens heads dims", "k_index": "batch tokens dims", "weights": "batch tokens heads"
-}  # fmt: skip
-_DIMS_OF_ATTENTION = {
+def select_blocks(
+    q_index: torch.Tensor, k_index: torch.Tensor, *, block_size: int, topk: int, local_blocks: int = 1,
+    mesh: Mesh | None = None, is_causal: bool = True, mask: Mask | None = None, layout: Layout | None = None,
+    seq_len: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the blocks of keys that score best for each query and index head: the indexer of MiniMax M3.
+
+    The score of a block is the largest q_index . k_index of its keys that the query may have. A query's own block, and
+    the `local_blocks` - 1 before it, come first. Else as `select_keys`.
+
+    Args:
+        q_index: (B, T, G, D), an index head for each key head.
+        k_index: (B, T, D).
+        block_size: keys of a block; block b has the positions from b * block_size on.
+        topk: number of blocks, >= 1; may be larger than that of all blocks.
+        local_blocks: 0 for none.
+        mesh, is_causal, mask, layout, seq_len: as for `select_keys`.
+
+    Returns:
+        (B, T, G, topk) int32: numbers of blocks, ascending, then -1.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `select_keys`.
+
+    One rank, four tokens with the index keys 3, 1, 2 and 1, in blocks of one token, and the best one of each query:
+
+        key = torch.tensor([[[3.0], [1.0], [2.0], [1.0]]])
+        options = {"block_size": 1, "topk": 1, "local_blocks": 0, "mesh": mesh}
+        best = select_blocks(torch.ones(1, 4, 1, 1), key, **options)  # 0, 0, 0, 0
+    """
+    owner = "select_blocks"
+    topk, block_size = (checked_number(owner, *each, least=1) for each in (("topk", topk), ("block_size", block_size)))
+    numbers = topk, block_size, checked_number(owner, "local_blocks", local_blocks, least=0)
+    check_dims(owner, _DIMS, {"q_index": q_index, "k_index": k_index})
+    return _selected(owner, q_index, k_index, None, numbers, mesh, is_causal, mask, layout, seq_len)
+
+
+def _selected(
+    owner: str, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None, numbers: tuple[int, int, int],
+    mesh: Mesh | None, is_causal: bool, mask: Mask | None, layout: Layout | None, seq_len: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the result of `SelectKeys`; `numbers` are its topk, block_size and local_blocks."""
+    floating = q if weights is None else weights
+    if q.dtype != k.dtype or not (q.is_floating_point() and floating.is_floating_point()) or 0 in q.shape[2:]:
+        raise ValueError(
+            f"{owner} expects q_index and k_index of one floating dtype, at least one head and dim, and floating "
+            f"weights; got q_index {q.dtype} {tuple(q.shape)}, k_index {k.dtype}"
+            + ("" if weights is None else f", weights {weights.dtype}")
+        )
+    checked_bools(is_causal=is_causal)
+    _check_placements(owner, q, (0, 1, 2) if weights is None else (0, 1))
+    topk, block_size, local_blocks = numbers
+    operation = SelectKeys, (topk, parts_of(checked_mask(mask, is_causal)), block_size, local_blocks)
+    tensors = [q.detach(), k.detach(), None if weights is None else weights.detach()]
+    edges = None if mask is None else (0,)
+    return layer(owner, tensors, ["BTHD", "BTE", "BTH"], operation, mesh, layout, edges, seq_len)[0]
+
+
+def block_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_indices: torch.Tensor, block_size: int,
+    mesh: Mesh | None = None, is_causal: bool = True, mask: Mask | None = None, sinks: torch.Tensor | None = None,
+    scale: float | None = None, layout: Layout | None = None, seq_len: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute attention of a sharded sequence over chosen blocks of keys, one choice for each key head.
+
+    Each query sees the keys of its blocks that `is_causal` and `mask` allow. The ranks gather keys and values once; in
+    backward the gradients are summed over the ranks, in float32 (float64 for float64). Else as `indexed_attention`.
+
+    Args:
+        q: (B, H, S, D), this rank's queries in `layout` order.
+        k: (B, Hkv, S, D). Query head h reads key head h // (H / Hkv).
+        v: (B, Hkv, S, Dv).
+        block_indices: (B, S, Hkv, N) int32 or int64, numbers of blocks, each once in a row, -1 for none, such as
+            those of `select_blocks`.
+        block_size: keys of a block.
+        scale: factor of the logits; None is 1 / sqrt(D).
+        mesh, is_causal, mask, layout, seq_len: as for `select_keys`.
+        sinks: as for `indexed_attention`.
+
+    Returns:
+        (B, H, S, Dv) in q's dtype, 0 for a query without keys; a DTensor placed as q for DTensors.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `indexed_attention`; on GPUs, numbers beyond the blocks of the
+            sequence stand for none.
+
+    One rank, three tokens in blocks of two, the last query with block 1; queries of zeros weigh keys alike:
+
+        v, blocks = torch.tensor([[[[1.0], [2.0], [9.0]]]]), torch.tensor([[[[0]], [[0]], [[1]]]])
+        out = block_attention(v * 0, v, v, block_indices=blocks, block_size=2, mesh=mesh)  # 1, 1.5, 9
+    """
+    owner = "block_attention"
+    block_size = checked_number(owner, "block_size", block_size, least=1)
+    q, k, v = cast_by_autocast(q, k, v)
+    given = {"q": q, "k": k, "v": v, "block_indices": block_indices, "sinks": sinks}
+    check_dims(owner, _DIMS, given)
+    _check_indices(owner, "block_indices", block_indices, sinks)
+    shown = f"got q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}"
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point() or 0 in (*q.shape[1::2], v.size(3)):
+        raise ValueError(f"{owner} expects q, k and v of one floating dtype, with at least one head and dim; {shown}")
+    placements = q.placements if isinstance(q, DTensor) else ()
+    over = [axis for axis, each in enumerate(placements) if each == Shard(1)]
+    parts = math.prod([q.device_mesh.size(axis) for axis in over]) if isinstance(q, DTensor) else 1
+    if not k.size(1) or q.size(1) % k.size(1) or k.size(1) % parts:
+        raise ValueError(
+            f"{owner} expects heads of q to be a multiple of those of k, and these of the {parts} ranks over which "
+            f"they are sharded; {shown}"
+        )
+    checked_bools(is_causal=is_causal)
+    _check_placements(owner, q, (0, 1, 2))
+    factor = None if scale is None else softmax_scale(q.size(3), scale)
+    operation = BlockAttention, (block_size, parts_of(checked_mask(mask, is_causal)), factor)
+    return layer(
+        owner, [q, k.transpose(1, 2), v.transpose(1, 2), block_indices, sinks], ["BHTD", "BTHE", "BTHF", "BTHN", "H"],
+        operation, mesh, layout, None if mask is None else (0,), seq_len, dim=2,
+    )[0]  # fmt: skip
+
+
+_DIMS = {
+    "q_index": "batch tokens heads dims", "k_index": "batch tokens dims", "weights": "batch tokens heads",
     "q": "batch heads tokens dims", "latent": "batch tokens R", "k_rope": "batch tokens Dr",
-    "indices": "batch tokens keys", "sinks": "?heads",
+    "indices": "batch tokens keys", "sinks": "?heads", "k": "batch groups tokens dims", "v": "batch groups tokens Dv",
+    "block_indices": "batch tokens groups blocks",
 }  # fmt: skip
+
+
+def _check_indices(owner: str, name: str, numbers: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Refuse numbers of keys that are no integers or none at all, and sinks that are integers."""
+    if numbers.dtype not in (torch.int32, torch.int64) or not numbers.size(-1):
+        raise ValueError(
+            f"{owner} expects {name} of int32 or int64 and at least one of each query, got {numbers.dtype} "
+            f"{tuple(numbers.shape)}"
+        )
+    if sinks is not None and not sinks.is_floating_point():
+        raise ValueError(f"{owner} expects sinks of a floating dtype, got {sinks.dtype}")
 
 
 def _check_placements(owner: str, x: torch.Tensor, dims: Collection[int]) -> None:

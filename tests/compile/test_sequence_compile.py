@@ -22,6 +22,7 @@ from cp_dtensor import (
     SlidingWindow,
     Striped,
     affine_scan,
+    block_attention,
     causal_conv1d,
     context_parallel,
     context_parallel_attention,
@@ -30,6 +31,7 @@ from cp_dtensor import (
     indexed_attention,
     linear_attention,
     relayout,
+    select_blocks,
     select_keys,
     shift,
 )
@@ -149,7 +151,12 @@ def _sparse(rank: int) -> None:
         options: dict[str, Any] = {} if isinstance(q, DTensor) else {"mesh": mesh, "layout": HeadTail()}
         indices = select_keys(q * 2.0, latent, q[..., 0], topk=4, mask=SlidingWindow(6, 0), **options)
         options |= {"up": up, "indices": indices, "sinks": up[:2, 0]}
-        return indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options) + 1.0
+        out = indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options) + 1.0
+        if isinstance(q, DTensor):
+            return out
+        options = {"mesh": mesh, "layout": HeadTail(), "block_size": 3}
+        blocks, key = select_blocks(q, latent, topk=2, **options), q.transpose(1, 2)
+        return out + block_attention(key * 2.0, key, key[..., :4], block_indices=blocks, **options)
 
     def inputs(length: int = 12, placed: bool = False) -> Tensors:
         generator, sequence = torch.Generator().manual_seed(length), Sequence(length, 2, HeadTail())

@@ -33,8 +33,10 @@ from cp_dtensor import (
     MirroredBatch,
     SlidingWindow,
     Striped,
+    block_attention,
     context_parallel,
     indexed_attention,
+    select_blocks,
     select_keys,
 )
 from cp_dtensor.layers import chosen, indexer
@@ -113,17 +115,12 @@ def selected(sequence: Sequence, given: list[torch.Tensor], topk: int, **options
 
 
 @settings(max_examples=examples(60))
-@given(sequences(), st.integers(1, 30), st.booleans(), st.integers(0, 3), st.booleans(), small_blocks)
+@given(sequences(), st.integers(1, 30), st.booleans(), st.integers(0, 4), st.booleans(), small_blocks)
 def test_keys_are_those_of_one_process(
     sequence: Sequence, topk: int, is_causal: bool, kind: int, has_ties: bool, block: int
 ) -> None:
     """Ties are of small integers, whose scores are exact."""
-    edges = sequence.edges if sequence.has_documents else (0, sequence.length)
-    masks: list[Mask | None] = [
-        None, SlidingWindow(3, 1), Documents(edges) | SlidingWindow(2, None),  # type: ignore[arg-type]
-        Batched([Causal(), SlidingWindow(1, 0), Documents(edges)][: sequence.batch]),  # type: ignore[arg-type]
-    ]  # fmt: skip
-    mask = Documents(edges) if kind == 0 and sequence.has_documents else masks[kind]  # type: ignore[arg-type]
+    mask = masks_of(sequence)[kind]
     given = [normal(sequence.batch, sequence.length, *dims, seed=len(dims)) for dims in ((3, 2), (2,), (3,))]
     given[2] = given[2] + normal(1, 1, 3, seed=9)
     given = [x.round() for x in given] if has_ties else given
@@ -161,6 +158,83 @@ def test_attention_and_gradients_are_those_of_one_process(
     tokens, whole, indices = problem(sequence, keys, with_sinks)
     with mock.patch.object(chosen, "_BYTES", block):
         check_layer(sequence, attend(sequence, indices), partial(attention, indices), tokens, whole)
+
+
+def masks_of(sequence: Sequence) -> list[Mask | None]:
+    """Masks that fit a sequence."""
+    documents = Documents(sequence.edges if sequence.has_documents else (0, sequence.length))  # type: ignore[arg-type]
+    by_row = Batched([Causal(), SlidingWindow(1, 0), documents][: sequence.batch])
+    return [None, documents, SlidingWindow(3, 1), documents | SlidingWindow(2, None), by_row]
+
+
+@settings(max_examples=examples(60))
+@given(sequences(), st.integers(1, 9), st.integers(1, 6), st.integers(0, 2), st.integers(0, 4), small_blocks)
+def test_blocks_are_those_of_one_process(
+    sequence: Sequence, size: int, topk: int, local: int, kind: int, block: int
+) -> None:
+    length, batch, mask = sequence.length, sequence.batch, masks_of(sequence)[kind]
+    given = [normal(batch, length, 2, 3).round(), normal(batch, length, 3, seed=1).round()]
+    seen = shown(mask or Full(), length, length, batch) & shown(Causal(), length, length, 1)
+    scores = torch.einsum("bthd,bsd->bhts", *given).masked_fill(~seen, float("-inf"))
+    pooled = F.pad(scores, (0, -length % size), value=float("-inf")).unflatten(3, (-1, size)).amax(4)
+    own, numbers = torch.arange(length).unsqueeze(1) // size, torch.arange(pooled.size(3))
+    boosted = pooled.masked_fill((numbers <= own) & (numbers > own - local), float("inf"))
+    is_seen = pooled > float("-inf")
+    wanted = [best_of(boosted[:, head], topk, is_seen[:, head : head + 1]) for head in range(2)]
+    options: dict[str, Any] = {"layout": sequence.layout, "seq_len": length, "mask": mask, "local_blocks": local}
+
+    def body(rank: int) -> torch.Tensor:
+        shards = [sequence.shard(x, rank) for x in given]
+        return select_blocks(*shards, block_size=size, topk=topk, mesh=dist.group.WORLD, **options)
+
+    with mock.patch.object(indexer, "_BYTES", block):
+        found = run_ranks(sequence.ranks, body)
+    for rank, got in enumerate(found):
+        assert torch.equal(got, sequence.shard(torch.stack(wanted, 2), rank))
+
+
+def block_problem(sequence: Sequence, size: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k and v (B, S, H, D) of 4 and 2 heads, and numbers of distinct blocks, -1 for some."""
+    batch, length = sequence.batch, sequence.length
+    tokens = [normal(batch, length, heads, dim, seed=dim) for heads, dim in ((4, 3), (2, 3), (2, 5))]
+    order = normal(batch, length, 2, -(-length // size), seed=7).argsort(3)[..., :3]
+    order = F.pad(order, (0, 1), value=-1)
+    return tokens, order.masked_fill(normal(*order.shape, seed=8) > 0.7, -1)
+
+
+def dense_blocks(
+    numbers: torch.Tensor, size: int, seen: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sinks: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of whole sequences over blocks, q and out (B, S, H, D); `seen` (B or 1, 1, S, S) is the mask."""
+    length = q.size(1)
+    block_of = torch.arange(length) // size
+    in_blocks = (numbers.transpose(1, 2).unsqueeze(3) == block_of.view(-1, 1)).any(4)
+    q, k, v = (x.transpose(1, 2).repeat_interleave(4 // x.size(2), 1) for x in (q, k, v))
+    hidden = ~(in_blocks.repeat_interleave(2, 1) & seen)
+    logits = (q @ k.mT * 3**-0.5).masked_fill(hidden, float("-inf"))
+    logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(q.size(0), -1, length, 1)], 3)
+    return (logits.softmax(3)[..., :-1] @ v).transpose(1, 2)
+
+
+@settings(max_examples=examples(60))
+@given(sequences(), st.integers(1, 9), st.booleans(), st.integers(0, 4), small_blocks)
+def test_attention_over_blocks_is_that_of_one_process(
+    sequence: Sequence, size: int, is_causal: bool, kind: int, block: int
+) -> None:
+    (tokens, numbers), mask = block_problem(sequence, size), masks_of(sequence)[kind]
+    seen = shown(mask or Full(), sequence.length, sequence.length, sequence.batch)
+    seen = seen & shown(Causal(), sequence.length, sequence.length, 1) if is_causal else seen
+
+    def ours(mesh: Any, q: Any, k: Any, v: Any, sinks: Any) -> torch.Tensor:
+        mine = sequence.shard(numbers, dist.get_rank())
+        options = {"layout": sequence.layout, "seq_len": sequence.length, "mask": mask, "is_causal": is_causal}
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = block_attention(q, k, v, block_indices=mine, block_size=size, sinks=sinks, mesh=mesh, **options)
+        return out.transpose(1, 2)
+
+    with mock.patch.object(chosen, "_BYTES", block):
+        check_layer(sequence, ours, partial(dense_blocks, numbers, size, seen), tokens, [normal(4, seed=4)])
 
 
 @pytest.mark.parametrize("alone", range(5))
@@ -227,7 +301,8 @@ def test_dtensors() -> None:
     wanted = attention(indices, *leaves)
     expected = torch.autograd.grad(wanted.square().sum(), leaves)
     index_tensors = [normal(2, 7, 3, 4), normal(2, 7, 4, seed=1), normal(2, 7, 3, seed=2)]
-    best = best_keys(*index_tensors, 3, shown(Causal(), 7, 7, 1))
+    seen = shown(Causal(), 7, 7, 1)
+    best, (blocks, numbers), logits = best_keys(*index_tensors, 3, seen), block_problem(sequence, 2), normal(4)
 
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
@@ -244,6 +319,13 @@ def test_dtensors() -> None:
         grads = torch.autograd.grad(out.square().sum(), [q, latent, k_rope, up, sinks])
         for got, of_all in zip(grads, expected, strict=True):
             equal(got.full_tensor(), of_all)  # type: ignore[attr-defined]
+        heads = [distribute_tensor(x.transpose(1, 2), mesh, [Shard(2), Shard(1)]) for x in blocks]
+        of_blocks = {"block_indices": distribute_tensor(numbers, mesh, [Shard(1), Shard(2)]), "block_size": 2}
+        got = block_attention(*heads, sinks=distribute_tensor(logits, mesh, [Replicate(), Shard(0)]), **of_blocks)
+        equal(got.full_tensor().transpose(1, 2), dense_blocks(numbers, 2, seen, *blocks, logits))  # type: ignore[attr-defined]
+        one = distribute_tensor(blocks[1].transpose(1, 2)[:, :1], mesh, [Shard(2), Replicate()])
+        with pytest.raises(ValueError, match="these of the 2 ranks over which they are sharded"):
+            block_attention(heads[0], one, one, block_size=2, block_indices=of_blocks["block_indices"][:, :, :1])
         placed = [distribute_tensor(x, mesh, [Shard(1), Replicate()]) for x in index_tensors]
         assert torch.equal(select_keys(*placed, topk=3).full_tensor(), best)  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="select_keys expects a DTensor sharded along dims"):
@@ -283,6 +365,12 @@ def test_examples_of_docstrings() -> None:
         options: dict[str, Any] = {"up": up, "indices": indices, "mesh": dist.group.WORLD}
         out = indexed_attention(torch.zeros(1, 1, 2, 2), latent, latent, **options)
         equal(out.flatten(), torch.tensor([5.0, 7.5]), 1e-6)
+        key = torch.tensor([[[3.0], [1.0], [2.0], [1.0]]])
+        options = {"block_size": 1, "topk": 1, "local_blocks": 0, "mesh": dist.group.WORLD}
+        assert select_blocks(torch.ones(1, 4, 1, 1), key, **options).flatten().tolist() == [0, 0, 0, 0]
+        v, blocks = torch.tensor([[[[1.0], [2.0], [9.0]]]]), torch.tensor([[[[0]], [[0]], [[1]]]])
+        out = block_attention(v * 0, v, v, block_indices=blocks, block_size=2, mesh=dist.group.WORLD)
+        equal(out.flatten(), torch.tensor([1.0, 1.5, 9.0]), 1e-6)
 
     run_ranks(1, body)
 
@@ -303,13 +391,21 @@ def _attend(**changed: Any) -> Callable[[Any], object]:
     return lambda mesh: indexed_attention(**{"mesh": mesh, **given})
 
 
+def _blocks(**changed: Any) -> Callable[[Any], object]:
+    (q, k, v), numbers = block_problem(Sequence(3, 1, Contiguous()), 2)
+    names = {"q": q.transpose(1, 2), "k": k.transpose(1, 2), "v": v.transpose(1, 2), "block_indices": numbers}
+    return lambda mesh: block_attention(**{"mesh": mesh, "block_size": 2, **names, **changed})
+
+
 BAD = [
     (r"q_index \(batch, tokens, heads, dims\); got \(1, 3, 4\)", _select(q=K)),
     (r"k_index \(batch, tokens, dims\), where batch 1, tokens 3, .*; got \(1, 3, 2\)", _select(k=W)),
     ("topk to be an integer >= 1, got 0", _select(topk=0)),
-    ("q_index and k_index of one floating dtype, .* got torch.float64, torch.float32", _select(k=K.float())),
-    ("floating weights; got .* and torch.int64", _select(weights=W.long())),
-    (r"at least one head and dim of q_index, got \(1, 3, 0, 4\)", _select(q=Q[:, :, :0], weights=W[..., :0])),
+    ("q_index and k_index of one floating dtype, .* got q_index torch.float64 .*, k_index torch.float32",
+     _select(k=K.float())),
+    ("floating weights; got .*, weights torch.int64", _select(weights=W.long())),
+    (r"at least one head and dim, .* got q_index torch.float64 \(1, 3, 0, 4\)",
+     _select(q=Q[:, :, :0], weights=W[..., :0])),
     ("expected is_causal to be True or False, got 1", _select(is_causal=1)),
     ("expected mask to be a Mask such as .*, got Tensor", _select(mask=W)),
     ("documents of a mask end at 8 .*, expected at most .* 6", _select(mask=Documents([0, 4, 8]))),
@@ -328,6 +424,16 @@ BAD = [
     (r"latent \(batch, tokens, R\), where .*; got \(1, 2, 5\)",
      _attend(latent=TOKENS[1][:, :2], k_rope=TOKENS[2][:, :2])),
     ("expected a finite scale, got nan", _attend(scale=float("nan"))),
+    ("block_size to be an integer >= 1, got 0", lambda mesh: select_blocks(Q, K, block_size=0, topk=1, mesh=mesh)),
+    ("local_blocks to be an integer >= 0, got -1",
+     lambda mesh: select_blocks(Q, K, block_size=1, topk=1, local_blocks=-1, mesh=mesh)),
+    ("one floating dtype, at least one head",
+     lambda mesh: select_blocks(Q, K.half(), block_size=1, topk=1, mesh=mesh)),
+    (r"block_indices \(batch, tokens, groups, blocks\), where .*", _blocks(block_indices=INDICES)),
+    ("block_indices of int32 or int64", _blocks(block_indices=normal(1, 3, 2, 4))),
+    ("from -1 to the last of 3 blocks, got 3 to 3", _blocks(block_indices=torch.full((1, 3, 2, 1), 3))),
+    ("heads of q to be a multiple of those of k", _blocks(q=normal(1, 3, 3, 3))),
+    ("one floating dtype, with at least one head", _blocks(v=normal(1, 2, 3, 5).half())),
 ]  # fmt: skip
 
 
