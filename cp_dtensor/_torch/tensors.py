@@ -96,16 +96,16 @@ def laid_out_after(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def has_shared_elements(x: torch.Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as in expanded dims.
+    """Return whether elements of a tensor may share memory, as in expanded dims and overlapping windows.
+
+    True also for some dims that interleave without sharing, such as those of strides 2 and 3 and sizes 2 and 2.
 
     >>> has_shared_elements(torch.zeros(1, 3).expand(2, 3)), has_shared_elements(torch.zeros(2, 4)[:, :3])
     (True, False)
     """
-    return any(x.stride(dim) == 0 < x.size(dim) - 1 for dim in range(x.dim())) or any(
-        x.stride(outer) < x.stride(inner) * x.size(inner)
-        for inner, outer in pairwise(_from_inner_to_outer(x))
-        if x.size(outer) > 1
-    )
+    dims = [dim for dim in _from_inner_to_outer(x) if x.size(dim) > 1]
+    is_expanded = any(x.stride(dim) == 0 for dim in dims)
+    return is_expanded or any(x.stride(outer) < x.stride(inner) * x.size(inner) for inner, outer in pairwise(dims))
 
 
 def _from_inner_to_outer(x: torch.Tensor) -> list[int]:

@@ -41,7 +41,10 @@ class KvTransfers(ABC):
         """
 
     def tiles_launched(self) -> None:
-        """Start transfers that overlap with the tiles just launched and need not be submitted before them, if any."""
+        """Start transfers that overlap with the tiles of a step even if they are submitted after those. May do nothing.
+
+        Called once a step, after its tiles were launched.
+        """
         return
 
 

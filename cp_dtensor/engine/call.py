@@ -206,7 +206,7 @@ def call_of(key: str, factors: list[float] | None = None, numbers: list[int] | N
 
 
 def factors_of(head_dim: int, **options: Any) -> list[float]:
-    """Return `Call.factors` of options, which are checked, in code that Dynamo traces."""
+    """Check scale, softcap and dropout_p; return them as `Call.factors`, for traced code, which has no `Call`."""
     scale, softcap, dropout_p = checked_factors(**options).values()
     return [softmax_scale(head_dim, scale), softcap, dropout_p]
 

@@ -86,7 +86,7 @@ def handle_of(value: Any, *, for_copies: bool = False) -> Tensor:
 
 
 def fake_handle() -> Tensor:
-    """Return a tensor like a handle, for code that is traced."""
+    """Return a tensor with a handle's shape, dtype and device that names nothing: operators return it in traces."""
     return torch.empty(_SHAPE, dtype=torch.int64, device="cpu")
 
 

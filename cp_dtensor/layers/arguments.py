@@ -255,7 +255,7 @@ class _Place:
         """Return the ranks that share the sequence."""
         if self.mesh == IN_CONTEXT:
             context = current()
-            assert context is not None
+            assert context is not None, "only calls inside of a context have no mesh of their own"
             return context.call.ranks
         if self.axes is None:
             return sequence_ranks(self.mesh)

@@ -136,7 +136,10 @@ class ChunkedRecurrence:
         return cls(rows, chunks, q_ * since_start, to_end, v_, erased, weights, decay, v.dtype)
 
     def maps(self, pieces: Sequence[int]) -> Maps:
-        """Return maps of some pieces: transition (pieces, B, H, ...) and state (pieces, B, H, K, V)."""
+        """Return maps of some pieces, runs of tokens of one document, by their index in `chunks`.
+
+        Transitions are (pieces, B, H, K, K) with the delta rule, else (pieces, B, H, K); states (pieces, B, H, K, V).
+        """
         if not pieces:
             sizes = self.q.size(1), self.q.size(2), self.q.size(-1), self.v.size(-1)
             return no_maps(*sizes, self.erased is not None, (self.k, self.v, self.decay))

@@ -298,9 +298,11 @@ def _shift(kv_position):
 
 @triton.jit
 def _philox(q_position, kv_position, dropout, ROUNDS: tl.constexpr):
-    """Return four words for positions that broadcast, and the keys of the next round.
+    """Return the four words of 32 bits after ROUNDS rounds of Philox4x32, and the keys of the next round.
 
-    Each product is computed for as few elements as it depends on: the first two rounds cost little.
+    The counter is (query position, key position, batch row, query head), the key is the seed; `dropout` as in
+    `which_are_kept`. Positions broadcast, one along rows and one along columns: the products of the first two rounds
+    depend on a row, a column or neither, so they cost little.
     """
     seed, batch, head, _ = dropout
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)

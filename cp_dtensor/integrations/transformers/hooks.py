@@ -91,7 +91,8 @@ _UNCOMPILED = (
 
 
 def _models_checked(utils: Any) -> AbstractContextManager[None]:
-    """While open, models of transformers that are called in contexts are checked first, and their caches marked."""
+    """Check each model that is called in a context before its forward, and mark its caches as a shard's after it."""
+    # Compiled code runs these two between graphs; with fullgraph=True the error is _UNCOMPILED.
     check, mark = never_compiled(check_call, _UNCOMPILED), never_compiled(mark_caches, _UNCOMPILED)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
