@@ -137,7 +137,7 @@ class Ring(Plan):
         """Compute shares of dq, dk and dv of a step of backward, for some query heads and the step's k and v."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
-        """Compute `out`, `lse` and what `backward` takes as `saved`. Rings always have lse, by which they merge tiles."""
+        """Compute `out`, `lse` and what `backward` takes as `saved`. Rings always have lse: they merge tiles by it."""
         arguments, modifiers = (q, k, v), values.modifiers  # saved as they are given, not as copied below
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
             out = q.new_empty((*q.shape[:3], self.spec.v_head_dim))
