@@ -231,6 +231,14 @@ MUTANTS = (
         "tests/api/test_varlen.py",
     ),
     Mutant(
+        "gradient of lse lost",
+        "what lse is used for adds nothing to the gradients of q and k",
+        "attention/lse.py",
+        "(out.to(lse.dtype) - factor * direction)",
+        "(out.to(lse.dtype) - 0 * factor * direction)",
+        "tests/matrix/test_matrix.py::test_fronts_by_features",
+    ),
+    Mutant(
         "up-projection's gradient incomplete",
         "each step's share replaces those before",
         "attention/latent.py",
