@@ -57,21 +57,21 @@ def with_gradient_of_lse(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: T
 
     Of out, backward reads nothing but delta, the sum of grad_out * out over the head dim, and the gradient of logits is
     P * (grad_out v^T - delta). That of lse adds P * grad_lse. So out becomes out - x, where grad_out * x has the sum
-    grad_lse. Rows whose grad_out is 0 get a tiny one.
+    grad_lse. Rows whose grad_out is too small for that get a tiny one.
 
     Args:
         out, grad_out: (B, H, S, Dv).
         lse, grad_lse: (B, H, S).
     """
-    tiny = 1e-6 if out.dtype == torch.float16 else 1e-19
-    grad = grad_out.to(lse.dtype)
-    is_zero = grad.abs().amax(-1, keepdim=True) < tiny
-    grad = grad.masked_fill(is_zero, tiny)
-    largest = grad.abs().amax(-1, keepdim=True)
-    grad_lse = grad_lse.to(lse.dtype).masked_fill(lse == float("-inf"), 0)  # rows without keys
-    direction = grad / largest
-    factor = grad_lse.unsqueeze(-1) / largest / direction.square().sum(-1, keepdim=True)
-    return (out.to(lse.dtype) - factor * direction).to(out.dtype), grad_out.masked_fill(is_zero, tiny)
+    grad_lse = grad_lse.to(lse.dtype).masked_fill(lse == float("-inf"), 0).unsqueeze(-1)  # rows without keys
+    most, least = (4096.0, 2.0**-24) if out.dtype == torch.float16 else (1e30, 1e-19)  # of x, and of grad_out
+    least_of_row = (grad_lse.abs() / (most * out.size(3))).clamp(min=least)
+    is_small = (grad_out.abs().amax(-1, keepdim=True) < least_of_row) & (grad_lse != 0)
+    grad_out = torch.where(is_small, least_of_row.to(grad_out.dtype), grad_out)
+    largest = grad_out.abs().amax(-1, keepdim=True).to(lse.dtype).clamp(min=torch.finfo(lse.dtype).tiny)
+    direction = grad_out / largest
+    factor = grad_lse / largest / direction.square().sum(-1, keepdim=True).clamp(min=1)
+    return (out.to(lse.dtype).masked_fill(is_small, 0) - factor * direction).to(out.dtype), grad_out
 
 
 def dense_lse(lse: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """LSE merge of partial results: the Triton kernel and its reference implementation."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
 from support.devices import each_implementation
 
+from cp_dtensor.attention.lse import with_gradient_of_lse
 from cp_dtensor.attention.merge import MergePart, merge, merge_reference
 from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.spec.layouts import Span
@@ -179,3 +181,14 @@ def test_float64_state_keeps_float64() -> None:
             result = merged(function, first, everywhere(*others), in_place)
             for got, expected in zip(result, attention(logits, v), strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float16, 1e-3), (torch.bfloat16, 6e-3), (torch.float32, 1e-6)])
+def test_gradients_of_lse_of_any_size(dtype: torch.dtype, error: float) -> None:
+    out, noise = torch.randn(2, 1, 3, 8, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for size, of_lse in product((0.0, 1e-6, 1e-3), (1e-4, 1.0, 10.0, 1000.0)):
+        grad_out, grad_lse = noise * size, torch.full((1, 3, 8), of_lse)
+        changed, grad = with_gradient_of_lse(out, torch.zeros(1, 3, 8), grad_out, grad_lse)
+        delta = (grad.double() * changed.double()).sum(3)
+        wanted = (grad_out.double() * out.double()).sum(3) - grad_lse
+        torch.testing.assert_close(delta, wanted, rtol=0.0, atol=error * (of_lse + 16 * size))
