@@ -164,8 +164,7 @@ def chosen_gradients_reference(
     scale: float, block_size: int = 1, seen: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, of rows (in float32 or wider) and of the sink; arguments are those of the forward."""
-    wide, value_dim = wide_dtype(q), out.size(3)
-    dq = torch.empty_like(q)
+    wide, value_dim, dq = wide_dtype(q), out.size(3), torch.empty_like(q)
     d_rows = rows.new_zeros((rows.size(0), rows.size(1) + 1, *rows.shape[2:]), dtype=wide)  # the last one is of no key
     delta = (grad_out.to(wide) * out).sum(3)
     for batch, heads, at, index, keys, q_block, logits in _blocks(q, rows, indices, scale, block_size, seen):
@@ -179,7 +178,8 @@ def chosen_gradients_reference(
         d_rows[batch, :, heads.start * rows.size(2) // q.size(1)].index_add_(0, index.flatten(), d_keys.flatten(0, 1))
     d_sink = None
     if sink is not None:
-        d_sink = -((sink.to(wide).unsqueeze(1) - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
+        weights = (sink.to(wide).unsqueeze(1) - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
+        d_sink = -(weights * delta).sum((0, 2)).to(sink.dtype)
     return dq, d_rows[:, :-1], d_sink
 
 
