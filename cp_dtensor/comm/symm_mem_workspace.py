@@ -211,7 +211,7 @@ class _Waits(WatchedWaits):
         )
         memory = memory_of(group)
         calls = memory.calls
-        latest = "" if calls is None else f" The latest on this rank is {calls.texts[calls.number]}."
+        latest = f" The latest on this rank is {calls.texts.get(calls.number, 'not known')}." if calls else ""
         failure = PeerError(
             f"rank {held.rank} of {self._described} waited {seconds:.3g} s in shared memory, longer than the timeout "
             f"of the group, for {waits}.{latest} The results of calls in flight are invalid."
