@@ -1,6 +1,6 @@
 """`deterministic=True` of calls and drop-ins: our kernels compute plain masks, in forward and backward.
 
-`test_gpu_deterministic` checks results on GPUs; these tests treat CPUs as devices with nondeterministic sums.
+`tests/gpu/test_gpu_calls.py` checks results on GPUs; these tests treat CPUs as devices with nondeterministic sums.
 """
 
 from __future__ import annotations
