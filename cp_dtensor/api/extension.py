@@ -37,7 +37,7 @@ from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import first_use, wrong_result
 from cp_dtensor.attention.backends.packages import quiet
 from cp_dtensor.attention.backends.select import register_backend
-from cp_dtensor.attention.masked import positions_of
+from cp_dtensor.attention.masked import positions_of, seen_positions
 from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.comm.faults import exchanged
@@ -83,6 +83,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
     "ContextHook", "hooks_held", "register_context_hook", "gathered_shards", "positions_of",
+    "seen_positions",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare

@@ -22,6 +22,7 @@ from cp_dtensor.attention.lse import empty_lse, store_sum, without
 from cp_dtensor.attention.triton.configs import has_tensor_cores
 from cp_dtensor.attention.triton.dropout import Dropout, kept_reference
 from cp_dtensor.attention.triton.row_mask import RowMask
+from cp_dtensor.spec.intervals import IntervalSet
 from cp_dtensor.spec.layouts import Segment
 
 if TRITON_AVAILABLE:
@@ -159,6 +160,20 @@ def positions_of(segments: Iterable[Segment], device: torch.device | str | None 
         tokens: Any = torch.arange(segment.length, device=device)
         parts.append(segment.position(tokens))
     return torch.cat(parts)
+
+
+def seen_positions(bands: IntervalSet, queries: Tensor) -> Tensor:
+    """Return (2, S): the first key position that queries at some positions see, and the end of those that they see.
+
+    >>> from cp_dtensor.spec.masks import Causal
+    >>> seen_positions(Causal().interval_sets(4, 4)[0], torch.tensor([0, 3])).tolist()
+    [[0, 0], [1, 4]]
+    """
+    facts = torch.tensor([(0, 0, 0, 0, 0, 0), *bands], dtype=torch.int64, device="cpu").t().contiguous()
+    index = torch.searchsorted(facts[0, 1:], queries, right=True)  # before the first band there is an empty one
+    _, last, lo, hi, left, right = facts.index_select(1, index)
+    seen = torch.stack([torch.maximum(lo, queries - left), torch.minimum(hi, queries + (right + 1))])
+    return torch.where(queries < last, seen, 0)
 
 
 # The reference implementation

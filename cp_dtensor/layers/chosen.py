@@ -142,7 +142,7 @@ def attend_chosen_reference(
         indices: (B, T, G, N), of keys or of blocks of them, -1 for none.
         sink: (H,), a logit of each head that counts in the softmax denominator alone, or None.
         scale: factor of the logits.
-        seen: for each batch row, the `seen_keys` of its queries; () if they see all that are chosen.
+        seen: for each batch row, the keys that its queries see; () if they see all that are chosen.
 
     Returns:
         out: (B, H, T, value_dim) in q's dtype; 0 for a query without keys.

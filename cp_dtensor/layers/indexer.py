@@ -75,7 +75,7 @@ def select_reference(
         q: (T, H, D).
         k: (S, D), in the order of positions.
         weights: (T, H); None for scores that are products of a single head.
-        seen: `seen_keys` of the queries.
+        seen: the keys that the queries see, of `MaskedLayer.queries`.
         local: each query's own block, (T,) on the CPU, and the number of blocks up to it that are selected first.
     """
     rows, heads, dim = q.shape

@@ -20,6 +20,7 @@ from cp_dtensor.attention.masked import (
     attention_delta,
     attention_forward,
     positions_of,
+    seen_positions,
 )
 from cp_dtensor.attention.merge import merge
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers
@@ -195,14 +196,8 @@ class TileRows:
 
 def _intervals(bands: IntervalSet, queries: Tensor, keys: KeyRun, columns: Span) -> Tensor:
     """Return (2, S): the first column of each row and the end of its columns, which are some rows of `keys`."""
-    # Before the first band there is an empty one, before the first segment of keys below likewise.
-    table = torch.tensor([(0, 0, 0, 0, 0, 0), *bands], dtype=torch.int64, device="cpu")
-    first, last, lo, hi, left, right = table.t().contiguous()
-    index = torch.searchsorted(first[1:], queries, right=True)
-    start = torch.maximum(_at(lo, index), queries - _at(left, index))
-    stop = torch.minimum(_at(hi, index), queries + _at(right + 1, index))
-    seen = _rows_before(keys, torch.stack([start, stop])).clamp_(*columns).sub_(columns[0])
-    return torch.where((queries < _at(last, index)) & (seen[0] < seen[1]), seen, 0)
+    seen = _rows_before(keys, seen_positions(bands, queries)).clamp_(*columns).sub_(columns[0])
+    return torch.where(seen[0] < seen[1], seen, 0)
 
 
 def _rows_before(keys: KeyRun, positions: Tensor) -> Tensor:
@@ -210,6 +205,7 @@ def _rows_before(keys: KeyRun, positions: Tensor) -> Tensor:
 
     A search among segments is several times as fast as one among all keys.
     """
+    # Before the first segment there is an empty one.
     facts = [(row, *segment) for row, segment in zip(keys.starts, keys.segments, strict=False)]
     table = torch.tensor([(0, 0, 0, 1, 1), *facts], dtype=torch.int64, device="cpu")
     row, first, length, block, period = table.t().contiguous()
