@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives import errors_by_rank, recorded_collectives
+from support.collectives import check_refused_before_any_exchange, errors_by_rank, recorded_collectives
 from support.ranks import run_ranks
 from support.recurrences import HEADS, K, V, layer, problem
 from support.sequences import normal
@@ -143,14 +143,7 @@ BAD: list[tuple[str, Call]] = [
 
 
 def test_refused_before_any_exchange() -> None:
-    def body(rank: int) -> None:
-        for message, call in BAD:
-            with pytest.raises((TypeError, ValueError), match=message):
-                call(dist.group.WORLD)
-
-    with recorded_collectives() as collectives:
-        run_ranks(2, body)
-    assert not collectives
+    check_refused_before_any_exchange(BAD)
 
 
 def test_heads_that_do_not_divide() -> None:

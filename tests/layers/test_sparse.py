@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import examples
-from support.collectives import errors_by_rank, kinds, recorded_collectives
+from support.collectives import check_refused_before_any_exchange, errors_by_rank, kinds, recorded_collectives
 from support.masked_problems import shown
 from support.ranks import run_ranks
 from support.sequences import Sequence, check_layer, equal, normal, sequences
@@ -438,14 +438,7 @@ BAD = [
 
 
 def test_refused_before_any_exchange() -> None:
-    def body(rank: int) -> None:
-        for message, call in BAD:
-            with pytest.raises((TypeError, ValueError), match=message):
-                call(dist.group.WORLD)
-
-    with recorded_collectives() as collectives:
-        run_ranks(2, body)
-    assert not collectives
+    check_refused_before_any_exchange(BAD)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -152,3 +153,16 @@ def _all_to_all_in_place(
         for rows_in, rows_out in zip(incoming, outgoing, strict=True)
     ]
     return lambda: [work.wait() for work in works]
+
+
+def check_refused_before_any_exchange(cases: Sequence[tuple[str, Callable[[Any], object]]]) -> None:
+    """Checks that calls, given the group of two ranks, end in messages on both, without a collective."""
+
+    def body(rank: int) -> None:
+        for message, call in cases:
+            with pytest.raises((TypeError, ValueError), match=message):
+                call(dist.group.WORLD)
+
+    with recorded_collectives() as collectives:
+        run_ranks(2, body)
+    assert not collectives
