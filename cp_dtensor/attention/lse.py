@@ -64,13 +64,15 @@ def with_gradient_of_lse(out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: T
         lse, grad_lse: (B, H, S).
     """
     grad_lse = grad_lse.to(lse.dtype).masked_fill(lse == float("-inf"), 0).unsqueeze(-1)  # rows without keys
-    most, least = (4096.0, 2.0**-24) if out.dtype == torch.float16 else (1e30, 1e-19)  # of x, and of grad_out
+    # x must not overflow, nor what is put into grad_out vanish: limits of an element of x, and of grad_out.
+    most, least = (4096.0, 2.0**-24) if out.dtype == torch.float16 else (1e30, 1e-19)
     least_of_row = (grad_lse.abs() / (most * out.size(3))).clamp(min=least)
     is_small = (grad_out.abs().amax(-1, keepdim=True) < least_of_row) & (grad_lse != 0)
     grad_out = torch.where(is_small, least_of_row.to(grad_out.dtype), grad_out)
     largest = grad_out.abs().amax(-1, keepdim=True).to(lse.dtype).clamp(min=torch.finfo(lse.dtype).tiny)
     direction = grad_out / largest
     factor = grad_lse / largest / direction.square().sum(-1, keepdim=True).clamp(min=1)
+    # Where grad_out is made up, out itself must not count in delta.
     return (out.to(lse.dtype).masked_fill(is_small, 0) - factor * direction).to(out.dtype), grad_out
 
 

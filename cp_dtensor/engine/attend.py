@@ -70,9 +70,8 @@ class Attention(torch.autograd.Function):
         # Ulysses saves other ranks' rows instead of q, k and v. This empty tensor keeps an edge to the inputs, so that
         # a second derivative raises instead of returning zero.
         origin = t.q.new_empty(0) if ctx.done.plan.saves_rows_of_others else None
-        if needs_lse:
-            ctx.set_materialize_grads(False)
-        else:
+        ctx.set_materialize_grads(False)  # None for lse if it is not differentiated
+        if not needs_lse:
             ctx.mark_non_differentiable(lse)
         inputs = t[:3] if needs_lse else (None,) * 3
         ctx.save_for_backward(*(results if keeps_results else (None, None)), origin, *inputs, *t[3:-1], *saved)
@@ -90,7 +89,7 @@ class Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         refuse_batches(grad_out)
         t = Tensors(grad_out, grad_out, grad_out, *others[:_BESIDE])
-        if q is not None and grad_lse is not None and results is not None:
+        if grad_lse is not None and results is not None:
             refuse_batches(grad_lse)
             out, grad_out = with_gradient_of_lse(results[0], rounded_lse(results[1]), grad_out, grad_lse)
             t, saved, results = t._replace(q=q, k=k, v=v), (), (out, lse)

@@ -134,10 +134,10 @@ def _row_after_row(tensor: Tensor) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # Without the handle of a mask, which code may make once more in backward, from tensors that have changed.
-    *tensors, _mask, ctx.key, ctx.factors, ctx.numbers, ctx.needs_lse, _needs_backward = inputs
+    *tensors, _mask, ctx.key, ctx.factors, ctx.numbers, needs_lse, _needs_backward = inputs
     ctx.save_for_backward(*output, *tensors)
-    ctx.mark_non_differentiable(*output[1 + ctx.needs_lse :])
-    ctx.set_materialize_grads(not ctx.needs_lse)
+    ctx.mark_non_differentiable(*output[1 + needs_lse :])
+    ctx.set_materialize_grads(False)  # None for lse if it is not differentiated
 
 
 def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
@@ -149,8 +149,6 @@ def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
     ) -> tuple[Tensor | None, ...]:
         out, lse, *others = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        if not ctx.needs_lse:
-            grad_lse = None  # zeros, which torch makes for what has no gradient
         if grad_lse is not None:
             out, grad_out = with_gradient_of_lse(out, rounded_lse(lse), grad_out, rounded_lse(grad_lse))
         needed = list(ctx.needs_input_grad[: len(Tensors._fields)])

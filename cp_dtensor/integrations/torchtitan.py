@@ -194,7 +194,8 @@ def _context_parallel_class(inner: type, base: type) -> type:
             **kwargs: Any,
         ) -> torch.Tensor:  # fmt: skip
             if of_latents:  # (T, H, keys without positions + V) and (T, positions), one for all heads
-                plain, v_THV, k_shared = *k_THK.tensor_split([q_THK.size(2) - v_THV.size(1)], dim=2), v_THV
+                k_shared = v_THV
+                plain, v_THV = k_THK.tensor_split([q_THK.size(2) - k_shared.size(1)], dim=2)
                 k_THK = torch.cat((plain, k_shared.unsqueeze(1).expand(-1, plain.size(1), -1)), dim=2)
             unknown = [name for name, value in kwargs.items() if value is not None]
             if unknown:
