@@ -16,7 +16,7 @@ from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.parsing import MASK_HELP, command_parser, mask_argument, positive
 from cp_dtensor.tools.ranks import Failed, end, start
-from cp_dtensor.tools.report import Row, table_of, versions, write_csv
+from cp_dtensor.tools.report import Row, machine_columns, table_of, write_csv
 
 
 def measuring_parser(command: str, description: str) -> argparse.ArgumentParser:
@@ -79,11 +79,7 @@ def measure_all(
     """
     ranks, device = start(program, arguments, options.use_gpu, options.timeout)
     suite = Suite(ranks, device, options.repeats, options.check_up_to)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    about = {
-        "machine": f"{ranks.world_size}x{name.removeprefix('NVIDIA ').split(' ')[0]}",
-        "versions": ", ".join(f"{what} {version}" for what, version in versions()),
-    }
+    about = machine_columns(ranks.world_size)
     rows, lost = list[Row](), None
     if ranks.rank == 0:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))

@@ -42,6 +42,15 @@ def versions() -> Iterator[tuple[str, str]]:
         yield from ((package.distribution, package.version) for package in PACKAGES if package.version)
 
 
+def machine_columns(count: int) -> dict[str, str]:
+    """Return the columns of a row that tell of the machine: so many of its devices, such as 8xH200, and versions."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "machine": f"{count}x{name.removeprefix('NVIDIA ').split(' ')[0]}",
+        "versions": ", ".join(f"{what} {version}" for what, version in versions()),
+    }
+
+
 def gpu_name() -> str | None:
     """Return the name in `GPUS` of the current GPU; None for others, whose peaks are not known."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cp_dtensor.tools.report import versions
+from cp_dtensor.tools.report import machine_columns
 
 MODULES = {
     "torch": ["torchtitan.train"],
@@ -85,10 +85,8 @@ def run(method: str, seq_len: int, options: argparse.Namespace) -> dict[str, Any
     timed = {step: seq_len / options.gpus / speed * 1e3 for step, *_, speed in steps if step > WARM_UP}
     first, last = steps[0], steps[-1]
     median = statistics.median(timed.values())
-    name = torch.cuda.get_device_name().removeprefix("NVIDIA ").split(" ")[0]
-    about = {
-        "status": "measured", "machine": f"{options.gpus}x{name}", "mask": "causal", "layout": "HeadTail",
-        "versions": ", ".join(f"{what} {version}" for what, version in versions()), "tokens": seq_len,
+    about = machine_columns(options.gpus) | {
+        "status": "measured", "mask": "causal", "layout": "HeadTail", "tokens": seq_len,
         "q_heads": 32, "kv_heads": 8, "head_dim": 128, "method": method, "pass": "step",
     }  # fmt: skip
     return about | {
