@@ -2,6 +2,7 @@
 
 import os
 
+from cp_dtensor.api.batch import plan_batch
 from cp_dtensor.api.context import context_parallel
 from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.api.explain import explain
@@ -71,6 +72,7 @@ __all__ = [
     "local_positions",
     "local_runs",
     "mamba2",
+    "plan_batch",
     "relayout",
     "ring_attention",
     "select_blocks",
