@@ -143,7 +143,7 @@ def plan_batch(
     Raises:
         TypeError, ValueError: arguments that do not fit; a document that does not fit into the memory of all ranks.
 
-    A program is in docs/choosing.md. Each step is a context of its own:
+    Each step is a context of its own (examples/batch_plan.py):
 
         for step in plan_batch(lengths, mesh, tokens_per_rank=8192, q_heads=32, kv_heads=8):
             buffers = [step.pack(tokens), step.pack(labels), step.positions()]

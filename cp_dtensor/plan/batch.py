@@ -43,9 +43,9 @@ def plan_steps(lengths: Sequence[int], ranks: int, tokens_per_rank: int, seconds
         lengths: tokens of each document, at most `ranks * tokens_per_rank` each.
         tokens_per_rank: most tokens of a rank in a step.
 
-    >>> steps = plan_steps([8, 2, 2], 4, 4, lambda lengths, ranks: sum(n * n for n in lengths) / ranks)
+    >>> steps = plan_steps([8, 2, 2], 4, 4, lambda lengths, ranks: max(lengths) + sum(lengths) / ranks)
     >>> [[(group.size, group.documents) for group in step] for step in steps]
-    [[(4, (0, 1, 2))]]
+    [[(3, (0,)), (1, (1, 2))]]
     """
     search = _Search(lengths, ranks, tokens_per_rank, seconds)
     begun = [search.first_fit(target) for target in search.targets()]

@@ -161,6 +161,29 @@ def test_losses_of_fsdp2(two_processes: Processes, cp_size: int) -> None:
     assert len((EXAMPLES / "fsdp2.py").read_text().splitlines()) < 100
 
 
+def losses_of_batches(rank: int) -> list[float]:
+    found: list[float] = program(EXAMPLES, "batch_plan").train(STEPS)
+    return found
+
+
+def test_losses_of_planned_batches(four_processes: Processes) -> None:
+    batch_plan, fsdp2 = program(EXAMPLES, "batch_plan"), program(EXAMPLES, "fsdp2")
+    torch.manual_seed(0)
+    model = fsdp2.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    expected = []
+    for number in range(STEPS):
+        documents = list(zip(*batch_plan.batch(number), strict=True))
+        sums = [model(text[None], torch.arange(len(text))[None], label[None]) for text, label in documents]
+        loss = sum(sums) / sum(int((label != -100).sum()) for _, label in documents)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for found in four_processes.run(losses_of_batches):
+        assert found == pytest.approx(expected, abs=2e-5)
+
+
 # A captured training step, as far as CPUs run it
 
 
