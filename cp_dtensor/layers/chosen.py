@@ -17,16 +17,15 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor.api.extension import RankFunction, differentiated_once, refuse_batches, softmax_scale, wide_dtype
+from cp_dtensor.layers.block_kernels import attend_blocks, block_gradients
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
-from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
 from cp_dtensor.layers.exchange import whole_rows
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
-from cp_dtensor.layers.masked import MaskedLayer
+from cp_dtensor.layers.masked import MaskedLayer, Queries
 from cp_dtensor.spec.masks import Mask
 
 _PART = 1 << 20
@@ -86,10 +85,9 @@ class BlockAttention(MaskedLayer):
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, v, indices, sink, *_ = tensors
-        padded, rows = F.pad(q, (v.size(3), 0)), torch.cat((v, k), 3)
-        seen = [each.on_device for each in self.queries(call, q.size(0), q.device)]
-        scale = softmax_scale(q.size(3), self.scale)
-        out = _Attention.apply(padded, rows, indices, sink, call, v.size(3), scale, self.block_size, seen)
+        rows, scale = torch.cat((v, k), 3), softmax_scale(q.size(3), self.scale)
+        queries = self.queries(call, q.size(0), q.device)
+        out = _BlockAttention.apply(q, rows, indices, sink, call, v.size(3), scale, self.block_size, queries)
         return out, None
 
 
@@ -173,17 +171,17 @@ def _absorbed(q: Tensor, up: Tensor, plain: int) -> Tensor:
     return made.unsqueeze(0)
 
 
-class _Attention(RankFunction):
-    """Gathers the rows of all keys, attends, and sums gradients of rows over the ranks."""
+class _BlockAttention(RankFunction):
+    """Gathers the rows [v | k] of all keys, attends, and sums gradients of rows over the ranks."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, call: SequenceCall, value_dim: int,
-        scale: float, block_size: int, seen: Sequence[Tensor],
+        scale: float, block_size: int, queries: Sequence[Queries],
     ) -> Tensor:  # fmt: skip
         whole = whole_rows(rows, call.sequences(q.size(0)), call.ranks)
-        ctx.call, ctx.options = call, (scale, block_size, seen)
-        out, lse = attend_chosen_reference(q, whole, indices, sink, value_dim, *ctx.options)
+        ctx.call, ctx.options = call, (scale, block_size, queries)
+        out, lse = attend_blocks(q, whole, indices, sink, value_dim, *ctx.options)
         ctx.save_for_backward(q, whole, indices, sink, out, lse)
         return out
 
@@ -192,7 +190,7 @@ class _Attention(RankFunction):
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batches(grad_out)
         q, whole, indices, sink, out, lse = saved
-        dq, d_whole, d_sink = chosen_gradients_reference(grad_out, q, whole, indices, sink, out, lse, *ctx.options)
+        dq, d_whole, d_sink = block_gradients(grad_out, q, whole, indices, sink, out, lse, *ctx.options)
         return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, *[None] * 5
 
 
@@ -200,5 +198,5 @@ def _rows_gradient(ctx: Any, d_whole: Tensor, whole: Tensor) -> Tensor | None:
     """Return the gradient of this rank's rows, summed over the ranks in float32 or wider; None if it is not needed."""
     if not ctx.needs_input_grad[1]:
         return None
-    sequences = ctx.call.sequences(whole.size(0))
-    return whole_rows(d_whole, sequences, ctx.call.ranks, transposed=True).to(whole.dtype)
+    wide, sequences = d_whole.to(wide_dtype(whole)), ctx.call.sequences(whole.size(0))
+    return whole_rows(wide, sequences, ctx.call.ranks, transposed=True).to(whole.dtype)

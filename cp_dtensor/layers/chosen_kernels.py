@@ -10,25 +10,21 @@ Source: github.com/sgl-project/FlashMLA; github.com/NVIDIA/cudnn-frontend, `deep
 from __future__ import annotations
 
 import importlib
-import logging
-import warnings
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor.api.extension import first_use, quiet, wrong_result
+from cp_dtensor.api.extension import quiet, wrong_result
 from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
-from cp_dtensor.spec.logs import log_once
+from cp_dtensor.layers.package_kernels import PackageKernels, hopper_or_blackwell
 
-_PACKAGES = {
-    "forward": ("flash_mla", "flash_mla", "sgl-flash-mla"),
-    "backward": ("cudnn", "cudnn.deepseek_sparse_attention", "nvidia-cudnn-frontend"),
+_KERNELS = {
+    "forward": PackageKernels("sgl-flash-mla", "flash_mla", "indexed_attention forward"),
+    "backward": PackageKernels("nvidia-cudnn-frontend", "cudnn", "indexed_attention backward"),
 }
-"""For each direction: the package, the module, and the distribution."""
 _HEADS, _VALUES, _ROTARY, _KEYS = (64, 128), 512, 64, 128
 """Numbers of heads, dims of values and of rotary keys; numbers of chosen keys are multiples of the last one."""
 
@@ -37,7 +33,7 @@ def attend_chosen(
     q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend_chosen_reference` of one batch row and one group, without blocks and `seen`."""
-    if not _serves("forward", q, rows, indices, sink, value_dim):
+    if not _serves("forward", q, indices, sink, value_dim):
         return attend_chosen_reference(q, rows, indices, sink, value_dim, scale)
     return _forward(q, rows, indices, sink, value_dim, scale)
 
@@ -48,7 +44,7 @@ def chosen_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Compute `chosen_gradients_reference` of one batch row and one group, without blocks and `seen`."""
     given = grad_out, q, rows, indices, sink, out, lse, scale
-    if not _serves("backward", q, rows, indices, sink, out.size(3)):
+    if not _serves("backward", q, indices, sink, out.size(3)):
         return chosen_gradients_reference(*given)
     return _backward(*given)
 
@@ -58,7 +54,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     kernel = _module("forward").flash_mla_sparse_fwd
     heads, (keys, index) = q.size(1), _keys(rows, indices, value_dim)
-    sink = None if sink is None else _sinks(sink, heads)
+    sink = None if sink is None else _padded_sink(sink, heads)
     # "Legacy" are the kernels for rotary keys, and all those for Hopper.
     out, _, lse = kernel(
         _queries(q, value_dim), keys.unsqueeze(1), index.unsqueeze(1), scale, _VALUES, sink, use_legacy=True
@@ -75,7 +71,7 @@ def _backward(
     heads, value_dim, (keys, index) = q.size(1), out.size(3), _keys(rows, indices, out.size(3))
     padded = [_queries(x, value_dim) for x in (q, out, grad_out)]
     padded_lse = _pad(lse[0].T, _heads(heads) - heads).contiguous()
-    logits = _sinks(q.new_full((heads,), float("-inf")) if sink is None else sink, heads)
+    logits = _padded_sink(q.new_full((heads,), float("-inf")) if sink is None else sink, heads)
     found = kernel(padded[0], keys, *padded[1:], padded_lse, logits, index, softmax_scale=scale)
     dq, d_rows = (_unpadded(found[name], value_dim, q.size(3)) for name in ("dq", "dkv"))
     d_sink = None if sink is None else found["d_sink"][:heads].to(sink.dtype)
@@ -109,7 +105,7 @@ def _keys(rows: Tensor, indices: Tensor, value_dim: int) -> tuple[Tensor, Tensor
     return _padded(rows[0, :, 0], value_dim).contiguous(), index.contiguous()
 
 
-def _sinks(sink: Tensor, heads: int) -> Tensor:
+def _padded_sink(sink: Tensor, heads: int) -> Tensor:
     return _pad(sink.float(), _heads(heads) - heads, float("-inf"))
 
 
@@ -123,44 +119,18 @@ def _heads(count: int) -> int:
 
 
 def _module(direction: str) -> Any:
-    return importlib.import_module(_PACKAGES[direction][1])
+    name = {"forward": "flash_mla", "backward": "cudnn.deepseek_sparse_attention"}[direction]
+    return importlib.import_module(name)
 
 
-def _serves(direction: str, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int) -> bool:
+def _serves(direction: str, q: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int) -> bool:
     """Return whether the kernel of a package computes a direction; at first use a small problem is compared."""
-    if not q.is_cuda:
-        return False
-    package, _, distribution = _PACKAGES[direction]
-    reason = None
-    if torch.cuda.get_device_capability(q.device)[0] not in (9, 10):
-        reason = "kernels of packages need Hopper or datacenter Blackwell"
-    elif q.dtype != torch.bfloat16 or q.size(1) > _HEADS[-1]:
-        reason = f"kernels of packages need bfloat16 and at most {_HEADS[-1]} heads"
-    elif value_dim > _VALUES or q.size(3) - value_dim > _ROTARY:
-        reason = f"kernels of packages need latents of {_VALUES} values, and {_ROTARY} rotary dims, at most"
-    elif direction == "backward" and torch.are_deterministic_algorithms_enabled():
-        reason = "kernels of packages add gradients in any order, and deterministic algorithms are asked for"
-    elif find_spec(package) is None:
-        reason = f"{distribution} is not installed: pip install '.[sparse]' in a clone of cp_dtensor"
-    else:
-        padded = 0 if q.size(3) == value_dim else _ROTARY
-        kernel = direction, _heads(q.size(1)), padded, indices.size(3), sink is None
-
-        def failed(why: str) -> None:
-            warnings.warn(f"{distribution} is not used for indexed_attention, {direction}: {why}", stacklevel=2)
-
-        check = partial(_small_error, direction, q, indices.size(3), sink is not None, value_dim)
-        if first_use(("chosen keys", *kernel), q.device, check, failed) == "":
-            log_once(
-                "attention", logging.INFO, f"{distribution} computes indexed_attention, {direction}, {q.size(1)} heads"
-            )  # fmt: skip
-            return True
-        reason = "the kernel's first results were wrong, or it was not used before a CUDA graph capture"
-    log_once(
-        "attention", logging.WARNING,
-        f"torch operations compute indexed_attention, {direction}, many times slower: {reason}",
-    )  # fmt: skip
-    return False
+    rotary, refusal = q.size(3) - value_dim, hopper_or_blackwell(q)
+    if q.dtype != torch.bfloat16 or q.size(1) > _HEADS[-1] or value_dim > _VALUES or rotary > _ROTARY:
+        refusal = f"they need bfloat16, {_HEADS[-1]} heads, latents of {_VALUES} and {_ROTARY} rotary dims at most"
+    kernel = q.size(1), value_dim, rotary, indices.size(3), "sink" if sink is not None else ""
+    check = partial(_small_error, direction, q, indices.size(3), sink is not None, value_dim)
+    return _KERNELS[direction].serve(q, refusal, kernel, check, adds_in_any_order=direction == "backward")
 
 
 @quiet()  # packages are imported and compile

@@ -10,19 +10,16 @@ Source: github.com/NVIDIA/cudnn-frontend, `deepseek_sparse_attention`.
 from __future__ import annotations
 
 import importlib
-import logging
-import warnings
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_dtensor.api.extension import first_use, quiet, wrong_result
+from cp_dtensor.api.extension import quiet, wrong_result
 from cp_dtensor.layers.masked import in_intervals, largest_seen
-from cp_dtensor.spec.logs import log_once
+from cp_dtensor.layers.package_kernels import PackageKernels, hopper_or_blackwell
 
 _BYTES = 512 << 20
 """Limit for the scores of a block of queries, unless one has more. The package's top-k takes twice as many."""
@@ -31,7 +28,9 @@ _DIM, _HEADS, _MOST_KEYS = 128, (16, 32, 64), 2048
 _FEWEST_COLUMNS = 4096
 _FEW = 148
 """Most queries of the package's top-k for few of them."""
-_PACKAGE = "nvidia-cudnn-frontend"
+_SCORES, _TOP_K = (
+    PackageKernels("nvidia-cudnn-frontend", "cudnn", f"{part} of select_keys") for part in ("scores", "best keys")
+)
 
 
 def select_by_kernel(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, seen: Tensor, on_device: Tensor) -> bool:
@@ -112,35 +111,19 @@ def _module() -> Any:
 
 def _serves(q: Tensor, weights: Tensor) -> bool:
     """Return whether kernels compute scores; at first use a small problem is compared."""
-    if not q.is_cuda:
-        return False
-    reason = None
-    if torch.cuda.get_device_capability(q.device)[0] not in (9, 10):
-        reason = "kernels of packages need Hopper or datacenter Blackwell"
-    elif q.dtype != torch.bfloat16 or q.size(1) not in _HEADS or q.size(2) != _DIM or weights.dtype == torch.float64:
-        reason = f"kernels of packages need bfloat16, {_DIM} values of a key and {_HEADS} heads"
-    elif find_spec("cudnn") is None:
-        reason = f"{_PACKAGE} is not installed: pip install '.[sparse]' in a clone of cp_dtensor"
-    elif first_use(("indexer", q.size(1)), q.device, partial(_scores_error, q), partial(_warn, "scores")) == "":
-        log_once("attention", logging.INFO, f"{_PACKAGE} computes select_keys, {q.size(1)} heads")
-        return True
-    else:
-        reason = "the kernel's first results were wrong, or it was not used before a CUDA graph capture"
-    log_once("attention", logging.WARNING, f"torch operations compute select_keys, many times slower: {reason}")
-    return False
+    refusal = hopper_or_blackwell(q)
+    if q.dtype != torch.bfloat16 or q.size(1) not in _HEADS or q.size(2) != _DIM or weights.dtype == torch.float64:
+        refusal = f"they need bfloat16, {_DIM} values of a key and {_HEADS} heads"
+    return _SCORES.serve(q, refusal, (q.size(1),), partial(_scores_error, q))
 
 
 def _top_k_serves(scores: Tensor, topk: int) -> bool:
     """Return whether the package's top-k serves; at first use a small problem is compared."""
-    (queries, columns), device = scores.shape, scores.device
+    (queries, columns), refusal = scores.shape, f"they select {_MOST_KEYS} keys at most" if topk > _MOST_KEYS else None
     # The package compiles for powers of two, and apart for few queries.
     kernel = topk, (columns - 1).bit_length(), queries > _FEW
-    check = partial(_top_k_error, min(queries, _FEW + 1), columns, topk, device)
-    return topk <= _MOST_KEYS and first_use(("top-k", *kernel), device, check, partial(_warn, "top-k")) == ""
-
-
-def _warn(what: str, reason: str) -> None:
-    warnings.warn(f"{_PACKAGE} is not used for {what} of select_keys: {reason}", stacklevel=2)
+    check = partial(_top_k_error, min(queries, _FEW + 1), columns, topk, scores.device)
+    return _TOP_K.serve(scores, refusal, kernel, check)
 
 
 @quiet()  # the package is imported and compiles

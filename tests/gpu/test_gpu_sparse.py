@@ -22,12 +22,24 @@ from cp_dtensor import (
     indexed_attention,
     select_keys,
 )
-from cp_dtensor.layers import chosen_kernels, cudnn_indexer
+from cp_dtensor.layers import block_kernels, chosen_kernels, cudnn_indexer
 from cp_dtensor.layers.cudnn_indexer import _scores_error, _top_k_error
+
+if torch.cuda.is_available() and find_spec("fla") is not None:
+    from triton.runtime.autotuner import Autotuner
+
+    _original = Autotuner.__init__
+
+    def _one_setting(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
+        _original(self, fn, names, list(configs)[:1], *arguments, **options)
+
+    # Before the package is imported. To compile all settings of its kernels takes minutes.
+    Autotuner.__init__ = _one_setting
 
 _SERVED = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
 REASON = "needs a Hopper or datacenter Blackwell GPU and the extra: pip install -e '.[sparse]'"
 needs_flash_mla = pytest.mark.skipif(not _SERVED or find_spec("flash_mla") is None, reason=REASON)
+needs_fla = pytest.mark.skipif(not torch.cuda.is_available() or find_spec("fla") is None, reason=REASON)
 needs_cudnn = pytest.mark.skipif(not _SERVED or find_spec("cudnn") is None, reason=REASON)
 pytestmark = pytest.mark.gpu
 DIRECTIONS = [pytest.param("forward", marks=needs_flash_mla), pytest.param("backward", marks=needs_cudnn)]
@@ -58,6 +70,17 @@ def test_scores(heads: int) -> None:
 def test_best_keys(queries: int, columns: int, topk: int) -> None:
     """Equal scores, queries of few keys and of none."""
     assert _top_k_error(queries, columns, topk, torch.device("cuda")) == ""
+
+
+@needs_fla
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("heads", "dim", "size", "count"), [(16, 128, 128, 16), (6, 64, 64, 3)])
+def test_attention_over_chosen_blocks(
+    direction: str, heads: int, dim: int, size: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_kernels, "_CHECKED", 2500)
+    given = torch.bfloat16, heads, dim, dim, size, count, torch.device("cuda")
+    assert block_kernels._small_error(direction, *given) == ""
 
 
 LENGTH, KEYS, HEADS = 3001, 256, 16
@@ -157,9 +180,9 @@ def test_two_ranks_attend_as_one(ranks: Processes, heads: int, has_sink: bool) -
 @needs_cudnn
 def test_deterministic_gradients_are_left_to_torch_operations() -> None:
     q = torch.zeros(1, 16, 1, 576, device="cuda", dtype=torch.bfloat16)
-    rows, index = torch.zeros(1, 9, 1, 576, device="cuda"), torch.zeros(1, 1, 1, 4, device="cuda", dtype=torch.int32)
+    index = torch.zeros(1, 1, 1, 4, device="cuda", dtype=torch.int32)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not chosen_kernels._serves("backward", q, rows, index, None, 512)
+        assert not chosen_kernels._serves("backward", q, index, None, 512)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,14 +13,27 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from layers.test_sparse import attend, attention, problem
+import torch.nn.functional as F
+from layers.test_sparse import attend, attention, block_problem, dense_blocks, problem
+from support.masked_problems import shown
 from support.ranks import run_ranks
 from support.sequences import Sequence, check_layer, normal
 
-from cp_dtensor import Contiguous, Documents, HeadTail, Mask, SlidingWindow, Striped, select_keys
-from cp_dtensor.layers import chosen, chosen_kernels, cudnn_indexer
+from cp_dtensor import (
+    Causal,
+    Contiguous,
+    Documents,
+    HeadTail,
+    Mask,
+    SlidingWindow,
+    Striped,
+    block_attention,
+    select_keys,
+)
+from cp_dtensor.layers import block_kernels, chosen, chosen_kernels, cudnn_indexer
 from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
 from cp_dtensor.layers.masked import largest_seen
+from cp_dtensor.layers.package_kernels import PackageKernels
 
 INFINITY = float("inf")
 
@@ -91,6 +105,45 @@ def cudnn() -> Any:
     return SimpleNamespace(**{name: each for name, each in locals().items() if callable(each)})
 
 
+def fla(factor: float = 1.0) -> Any:
+    """fla-core: as many queries as keys, 16 heads of a group, a power of 2 blocks; NaN for queries without keys."""
+
+    def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, counts: int) -> None:
+        assert q.size(1) == k.size(1) == v.size(1) == blocks.size(1)
+        assert q.size(2) == 16 * k.size(2)
+        assert counts == blocks.size(3) == 1 << (counts - 1).bit_length()
+        assert all(x.is_contiguous() for x in (q, k, v, blocks))
+
+    def seen_of(q: torch.Tensor) -> list[torch.Tensor]:
+        return [block_kernels._causal(torch.arange(q.size(1)))]
+
+    def parallel_nsa_fwd(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, counts: int, size: int, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        check_call(q, k, v, blocks, counts)
+        padded = F.pad(q.transpose(1, 2), (v.size(3), 0))
+        out, lse = attend_chosen_reference(
+            padded, torch.cat((v, k), 3), blocks, None, v.size(3), scale, size, seen_of(q)
+        )  # fmt: skip
+        out = out.masked_fill(lse.unsqueeze(3) == -INFINITY, float("nan"))
+        return out.transpose(1, 2) * factor, lse.transpose(1, 2)
+
+    def parallel_nsa_bwd(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+        blocks: torch.Tensor, counts: int, size: int, scale: float,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        check_call(q, k, v, blocks, counts)
+        padded = F.pad(q.transpose(1, 2), (v.size(3), 0))
+        dq, d_rows, _ = chosen_gradients_reference(
+            do.transpose(1, 2), padded, torch.cat((v, k), 3), blocks, None, o.transpose(1, 2), lse.transpose(1, 2),
+            scale, size, seen_of(q),
+        )  # fmt: skip
+        dv, dk = d_rows.split((v.size(3), k.size(3)), 3)
+        return dq[..., v.size(3) :].transpose(1, 2) * factor, dk, dv
+
+    return SimpleNamespace(parallel_nsa_fwd=parallel_nsa_fwd, parallel_nsa_bwd=parallel_nsa_bwd)
+
+
 @contextmanager
 def kernels_used(**patches: Any) -> Iterator[None]:
     """Pretends that packages serve attention."""
@@ -142,6 +195,65 @@ def test_first_use_of_attention(direction: str, has_sink: bool) -> None:
     wrong.sparse_attention_backward_wrapper = lambda *x, **y: {**found(*x, **y), "dkv": found(*x, **y)["dkv"] * 1.1}
     with kernels_used(forward=flash_mla(1.1), backward=wrong):
         assert ("out" if direction == "forward" else "d_rows") in check()
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_over_blocks_by_kernels(with_sinks: bool) -> None:
+    """Queries at their positions in whole sequences, padded groups and numbers of blocks, queries without keys."""
+    sequence, size = Sequence(21, 3, HeadTail(), 2), 4
+    tokens, numbers = block_problem(sequence, size)
+    numbers = F.pad(numbers, (0, 1), value=-1)
+    seen = shown(Causal(), 21, 21, 1)
+
+    def ours(mesh: Any, q: Any, k: Any, v: Any, *sinks: Any) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        options = {"block_indices": sequence.shard(numbers, dist.get_rank()), "block_size": size, "seq_len": 21}
+        return block_attention(q, k, v, mesh=mesh, sinks=sinks[0] if sinks else None, **options).transpose(1, 2)
+
+    def reference(*given: torch.Tensor) -> torch.Tensor:
+        sinks = given[3] if with_sinks else torch.full((4,), -1e30, dtype=torch.float64)
+        return dense_blocks(numbers, size, seen, *given[:3], sinks)
+
+    with (
+        mock.patch.object(block_kernels, "_serves", return_value=True),
+        mock.patch.object(block_kernels, "_module", fla),
+    ):
+        check_layer(sequence, ours, reference, tokens, [normal(4, seed=4)] if with_sinks else [])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_first_use_of_attention_over_blocks(direction: str) -> None:
+    check = partial(block_kernels._small_error, direction, torch.float64, 3, 8, 5, 16, 4, torch.device("cpu"))
+    with mock.patch.object(block_kernels, "_CHECKED", 300):
+        with mock.patch.object(block_kernels, "_module", fla):
+            assert check() == ""
+        with mock.patch.object(block_kernels, "_module", return_value=fla(1.1)):
+            assert ("out" if direction == "forward" else "dq") in check()
+
+
+def test_what_serves_and_what_steps_back(caplog: pytest.LogCaptureFixture) -> None:
+    """A package that is not there, calls that it does not take, wrong results and deterministic algorithms."""
+    caplog.set_level("INFO", "cp_dtensor.attention")
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    fine, operation = "torch", f"an operation {time.monotonic()}"  # logged and checked once in a process
+
+    def serves(package: str, refusal: str | None = None, wrong: str = "", **options: Any) -> bool:
+        return PackageKernels("some-kernels", package, operation).serve(x, refusal, (wrong,), lambda: wrong, **options)
+
+    assert not serves("no_such_package_at_all")
+    assert "some-kernels is not installed" in caplog.messages[-1]
+    assert not serves(fine, refusal="they need more")
+    assert caplog.messages[-1].endswith("of a package: they need more")
+    with pytest.warns(RuntimeWarning, match=r"some-kernels is not used for an operation .* wrong by 7"):
+        assert not serves(fine, wrong="wrong by 7")
+    with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=True):
+        assert not serves(fine, adds_in_any_order=True)
+        assert "deterministic algorithms are asked for" in caplog.messages[-1]
+        assert serves(fine)
+    assert caplog.messages[-1].startswith("some-kernels computes an operation")
+    assert serves(fine, adds_in_any_order=True)
+    x.is_cuda = False
+    assert not serves(fine)
 
 
 def selected(sequence: Sequence, given: list[torch.Tensor], topk: int, **options: Any) -> list[torch.Tensor]:
