@@ -1,10 +1,12 @@
 """Time learned sparse attention: ours, the packages' kernels alone on one GPU, dense attention, and what travels.
 
     torchrun --nproc-per-node 2 docs/scripts/sparse.py --heads 128 64 --seq-lens 65536 --output run.csv
+    torchrun --nproc-per-node 2 docs/scripts/sparse.py --heads 64 --passes "blocks fwd" "blocks fwdbwd" --output run.csv
 
 A layer of DeepSeek-V3.2: indexer of 64 heads, 2,048 keys of each query, latents of 512 values and rotary keys of 64.
 Passes: "select" is the indexer, "fwd" and "fwdbwd" attention over what it selects, "keys fwd" and "keys fwdbwd" what
 becomes of hidden states of 7,168 values before both: latents, rotary keys and index keys of all tokens on every rank.
+"blocks fwd" and "blocks fwdbwd" are attention of 4 key heads of 128 over chosen blocks of 128 keys, as in MiniMax M3.
 Methods: "ideal-kernels" are the packages' kernels alone, without projections, "ideal-one-rank" our functions, both on
 one GPU and divided by the number of ranks; "dense" is `context_parallel_mla`; "hidden-states" all-gathers hidden states
 and projects all of them on every rank. Columns and options are those of `python -m cp_dtensor bench`. The CSV file is
@@ -24,7 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import context_parallel_mla, context_parallel_unshard, indexed_attention, select_keys
+from cp_dtensor import (
+    block_attention,
+    context_parallel_mla,
+    context_parallel_unshard,
+    indexed_attention,
+    local_positions,
+    select_keys,
+)
 from cp_dtensor.tools.command import measure_all
 from cp_dtensor.tools.measure import Suite, compare
 from cp_dtensor.tools.report import Row
@@ -32,7 +41,8 @@ from cp_dtensor.tools.report import Row
 PLAIN, ROTARY, VALUES, RANK, INDEX, INDEX_HEADS, HIDDEN = 128, 64, 128, 512, 128, 64, 7168
 BLOCK, PART = 4096, 65536
 """Queries of a block of the indexer, and of a call of attention, where the packages' kernels run alone."""
-PASSES = ("select", "fwd", "fwdbwd", "keys fwd", "keys fwdbwd")
+PASSES = ("select", "fwd", "fwdbwd", "keys fwd", "keys fwdbwd", "blocks fwd", "blocks fwdbwd")
+KEY_HEADS, DIM, BLOCK_SIZE = 4, 128, 128
 Call = Callable[[], object]
 
 
@@ -169,6 +179,37 @@ def keys_of_all(problem: Problem, pass_name: str, group: Any, gathers_hidden: bo
     return training(forward, [hidden, weight], normal(1, problem.seq_len, RANK + ROTARY + INDEX), pass_name)
 
 
+def chosen_blocks(problem: Problem, positions: torch.Tensor) -> torch.Tensor:
+    """Return the own block of each query and random earlier ones, (1, T, key heads, blocks)."""
+    own = (positions // BLOCK_SIZE).view(1, -1, 1, 1)
+    count = problem.topk // BLOCK_SIZE
+    steps = 1 + torch.rand(1, len(positions), KEY_HEADS, count, device=positions.device) * (2 * own / count - 1)
+    earlier = own + 1 - steps.clamp(min=1).cumsum(3).floor().long()
+    return torch.where(earlier < 0, -1, earlier).int()
+
+
+def over_blocks(problem: Problem, pass_name: str, group: Any) -> Call:
+    """Return a call of `block_attention` on the ranks of a group, or of fla-core's function for None."""
+    ranks, options = 1 if group is None else group.size(), {"seq_len": problem.seq_len}
+    tokens, device = problem.seq_len // ranks, "cuda" if torch.cuda.is_available() else "cpu"
+    heads = (problem.heads, KEY_HEADS, KEY_HEADS)
+    leaves = [normal(1, tokens, each, DIM) for each in heads]
+    grad_out = normal(1, tokens, problem.heads, DIM)
+    if group is None:
+        from fla.ops.nsa.parallel import ParallelNSAFunction
+
+        blocks = chosen_blocks(problem, torch.arange(tokens, device=device))
+        rest = blocks.size(3), BLOCK_SIZE, DIM**-0.5, None
+        return training(lambda: ParallelNSAFunction.apply(*leaves, blocks, *rest), leaves, grad_out, pass_name)
+    blocks = chosen_blocks(problem, local_positions(group, problem.seq_len, device=device))
+    chosen: dict[str, Any] = {"block_indices": blocks, "block_size": BLOCK_SIZE, "mesh": group, **options}
+
+    def attend() -> torch.Tensor:
+        return block_attention(*[x.transpose(1, 2) for x in leaves], **chosen).transpose(1, 2)
+
+    return training(attend, leaves, grad_out, pass_name)
+
+
 def measured(suite: Suite, problem: Problem, pass_name: str, prepare: Callable[[], Call], takes_part: bool) -> Row:
     """Return the numbers of a row."""
     torch.cuda.empty_cache()
@@ -196,6 +237,11 @@ def measure(options: argparse.Namespace, problem: Problem, suite: Suite, rows: l
                 "ours": (partial(keys_of_all, problem, pass_name, world, False), True),
                 "hidden-states": (partial(keys_of_all, problem, pass_name, world, True), True),
             }
+        elif pass_name.startswith("blocks"):
+            prepared = {
+                "ideal-kernels": (partial(over_blocks, problem, pass_name, None), False),
+                "ours": (partial(over_blocks, problem, pass_name, world), True),
+            }
         for method, (prepare, is_shared) in prepared.items():
             if method not in options.methods or (method, pass_name) == ("dense", "select"):
                 continue
@@ -214,7 +260,7 @@ def main() -> None:
     add("--topk", type=int, default=2048)
     methods = ["ideal-kernels", "ideal-one-rank", "ours", "dense", "hidden-states"]
     add("--methods", nargs="+", choices=methods, default=methods)
-    add("--passes", nargs="+", choices=PASSES, default=PASSES)
+    add("--passes", nargs="+", choices=PASSES, default=PASSES[:5])
     add("--repeats", type=int, default=10)
     add("--output", type=Path, help="CSV file of all rows")
     options = parser.parse_args()
