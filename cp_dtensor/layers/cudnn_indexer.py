@@ -41,40 +41,42 @@ def select_by_kernel(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, seen: T
     """
     if not _serves(q, weights):
         return False
-    topk, numbers = out.size(1), torch.arange(k.size(0), dtype=torch.int32, device=q.device)
-    if seen.size(0) == 1:  # queries that have no more than topk keys take all of them
-        lo, hi = on_device[0].int().unsqueeze(2)
-        every = lo + torch.arange(topk, dtype=torch.int32, device=q.device)
-        out.copy_(every.masked_fill_(every >= hi, -1))
-    else:
-        out.fill_(-1)
-    for start, stop in _blocks(seen, topk, k.size(0)):
+    topk, numbers = out.size(1), torch.arange(max(k.size(0), out.size(1)), dtype=torch.int32, device=q.device)
+    for start, stop, is_scored in _blocks(seen, topk, k.size(0)):
         at = slice(start, stop)
+        if not is_scored:
+            lo, hi = on_device[0, :, at].int().unsqueeze(2)
+            every = lo + numbers[:topk]
+            out[at] = every.masked_fill_(every >= hi, -1)
+            continue
         lo, hi = seen[:, :, at].unbind(1)
         first, last = int(torch.where(lo < hi, lo, k.size(0)).min()), int(hi.max())
         if first >= last:
+            out[at] = -1
             continue
         # The package compiles top-k for powers of two: few of them.
-        columns = min(k.size(0) - first, max(_FEWEST_COLUMNS, 1 << max(0, last - first - 1).bit_length()))
+        columns = min(k.size(0) - first, max(_FEWEST_COLUMNS, 1 << (last - first - 1).bit_length()))
         ends = on_device[:, 1, at].amax(0).int() - first
         # Query i gets scores of the keys up to `offset` + i.
         offset = (ends - numbers[: stop - start]).amax().view(1) - 1
         scores = _scores(q[at], k[first : first + columns], weights[at], offset)
         if seen.size(0) == 1 and bool((lo == first).all()) and _top_k_serves(scores, topk):
             index = _top_k(scores, ends, topk)
-            out[at] = torch.where(index < 0, index, index + first)
+            out[at] = index if first == 0 else torch.where(index < 0, index, index + first)
         else:
             of_block = numbers[first : first + columns]
             out[at] = largest_seen(scores, in_intervals(on_device[:, :, at], of_block), of_block, topk)
     return True
 
 
-def _blocks(seen: Tensor, topk: int, keys: int) -> Iterator[tuple[int, int]]:
-    """Yield blocks of queries (start, stop) that are scored: within runs that see keys from one position on, if few.
+def _blocks(seen: Tensor, topk: int, keys: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield blocks of queries (start, stop), and whether they are scored: others take all of their keys, topk at most.
+
+    A block is within a run of queries that see keys from one position on, if such runs are few.
 
     >>> seen = torch.tensor([[[0, 0, 0, 0, 4, 4, 4], [1, 2, 3, 4, 5, 6, 7]]])
     >>> list(_blocks(seen, topk=2, keys=7))
-    [(2, 4), (6, 7)]
+    [(0, 2, False), (2, 4, True), (4, 6, False), (6, 7, True)]
     """
     lo, hi = seen.unbind(1)
     total, step = lo.size(1), max(1, _BYTES // (4 * max(keys, 1)))
@@ -85,8 +87,8 @@ def _blocks(seen: Tensor, topk: int, keys: int) -> Iterator[tuple[int, int]]:
             runs = [*zip((begins >= 0).tolist(), counts.tolist(), strict=True)]
     start = 0
     for is_scored, count in runs:
-        if is_scored:
-            yield from ((each, min(each + step, start + count)) for each in range(start, start + count, step))
+        for each in range(start, start + count, step):
+            yield each, min(each + step, start + count), is_scored
         start += count
 
 
