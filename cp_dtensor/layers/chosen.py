@@ -57,7 +57,8 @@ class IndexedAttention(SequenceLayer):
         q, latent, rotary, indices, up, sink, *_ = tensors
         scale, plain = softmax_scale(q.size(3), self.scale), q.size(3) - rotary.size(2)
         rows = torch.cat((latent, rotary), 2)
-        return _LatentAttention.apply(q, rows, indices, sink, up, call, plain, scale), None
+        keeps = torch.is_grad_enabled()
+        return _LatentAttention.apply(q, rows, indices, sink, up, call, plain, scale, keeps), None
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class _LatentAttention(RankFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, up: Tensor, call: SequenceCall,
-        plain: int, scale: float,
+        plain: int, scale: float, keeps: bool,
     ) -> Tensor:  # fmt: skip
         whole, up_v = whole_rows(rows, call.sequences(q.size(0)), call.ranks), up[:, plain:]
         # In memory (B, T, H, D), as the projection after attention reads it.
@@ -117,7 +118,7 @@ class _LatentAttention(RankFunction):
             keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
             part, lse = attend_chosen(_absorbed(q[row, :, at], up, plain), keys, index, sink, up.size(2), scale)
             torch.bmm(part[0], up_v.mT, out=out[row, :, at])
-            kept += [part, lse]
+            kept += [part, lse] * keeps
         ctx.call, ctx.plain, ctx.scale = call, plain, scale
         ctx.save_for_backward(q, whole, indices, sink, up, *kept)
         return out
@@ -142,12 +143,13 @@ class _LatentAttention(RankFunction):
             d_latent = d_absorbed[..., :rank]
             torch.bmm(d_latent, up_k.mT, out=dq[row, :, at, :plain])
             dq[row, :, at, plain:] = d_absorbed[..., rank:]
-            d_up[:, :plain] += x[..., :plain].mT @ d_latent
-            d_up[:, plain:] += grad.mT @ part[0]
+            if ctx.needs_input_grad[4]:
+                d_up[:, :plain] += x[..., :plain].mT @ d_latent
+                d_up[:, plain:] += grad.mT @ part[0]
             if d_sink is not None:
                 d_sink += of_sink
         d_sink = d_sink if sink is None else d_sink.to(sink.dtype)
-        return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, d_up.to(up.dtype), *[None] * 3
+        return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, d_up.to(up.dtype), *[None] * 4
 
 
 def _parts(q: Tensor) -> Iterator[tuple[int, slice]]:
