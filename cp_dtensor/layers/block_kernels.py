@@ -62,7 +62,9 @@ def _forward(
     q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int, scale: float, block_size: int,
     queries: Sequence[Queries],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, lse = q.new_empty((*q.shape[:3], value_dim)), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+    # In memory (B, T, H, Dv), as the projection after attention reads it.
+    out = q.new_empty(q.size(0), q.size(2), q.size(1), value_dim).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
     for row, group, heads, place in _groups(q, rows, queries):
         blocks = _blocks(indices[row, :, group], place, rows.size(1))
         v, k = (x.contiguous() for x in rows[row, :, group].split((value_dim, q.size(3)), 1))

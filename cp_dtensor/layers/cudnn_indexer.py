@@ -64,8 +64,9 @@ def select_by_kernel(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, seen: T
             index = _top_k(scores, ends, topk)
             out[at] = index if first == 0 else torch.where(index < 0, index, index + first)
         else:
-            of_block = numbers[first : first + columns]
-            out[at] = largest_seen(scores, in_intervals(on_device[:, :, at], of_block), of_block, topk)
+            of_block, few = numbers[first : first + columns], -(-(stop - start) // 8)  # for less memory
+            pairs = zip(scores.split(few), on_device[:, :, at].split(few, 2), strict=True)
+            out[at] = torch.cat([largest_seen(x, in_intervals(y, of_block), of_block, topk) for x, y in pairs])
     return True
 
 
