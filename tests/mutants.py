@@ -281,10 +281,18 @@ MUTANTS = (
     Mutant(
         "index -1 a key",
         "what is not finite in a key reaches queries that did not choose it",
-        "layers/chosen.py",
+        "layers/chosen_reference.py",
         "padded, wide, of_group = F.pad(rows, (0, 0, 0, 0, 0, 1))",
         "padded, wide, of_group = torch.cat((rows, rows[:, :1]), 1)",
         "tests/layers/test_sparse.py",
+    ),
+    Mutant(
+        "scores up to the first query's keys",
+        "where positions of queries are not consecutive, some of their keys are not scored",
+        "layers/cudnn_indexer.py",
+        "offset = (ends - numbers[: stop - start]).amax().view(1) - 1",
+        "offset = ends[:1] - 1",
+        "tests/layers/test_sparse_kernels.py",
     ),
 )
 

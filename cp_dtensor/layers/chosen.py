@@ -17,18 +17,19 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor.api.extension import RankFunction, differentiated_once, refuse_batches, softmax_scale, wide_dtype
+from cp_dtensor.layers.block_kernels import attend_blocks, block_gradients
 from cp_dtensor.layers.call import SequenceCall
+from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
 from cp_dtensor.layers.exchange import whole_rows
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
-from cp_dtensor.layers.masked import MaskedLayer, in_intervals
+from cp_dtensor.layers.masked import MaskedLayer, Queries
 from cp_dtensor.spec.masks import Mask
 
-_BYTES = 64 << 20
-"""Limit for the chosen rows and for the logits of a block of queries, unless one has more; a few of each exist."""
+_PART = 1 << 20
+"""Most rows of absorbed queries at a time, one for each query and head; they take 1.1 GiB in DeepSeek-V3.2."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,9 @@ class IndexedAttention(SequenceLayer):
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, latent, rotary, indices, up, sink, *_ = tensors
         scale, plain = softmax_scale(q.size(3), self.scale), q.size(3) - rotary.size(2)
-        up_k, up_v = up.split((plain, up.size(1) - plain), 1)
-        absorbed = torch.cat((q[..., :plain] @ up_k, q[..., plain:]), 3)
-        rows = torch.cat((latent, rotary), 2).unsqueeze(2)
-        out = _Attention.apply(absorbed, rows, indices.unsqueeze(2), sink, call, latent.size(2), scale)
-        return out @ up_v.mT, None
+        rows = torch.cat((latent, rotary), 2)
+        keeps = torch.is_grad_enabled()
+        return _LatentAttention.apply(q, rows, indices, sink, up, call, plain, scale, keeps), None
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,9 @@ class BlockAttention(MaskedLayer):
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, v, indices, sink, *_ = tensors
-        padded, rows = F.pad(q, (v.size(3), 0)), torch.cat((v, k), 3)
-        seen = [each.to(q.device) for _, each in self.queries(call, q.size(0))]
-        scale = softmax_scale(q.size(3), self.scale)
-        out = _Attention.apply(padded, rows, indices, sink, call, v.size(3), scale, self.block_size, seen)
+        rows, scale = torch.cat((v, k), 3), softmax_scale(q.size(3), self.scale)
+        queries = self.queries(call, q.size(0), q.device)
+        out = _BlockAttention.apply(q, rows, indices, sink, call, v.size(3), scale, self.block_size, queries)
         return out, None
 
 
@@ -100,17 +98,92 @@ def _check_numbers(owner: str, numbers: Tensor, last: str, count: int) -> None:
         raise ValueError(f"{owner} expects indices from -1 to {last}, got {numbers.min()} to {numbers.max()}")
 
 
-class _Attention(RankFunction):
-    """Gathers the rows of all keys, attends, and sums gradients of rows over the ranks, in float32 or wider."""
+class _LatentAttention(RankFunction):
+    """Absorbed MLA: gathers the rows of all keys, attends, and sums gradients of rows over the ranks.
+
+    Absorbed queries and their outputs have R values a head, several times those of q and out. They exist for a part of
+    the queries at a time; the outputs are kept for backward, where queries are absorbed again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, up: Tensor, call: SequenceCall,
+        plain: int, scale: float, keeps: bool,
+    ) -> Tensor:  # fmt: skip
+        whole, up_v = whole_rows(rows, call.sequences(q.size(0)), call.ranks), up[:, plain:]
+        # In memory (B, T, H, D), as the projection after attention reads it.
+        out = q.new_empty(q.size(0), q.size(2), q.size(1), up_v.size(1)).transpose(1, 2)
+        kept: list[Tensor] = []
+        for row, at in _parts(q):
+            keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
+            part, lse = attend_chosen(_absorbed(q[row, :, at], up, plain), keys, index, sink, up.size(2), scale)
+            torch.bmm(part[0], up_v.mT, out=out[row, :, at])
+            kept += [part, lse] * keeps
+        ctx.call, ctx.plain, ctx.scale = call, plain, scale
+        ctx.save_for_backward(q, whole, indices, sink, up, *kept)
+        return out
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batches(grad_out)
+        q, whole, indices, sink, up, *kept = saved
+        plain, rank, dq = ctx.plain, up.size(2), torch.empty_like(q)
+        up_k, up_v = up.split((plain, up.size(1) - plain), 1)
+        d_whole, d_up = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (whole, up))
+        d_sink: Any = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
+        for (row, at), part, lse in zip(_parts(q), kept[::2], kept[1::2], strict=True):
+            keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
+            x, grad = q[row, :, at], grad_out[row, :, at]
+            absorbed, d_part = _absorbed(x, up, plain), _heads_last(x, rank)
+            torch.bmm(grad, up_v, out=d_part)
+            given = d_part.unsqueeze(0), absorbed, keys, index, sink, part, lse, ctx.scale
+            (d_absorbed,), d_keys, of_sink = chosen_gradients(*given)
+            d_whole[row] += d_keys[0, :, 0]
+            d_latent = d_absorbed[..., :rank]
+            torch.bmm(d_latent, up_k.mT, out=dq[row, :, at, :plain])
+            dq[row, :, at, plain:] = d_absorbed[..., rank:]
+            if ctx.needs_input_grad[4]:
+                d_up[:, :plain] += x[..., :plain].mT @ d_latent
+                d_up[:, plain:] += grad.mT @ part[0]
+            if d_sink is not None:
+                d_sink += of_sink
+        d_sink = d_sink if sink is None else d_sink.to(sink.dtype)
+        return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, d_up.to(up.dtype), *[None] * 4
+
+
+def _parts(q: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield batch rows and parts of their queries (B, H, T, D)."""
+    batch_size, heads, count, _ = q.shape
+    step = max(1, _PART // heads)
+    for row, start in product(range(batch_size), range(0, count, step)):
+        yield row, slice(start, min(start + step, count))
+
+
+def _heads_last(x: Tensor, dim: int) -> Tensor:
+    """Return an empty (H, T, dim) in memory (T, H, dim), as kernels take it, for x (H, T, D)."""
+    return x.new_empty(x.size(1), x.size(0), dim).transpose(0, 1)
+
+
+def _absorbed(q: Tensor, up: Tensor, plain: int) -> Tensor:
+    """Return the queries [up_k^T q | rotary q], (1, H, T, R + Dr), of q (H, T, Dn + Dr)."""
+    made = _heads_last(q, up.size(2) + q.size(2) - plain)
+    torch.bmm(q[..., :plain], up[:, :plain], out=made[..., : up.size(2)])
+    made[..., up.size(2) :] = q[..., plain:]
+    return made.unsqueeze(0)
+
+
+class _BlockAttention(RankFunction):
+    """Gathers the rows [v | k] of all keys, attends, and sums gradients of rows over the ranks."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, call: SequenceCall, value_dim: int,
-        scale: float, block_size: int = 1, seen: Sequence[Tensor] = (),
+        scale: float, block_size: int, queries: Sequence[Queries],
     ) -> Tensor:  # fmt: skip
         whole = whole_rows(rows, call.sequences(q.size(0)), call.ranks)
-        ctx.call, ctx.options = call, (scale, block_size, seen)
-        out, lse = attend_chosen_reference(q, whole, indices, sink, value_dim, *ctx.options)
+        ctx.call, ctx.options = call, (scale, block_size, queries)
+        out, lse = attend_blocks(q, whole, indices, sink, value_dim, *ctx.options)
         ctx.save_for_backward(q, whole, indices, sink, out, lse)
         return out
 
@@ -119,96 +192,13 @@ class _Attention(RankFunction):
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_batches(grad_out)
         q, whole, indices, sink, out, lse = saved
-        dq, d_whole, d_sink = chosen_gradients_reference(grad_out, q, whole, indices, sink, out, lse, *ctx.options)
-        d_rows = None
-        if ctx.needs_input_grad[1]:
-            sequences = ctx.call.sequences(q.size(0))
-            d_rows = whole_rows(d_whole, sequences, ctx.call.ranks, transposed=True).to(whole.dtype)
-        return dq, d_rows, None, d_sink, *[None] * (len(ctx.needs_input_grad) - 4)
+        dq, d_whole, d_sink = block_gradients(grad_out, q, whole, indices, sink, out, lse, *ctx.options)
+        return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, *[None] * 5
 
 
-# Kernels of packages, such as sgl-flash-mla's forward and cuDNN's backward, can stand for these two functions.
-
-
-def attend_chosen_reference(
-    q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int, scale: float, block_size: int = 1,
-    seen: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the output and the log-sum-exp, by torch operations on any device, in blocks of queries.
-
-    Args:
-        q: (B, H, T, D); query head h reads group h // (H / G).
-        rows: (B, S, G, D) of all keys; the first `value_dim` values are those that are summed.
-        indices: (B, T, G, N), of keys or of blocks of them, -1 for none.
-        sink: (H,), a logit of each head that counts in the softmax denominator alone, or None.
-        scale: factor of the logits.
-        seen: for each batch row, the keys that its queries see; () if they see all that are chosen.
-
-    Returns:
-        out: (B, H, T, value_dim) in q's dtype; 0 for a query without keys.
-        lse: (B, H, T), float32 or wider; -inf for such a query.
-    """
-    out = q.new_empty((*q.shape[:3], value_dim))
-    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-    for batch, heads, at, _, keys, _q_block, logits in _blocks(q, rows, indices, scale, block_size, seen):
-        total = logits.logsumexp(2)
-        if sink is not None:
-            total = torch.logaddexp(total, sink[heads].to(total.dtype))
-        out[batch, heads, at] = (_weights(logits, total) @ keys[..., :value_dim]).transpose(0, 1)
-        lse[batch, heads, at] = total.T
-    return out, lse
-
-
-def chosen_gradients_reference(
-    grad_out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float, block_size: int = 1, seen: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of q, of rows (in float32 or wider) and of the sink; arguments are those of the forward."""
-    wide, value_dim, dq = wide_dtype(q), out.size(3), torch.empty_like(q)
-    d_rows = rows.new_zeros((rows.size(0), rows.size(1) + 1, *rows.shape[2:]), dtype=wide)  # the last one is of no key
-    delta = (grad_out.to(wide) * out).sum(3)
-    for batch, heads, at, index, keys, q_block, logits in _blocks(q, rows, indices, scale, block_size, seen):
-        weights = _weights(logits, lse[batch, heads, at].T)
-        grad = grad_out[batch, heads, at].transpose(0, 1).to(wide)
-        d_logits = grad @ keys[..., :value_dim].mT
-        d_logits.sub_(delta[batch, heads, at].T.unsqueeze(2)).mul_(weights).mul_(scale)
-        dq[batch, heads, at] = (d_logits @ keys).transpose(0, 1)
-        d_keys = d_logits.mT @ q_block
-        d_keys[..., :value_dim] += weights.mT @ grad
-        d_rows[batch, :, heads.start * rows.size(2) // q.size(1)].index_add_(0, index.flatten(), d_keys.flatten(0, 1))
-    d_sink = None
-    if sink is not None:
-        weights = (sink.to(wide).unsqueeze(1) - lse.masked_fill(lse == float("-inf"), 0.0)).exp()
-        d_sink = -(weights * delta).sum((0, 2)).to(sink.dtype)
-    return dq, d_rows[:, :-1], d_sink
-
-
-def _blocks(
-    q: Tensor, rows: Tensor, indices: Tensor, scale: float, block_size: int, seen: Sequence[Tensor]
-) -> Iterator[tuple[int, slice, slice, Tensor, Tensor, Tensor, Tensor]]:
-    """Yield for blocks of r queries: batch row, heads, queries, indices (r, K), keys (r, K, D), q (r, h, D), logits.
-
-    No key stands for a row of zeros behind the others: what is not finite in other rows must not reach it.
-    """
-    (batch_size, heads, count, dim), (length, groups) = q.shape, rows.shape[1:3]
-    padded, wide, of_group = F.pad(rows, (0, 0, 0, 0, 0, 1)), wide_dtype(q), heads // groups
-    in_block = torch.arange(block_size, device=q.device)
-    step = max(1, _BYTES // (max(1, indices.size(3)) * block_size * max(dim, of_group) * wide.itemsize))
-    for batch, group in product(range(batch_size), range(groups)):
-        for start in range(0, count, step):
-            at, of_q = slice(start, min(start + step, count)), slice(group * of_group, (group + 1) * of_group)
-            index = indices[batch, at, group].long().unsqueeze(2) * block_size + in_block  # < 0 for none
-            index = index.flatten(1)
-            is_key = index >= 0
-            if seen:
-                is_key &= in_intervals(seen[batch][:, :, at], index)
-            index = torch.where(is_key, index, length)
-            keys = padded[batch, :, group].index_select(0, index.flatten()).unflatten(0, index.shape).to(wide)
-            q_block = q[batch, of_q, at].transpose(0, 1).to(wide)
-            logits = (q_block @ keys.mT).mul_(scale).masked_fill_(~is_key.unsqueeze(1), float("-inf"))
-            yield batch, of_q, at, index, keys, q_block, logits
-
-
-def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    """Return the softmax weights, 0 for queries without keys, whose lse is -inf; logits are overwritten."""
-    return logits.sub_(lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(2)).exp_()
+def _rows_gradient(ctx: Any, d_whole: Tensor, whole: Tensor) -> Tensor | None:
+    """Return the gradient of this rank's rows, summed over the ranks in float32 or wider; None if it is not needed."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    wide, sequences = d_whole.to(wide_dtype(whole)), ctx.call.sequences(whole.size(0))
+    return whole_rows(wide, sequences, ctx.call.ranks, transposed=True).to(whole.dtype)

@@ -136,11 +136,11 @@ _tables: LRUCache[Shared[Any]] = LRUCache(128 << 20, pins=capturing)  # those th
 def tables_on(device: torch.device, key: Hashable, make: Callable[[], Tables]) -> Tables:
     """Return tensors on a device from an LRU cache, at first `make()`, before launches on the current stream read them.
 
-    `key` is of a class of its own for each use.
+    `key` is of a class of its own for each use. Tensors on the CPU may be among them.
     """
     shared = _tables.get((key, device))
     if shared is None:
-        shared = _tables.add((key, device), Shared(device, make, lambda tensors: tensors))
+        shared = _tables.add((key, device), Shared(device, make, lambda made: [x for x in made if x.is_cuda]))
     tensors: Tables = shared.read()
     return tensors
 

@@ -3,11 +3,11 @@
     keys:    score[t, s] = sum over heads h of weights[t, h] * relu(q[t, h] . k[s])
     blocks:  score[t, h, block] = largest q[t, h] . k[s] of the keys s in the block that t sees
 
-Indices are the same for every number of ranks and every layout. A float's last bits depend on where its row and its
-column are in a matrix product, so each query has a product of its own with blocks of keys that begin at the same
-positions on every rank, and all products have one shape. Equal keys are in different columns of it: their scores
-differ in the last bits of float64 (in bfloat16 and float16 they do not, since sums are exact) and are rounded to
-float32, in which they are equal.
+Indices are the same for every number of ranks and every layout. In torch operations a float's last bits depend on
+where its row and its column are in a matrix product, so each query has a product of its own with blocks of keys that
+begin at the same positions on every rank, and all products have one shape. Equal keys are in different columns of it:
+their scores differ in the last bits of float64 (in bfloat16 and float16 they do not, since sums are exact) and are
+rounded to float32, in which they are equal.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor.layers.call import SequenceCall
+from cp_dtensor.layers.cudnn_indexer import select_by_kernel
 from cp_dtensor.layers.exchange import whole_rows
 from cp_dtensor.layers.layer import Inputs, Result
-from cp_dtensor.layers.masked import MaskedLayer, in_intervals
+from cp_dtensor.layers.masked import MaskedLayer, in_intervals, largest_seen
 from cp_dtensor.spec.masks import Mask
 
 _BYTES = 64 << 20
@@ -53,9 +54,11 @@ class SelectKeys(MaskedLayer):
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, weights, *_ = tensors
         keys, out = whole_rows(k, call.sequences(q.size(0)), call.ranks), self.empty_output(tensors, -1)
-        for row, (positions, seen) in enumerate(self.queries(call, q.size(0))):
+        for row, (positions, seen, on_device) in enumerate(self.queries(call, q.size(0), q.device)):
             if weights is not None:
-                select_reference(out[row], q[row], keys[row], weights[row], seen)
+                given = out[row], q[row], keys[row], weights[row]
+                if not select_by_kernel(*given, seen, on_device):
+                    select_reference(*given, seen)
                 continue
             for head in range(q.size(2)):
                 local = positions // self.block_size, self.local_blocks
@@ -68,7 +71,7 @@ def select_reference(
     out: Tensor, q: Tensor, k: Tensor, weights: Tensor | None, seen: Tensor, block_size: int = 1,
     local: tuple[Tensor, int] | None = None,
 ) -> None:  # fmt: skip
-    """Select keys by torch operations, on any device, in blocks of queries. A kernel of a package can stand here.
+    """Select keys by torch operations, on any device, in blocks of queries.
 
     Args:
         out: (T, topk) int32; gets numbers of blocks, of keys if `block_size` is 1, ascending, then -1.
@@ -99,7 +102,7 @@ def select_reference(
             is_seen = F.pad(is_seen, (0, padding)).unflatten(1, (-1, block_size)).any(2)
             numbers, own = key_numbers[: scores.size(1)], local[0][at].to(q.device).unsqueeze(1)
             scores.masked_fill_((numbers <= own) & (numbers > own - local[1]), float("inf"))
-        out[at] = _largest(scores, is_seen, numbers, out.size(1))
+        out[at] = largest_seen(scores, is_seen, numbers, out.size(1))
 
 
 def _block_shape(heads: int, keys: int) -> tuple[int, int]:
@@ -119,22 +122,3 @@ def _blocks_of_keys(ends: Tensor, columns: int) -> Sequence[int]:
     if not is_seen.any():
         return ()
     return range(int(lo[is_seen].min()) // columns * columns, int(hi[is_seen].max()), columns)
-
-
-def _largest(scores: Tensor, seen: Tensor, key_numbers: Tensor, topk: int) -> Tensor:
-    """Return (rows, topk): the seen keys of the largest scores, ascending, then -1; of equal scores the first keys.
-
-    >>> scores, seen = torch.tensor([[2.0, 1.0, 2.0, 2.0, 9.0]]), torch.tensor([[True, True, True, True, False]])
-    >>> [_largest(scores, seen, torch.arange(5, dtype=torch.int32), topk).tolist() for topk in (2, 5)]
-    [[[0, 2]], [[0, 1, 2, 3, -1]]]
-    """
-    count = min(topk, scores.size(1))
-    # A key of a NaN score is the first to be selected, so that the NaN is seen in the output of attention.
-    scores = scores.masked_fill(scores.isnan(), float("inf")).masked_fill_(~seen, float("-inf"))
-    least = scores.topk(count, 1).values[:, -1:]
-    is_above, is_equal = scores > least, (scores == least) & seen
-    missing = count - is_above.sum(1, keepdim=True)
-    taken = is_above | (is_equal & (is_equal.cumsum(1) <= missing))
-    place = torch.where(taken, taken.cumsum(1) - 1, topk)  # those that are not taken go to a column that is dropped
-    out = key_numbers.new_full((scores.size(0), topk + 1), -1)
-    return out.scatter_(1, place, key_numbers.expand(scores.shape))[:, :topk]

@@ -32,10 +32,11 @@ def select_keys(
 
         score[t, s] = sum over index heads h of weights[t, h] * relu(q_index[t, h] . k_index[s])
 
-    The ranks gather index keys, D values of a token, and each scores its own queries, in blocks of bounded memory, by
-    torch operations in float64; scores are compared in float32. Of equal scores the keys of smaller positions come
-    first, so that on one kind of device indices are equal to the bit for every number of ranks and every layout. They
-    have no gradient. In DTensors and in compiled code as other layers.
+    The ranks gather index keys, D values of a token, and each scores its own queries, in blocks of bounded memory: by
+    kernels of nvidia-cudnn-frontend where they serve (docs/layers.md), else by torch operations in float64; scores are
+    compared in float32. Of equal scores the keys of smaller positions come first, so that on one kind of device indices
+    are equal to the bit for every number of ranks and every layout. They have no gradient. In DTensors and in compiled
+    code as other layers.
 
     Args:
         q_index: (B, T, H, D), any floating dtype, this rank's tokens in `layout` order, rotated.
@@ -83,7 +84,8 @@ def indexed_attention(
     its rows of `context_parallel_mla` in which each query sees these keys alone. The ranks gather latents and rotary
     keys, R + Dr values of a token (576 in DeepSeek-V3.2), once in forward; in backward their gradients are summed over
     the ranks, in float32 (float64 for float64). Heads read latents as they are: up projections are absorbed into
-    queries and outputs. Torch operations compute it, in blocks of bounded memory, in float32 or float64, on any device.
+    queries and outputs, a part of the queries at a time. Kernels of sgl-flash-mla and nvidia-cudnn-frontend compute it
+    where they serve (docs/layers.md), else torch operations, in float32 or float64.
 
     The gradients of `up` and `sinks` are shares of this rank's queries; the sums over ranks are the whole gradients.
     Differentiable once. In DTensors and in compiled code as other layers.
@@ -105,7 +107,8 @@ def indexed_attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `select_keys`. Positions beyond the sequence are refused on CPUs,
-            on the rank that has them; GPUs are not waited for: they raise a device-side assertion.
+            on the rank that has them; GPUs are not waited for: they raise a device-side assertion, or by kernels of
+            packages such positions stand for none.
 
     One rank with two tokens, one head, and R = Dn = Dr = Dv = 1, values 5 latent; queries of zeros weigh keys alike:
 
@@ -194,7 +197,8 @@ def block_attention(
     """Compute attention of a sharded sequence over chosen blocks of keys, one choice for each key head.
 
     Each query sees the keys of its blocks that `is_causal` and `mask` allow. The ranks gather keys and values once; in
-    backward the gradients are summed over the ranks, in float32 (float64 for float64). Else as `indexed_attention`.
+    backward the gradients are summed over the ranks, in float32 (float64 for float64). Kernels of fla-core compute it
+    where they serve (docs/layers.md). Else as `indexed_attention`.
 
     Args:
         q: (B, H, S, D), this rank's queries in `layout` order.

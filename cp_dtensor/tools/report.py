@@ -29,7 +29,7 @@ def versions() -> Iterator[tuple[str, str]]:
     Raises:
         RuntimeError: torch refuses another cuDNN than that it was built with.
     """
-    for package in ("cp_dtensor", "torch", "triton"):
+    for package in ("cp_dtensor", "torch", "triton", "sgl-flash-mla", "fla-core"):
         with suppress(importlib.metadata.PackageNotFoundError):
             yield package, torch.__version__ if package == "torch" else importlib.metadata.version(package)
     yield "Python", platform.python_version()

@@ -39,7 +39,7 @@ from cp_dtensor import (
     select_blocks,
     select_keys,
 )
-from cp_dtensor.layers import chosen, indexer
+from cp_dtensor.layers import chosen_reference, indexer
 
 HEADS, PLAIN, ROTARY, VALUES, RANK = 2, 3, 2, 4, 5
 """H, Dn, Dr, Dv and R."""
@@ -156,7 +156,7 @@ def test_attention_and_gradients_are_those_of_one_process(
     sequence: Sequence, keys: int, with_sinks: bool, block: int
 ) -> None:
     tokens, whole, indices = problem(sequence, keys, with_sinks)
-    with mock.patch.object(chosen, "_BYTES", block):
+    with mock.patch.object(chosen_reference, "_BYTES", block):
         check_layer(sequence, attend(sequence, indices), partial(attention, indices), tokens, whole)
 
 
@@ -233,7 +233,7 @@ def test_attention_over_blocks_is_that_of_one_process(
         out = block_attention(q, k, v, block_indices=mine, block_size=size, sinks=sinks, mesh=mesh, **options)
         return out.transpose(1, 2)
 
-    with mock.patch.object(chosen, "_BYTES", block):
+    with mock.patch.object(chosen_reference, "_BYTES", block):
         check_layer(sequence, ours, partial(dense_blocks, numbers, size, seen), tokens, [normal(4, seed=4)])
 
 

@@ -1,0 +1,188 @@
+"""Learned sparse attention on GPUs: kernels of packages against float64, and two ranks against one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import Processes
+
+from cp_dtensor import (
+    Documents,
+    HeadTail,
+    SlidingWindow,
+    Striped,
+    context_parallel_shard,
+    context_parallel_unshard,
+    indexed_attention,
+    select_keys,
+)
+from cp_dtensor.layers import block_kernels, chosen_kernels, cudnn_indexer
+from cp_dtensor.layers.cudnn_indexer import _scores_error, _top_k_error
+
+if torch.cuda.is_available() and find_spec("fla") is not None:
+    from triton.runtime.autotuner import Autotuner
+
+    _original = Autotuner.__init__
+
+    def _one_setting(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
+        _original(self, fn, names, list(configs)[:1], *arguments, **options)
+
+    # Before the package is imported. To compile all settings of its kernels takes minutes.
+    Autotuner.__init__ = _one_setting
+
+_SERVED = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+REASON = "needs a Hopper or datacenter Blackwell GPU and the extra: pip install -e '.[sparse]'"
+needs_flash_mla = pytest.mark.skipif(not _SERVED or find_spec("flash_mla") is None, reason=REASON)
+needs_fla = pytest.mark.skipif(not torch.cuda.is_available() or find_spec("fla") is None, reason=REASON)
+needs_cudnn = pytest.mark.skipif(not _SERVED or find_spec("cudnn") is None, reason=REASON)
+pytestmark = pytest.mark.gpu
+DIRECTIONS = [pytest.param("forward", marks=needs_flash_mla), pytest.param("backward", marks=needs_cudnn)]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("heads", "dims", "keys"),
+    [(128, (512, 64), 2048), (64, (512, 64), 2048), (16, (512, 64), 2048), (96, (512, 0), 130), (2, (256, 32), 7)],
+)
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_attention_over_chosen_keys(
+    direction: str, heads: int, dims: tuple[int, int], keys: int, has_sink: bool
+) -> None:
+    q = torch.zeros(1, heads, 1, sum(dims), device="cuda", dtype=torch.bfloat16)
+    assert chosen_kernels._small_error(direction, q, keys, has_sink, dims[0]) == ""
+
+
+@needs_cudnn
+@pytest.mark.parametrize("heads", cudnn_indexer._HEADS)
+def test_scores(heads: int) -> None:
+    assert _scores_error(torch.zeros(1, heads, 128, device="cuda", dtype=torch.bfloat16)) == ""
+
+
+@needs_cudnn
+@pytest.mark.parametrize("queries", [40, 300])
+@pytest.mark.parametrize(("columns", "topk"), [(4096, 2048), (5000, 256), (70001, 2048)])
+def test_best_keys(queries: int, columns: int, topk: int) -> None:
+    """Equal scores, queries of few keys and of none."""
+    assert _top_k_error(queries, columns, topk, torch.device("cuda")) == ""
+
+
+@needs_fla
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("heads", "dim", "size", "count"), [(16, 128, 128, 16), (6, 64, 64, 3)])
+def test_attention_over_chosen_blocks(
+    direction: str, heads: int, dim: int, size: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_kernels, "_CHECKED", 2500)
+    given = torch.bfloat16, heads, dim, dim, size, count, torch.device("cuda")
+    assert block_kernels._small_error(direction, *given) == ""
+
+
+LENGTH, KEYS, HEADS = 3001, 256, 16
+MASKS = {
+    "causal": None, "documents": Documents([0, 700, 703, 2000, LENGTH]), "window": SlidingWindow(900, 0),
+}  # fmt: skip
+
+
+def _selected(rank: int, kind: str, is_causal: bool) -> list[torch.Tensor]:
+    """Indices of all tokens, by two ranks in two layouts, and by one rank; every third key is the same one."""
+    random = torch.Generator().manual_seed(0)
+    shapes = (2, LENGTH, HEADS, 128), (2, LENGTH, 128), (2, LENGTH, HEADS)
+    given = [torch.randn(*shape, generator=random).bfloat16().cuda() for shape in shapes]
+    given[1][:, ::3] = given[1][:, :1]
+    options: dict[str, Any] = {"topk": KEYS, "mask": MASKS[kind], "is_causal": is_causal, "seq_len": LENGTH}
+    group, found = dist.group.WORLD, []
+    with mock.patch.object(cudnn_indexer, "_BYTES", 4 << 20):  # several blocks of queries
+        for layout in (HeadTail(), Striped(1)):
+            shards = context_parallel_shard(group, given, [1] * 3, layout)
+            mine = select_keys(*shards, mesh=group, layout=layout, **options)
+            found += context_parallel_unshard(group, [mine], [1], layout)
+    found.append(select_keys(*given, mesh=_alone(rank), layout=HeadTail(), **options))
+    return [x.cpu() for x in found]
+
+
+def _alone(rank: int) -> Any:
+    return [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    """Two processes, which compile kernels."""
+    two = Processes(2, timeout=300, backend="nccl")
+    yield two
+    two.stop()
+
+
+@pytest.mark.gpu(2, nccl=True)
+@needs_cudnn
+@pytest.mark.parametrize(
+    ("kind", "is_causal"), [("causal", True), ("documents", True), ("window", True), ("causal", False)]
+)
+def test_two_ranks_select_the_keys_of_one(ranks: Processes, kind: str, is_causal: bool) -> None:
+    for found in ranks.run(_selected, kind, is_causal):
+        *by_two, by_one = found
+        assert all(torch.equal(each, by_one) for each in by_two)
+        assert int((by_one >= 0).sum()) > LENGTH * KEYS
+
+
+def _attended(rank: int, heads: int, has_sink: bool) -> list[list[torch.Tensor]]:
+    """Out and all gradients: of two ranks, of one, and of one in float64; some queries have few keys or none."""
+    random = torch.Generator().manual_seed(heads)
+    rows, dims = 1201, (128, 64, 128, 512)
+    plain, rotary, values, latents = dims
+    shapes = (
+        (1, heads, rows, plain + rotary),
+        (1, rows, latents),
+        (1, rows, rotary),
+        (heads * (plain + values), latents),
+    )
+    whole = [torch.randn(*shape, generator=random).bfloat16().cuda() for shape in shapes]
+    whole[3] *= latents**-0.5
+    whole += [torch.randn(heads, generator=random).cuda()] * has_sink
+    index = torch.rand(1, rows, rows, generator=random).argsort(2)[..., :KEYS].int()
+    index[:, 5:300:7, 3:] = -1
+    index[:, 6:300:7] = -1
+    grad_out, index, results = torch.randn(1, heads, rows, values, generator=random).cuda(), index.cuda(), []
+    for group, dtype in ((dist.group.WORLD, None), (_alone(rank), None), (_alone(rank), torch.float64)):
+        leaves = [x.to(dtype or x.dtype).detach().requires_grad_() for x in whole]
+        q, latent, k_rope, mine, grad = context_parallel_shard(group, [*leaves[:3], index, grad_out], [2, 1, 1, 1, 2])
+        sinks = leaves[4] if has_sink else None
+        out = indexed_attention(
+            q, latent, k_rope, up=leaves[3], indices=mine, mesh=group, sinks=sinks, seq_len=rows
+        )  # fmt: skip
+        grads = [*torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+        if dtype is None:
+            for each in grads:
+                dist.all_reduce(each, group=group)
+        results.append([*context_parallel_unshard(group, [out.detach()], [2]), *grads])
+    return [[x.cpu() for x in each] for each in results]
+
+
+@pytest.mark.gpu(2, nccl=True)
+@needs_flash_mla
+@needs_cudnn
+@pytest.mark.parametrize(("heads", "has_sink"), [(128, True), (64, False), (16, True)])
+def test_two_ranks_attend_as_one(ranks: Processes, heads: int, has_sink: bool) -> None:
+    names = ["out", "dq", "d_latent", "d_rope", "d_up", "d_sinks"]
+    for of_two, of_one, wanted in ranks.run(_attended, heads, has_sink):
+        for name, two, one, expected in zip(names, of_two, of_one, wanted, strict=False):
+            errors = [float((x.double() - expected).norm() / expected.norm()) for x in (two, one)]
+            print(heads, name, *(f"{error:.2e}" for error in errors))
+            assert errors[1] < 8e-3, (name, errors)
+            assert errors[0] < 1.5 * errors[1] + 1e-6, (name, errors)
+
+
+@needs_cudnn
+def test_deterministic_gradients_are_left_to_torch_operations() -> None:
+    q = torch.zeros(1, 16, 1, 576, device="cuda", dtype=torch.bfloat16)
+    index = torch.zeros(1, 1, 1, 4, device="cuda", dtype=torch.int32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not chosen_kernels._serves("backward", q, index, None, 512)
+    finally:
+        torch.use_deterministic_algorithms(False)
