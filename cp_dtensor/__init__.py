@@ -17,7 +17,7 @@ from cp_dtensor.comm.transports import set_rotate_method
 from cp_dtensor.layers.explain import explain_recurrence
 from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
-from cp_dtensor.layers.sparse import block_attention, indexed_attention, select_blocks, select_keys
+from cp_dtensor.layers.sparse import block_attention, indexed_attention, indexer_loss, select_blocks, select_keys
 from cp_dtensor.plan.cost import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
@@ -66,6 +66,7 @@ __all__ = [
     "halo",
     "imbalance",
     "indexed_attention",
+    "indexer_loss",
     "kda",
     "linear_attention",
     "local_positions",

@@ -29,6 +29,7 @@ from cp_dtensor import (
     gated_delta_rule,
     halo,
     indexed_attention,
+    indexer_loss,
     linear_attention,
     relayout,
     select_blocks,
@@ -156,6 +157,8 @@ def _sparse(rank: int) -> None:
             return out
         options = {"mesh": mesh, "layout": HeadTail(), "block_size": 3}
         blocks, key = select_blocks(q, latent, topk=2, **options), q.transpose(1, 2)
+        target: dict[str, Any] = {"mesh": mesh, "layout": HeadTail(), "indices": indices, "scale": 0.5}
+        out = out + indexer_loss(q * 2.0, latent, q[..., 0], key, key, **target)[:, None, :, None]
         return out + block_attention(key * 2.0, key, key[..., :4], block_indices=blocks, **options)
 
     def inputs(length: int = 12, placed: bool = False) -> Tensors:

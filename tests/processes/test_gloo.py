@@ -26,6 +26,7 @@ from cp_dtensor import (
     context_parallel_shard,
     enable_context_parallel_dispatcher,
     indexed_attention,
+    indexer_loss,
     select_keys,
     shift,
 )
@@ -157,9 +158,12 @@ def _sparse(rank: int) -> None:
         indices = select_keys(q, latent, q[..., 0], topk=4, mesh=mesh, seq_len=13)
         options: dict[str, Any] = {"up": up, "indices": indices, "mesh": mesh, "seq_len": 13}
         out = indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options)
-        return [indices, out.detach().transpose(1, 2), *torch.autograd.grad(out.square().sum(), [q, latent])]
+        del options["up"]
+        loss = indexer_loss(q, latent, q[..., 0], q.transpose(1, 2), q.transpose(1, 2), scale=0.5, **options)
+        grads = torch.autograd.grad(out.square().sum() + loss.sum(), [q, latent])
+        return [indices, out.detach().transpose(1, 2), loss.detach(), *grads]
 
-    expected = context_parallel_shard(mesh, results(alone, whole), [1] * 4)
+    expected = context_parallel_shard(mesh, results(alone, whole), [1] * 5)
     found = results(mesh, context_parallel_shard(mesh, whole, [1, 1]))
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
