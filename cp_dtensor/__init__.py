@@ -15,6 +15,7 @@ from cp_dtensor.api.varlen import ATTENTION_OPS, varlen_attention
 from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.transports import set_rotate_method
 from cp_dtensor.layers.explain import explain_recurrence
+from cp_dtensor.layers.pooled import pool_blocks, pooled_attention, select_pooled
 from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
 from cp_dtensor.layers.sparse import block_attention, indexed_attention, indexer_loss, select_blocks, select_keys
@@ -72,10 +73,13 @@ __all__ = [
     "local_positions",
     "local_runs",
     "mamba2",
+    "pool_blocks",
+    "pooled_attention",
     "relayout",
     "ring_attention",
     "select_blocks",
     "select_keys",
+    "select_pooled",
     "set_rotate_method",
     "shift",
     "ulysses_attention",

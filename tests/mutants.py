@@ -287,6 +287,14 @@ MUTANTS = (
         "tests/layers/test_indexer_loss.py",
     ),
     Mutant(
+        "block before the first",
+        "the first block of a document pools zeros of the block before it",
+        "layers/blocks.py",
+        'gates = gates.masked_fill(no_block.unsqueeze(2), float("-inf"))',
+        "gates = gates.masked_fill(no_block.unsqueeze(2), 0.0)",
+        "tests/layers/test_pooled.py",
+    ),
+    Mutant(
         "index -1 a key",
         "what is not finite in a key reaches queries that did not choose it",
         "layers/chosen.py",

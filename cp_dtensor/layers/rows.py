@@ -86,7 +86,7 @@ class RowMap(ABC):
         return sum(stop - start for start, stop in self.rows(sequence, rank))
 
 
-def _rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator[Span]:
+def rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator[Span]:
     """Yield the `left` positions before a position, zeros before its document."""
     inside = min(left, position - sequence.document(position)[0])
     yield inside - left, 0
@@ -101,7 +101,7 @@ class Halo(RowMap):
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
         for start, _ in sequence.runs(rank):
-            yield from _rows_before(sequence, start, self.left)
+            yield from rows_before(sequence, start, self.left)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Extended(RowMap):
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
         for start, stop in sequence.pieces(rank):
-            yield from _rows_before(sequence, start, self.left)
+            yield from rows_before(sequence, start, self.left)
             yield start, stop
 
     def tokens(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:

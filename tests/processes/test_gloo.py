@@ -27,7 +27,10 @@ from cp_dtensor import (
     enable_context_parallel_dispatcher,
     indexed_attention,
     indexer_loss,
+    pool_blocks,
+    pooled_attention,
     select_keys,
+    select_pooled,
     shift,
 )
 
@@ -160,6 +163,11 @@ def _sparse(rank: int) -> None:
         out = indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options)
         del options["up"]
         loss = indexer_loss(q, latent, q[..., 0], q.transpose(1, 2), q.transpose(1, 2), scale=0.5, **options)
+        place: dict[str, Any] = {"size": 3, "mesh": mesh, "seq_len": 13}
+        pooled, _ = pool_blocks(latent, latent * 2.0, **place)
+        indices_of_blocks = select_pooled(q, pooled, q[..., 0], topk=2, **place)
+        of_blocks = {"window": 4, "indices": indices_of_blocks, **place}
+        out = out + pooled_attention(q.transpose(1, 2), latent, pooled, **of_blocks)[..., :4]
         grads = torch.autograd.grad(out.square().sum() + loss.sum(), [q, latent])
         return [indices, out.detach().transpose(1, 2), loss.detach(), *grads]
 
