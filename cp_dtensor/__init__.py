@@ -15,10 +15,17 @@ from cp_dtensor.api.varlen import ATTENTION_OPS, varlen_attention
 from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.transports import set_rotate_method
 from cp_dtensor.layers.explain import explain_recurrence
-from cp_dtensor.layers.pooled import pool_blocks, pooled_attention, select_pooled
+from cp_dtensor.layers.pooled import pool_blocks, select_pooled
 from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
-from cp_dtensor.layers.sparse import block_attention, indexed_attention, indexer_loss, select_blocks, select_keys
+from cp_dtensor.layers.sparse import (
+    block_attention,
+    indexed_attention,
+    indexer_loss,
+    pooled_attention,
+    select_blocks,
+    select_keys,
+)
 from cp_dtensor.plan.cost import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from cp_dtensor.api.extension import Mesh, cast_by_autocast, never_compiled, softmax_scale
+from cp_dtensor.api.extension import Mesh, cast_by_autocast, never_compiled
 from cp_dtensor.layers.arguments import check_dims, checked_number, layer
-from cp_dtensor.layers.blocks import PoolBlocks, PooledAttention, SelectPooled
+from cp_dtensor.layers.blocks import PoolBlocks, SelectPooled
 from cp_dtensor.spec.layouts import Layout
 
-_eager = partial(never_compiled, reason="the numbers of blocks differ between ranks")
+eager = partial(never_compiled, reason="the numbers of blocks differ between ranks")
 
 
-@_eager
+@eager
 def pool_blocks(
     x: torch.Tensor, gate: torch.Tensor | None = None, bias: torch.Tensor | None = None, *, size: int,
     overlap: bool = False, mesh: Mesh, layout: Layout | None = None, cu_seqlens: Any = None,
@@ -61,7 +61,7 @@ def pool_blocks(
     size = checked_number(owner, "size", size, least=1)
     given = {"x": x, "gate": gate, "bias": bias}
     check_dims(owner, _DIMS, given)
-    _refuse_dtensors(owner, given)
+    refuse_dtensors(owner, given)
     fits = x.is_floating_point() and (gate is None or gate.dtype == x.dtype)
     if not fits or (bias is not None and (gate is None or bias.size(0) != size or not bias.is_floating_point())):
         raise ValueError(
@@ -78,7 +78,7 @@ def pool_blocks(
     return pooled, positions
 
 
-@_eager
+@eager
 def select_pooled(
     q_index: torch.Tensor, pooled: torch.Tensor, weights: torch.Tensor, *, size: int, topk: int,
     expanded: bool = False, mesh: Mesh, layout: Layout | None = None, cu_seqlens: Any = None,
@@ -117,7 +117,7 @@ def select_pooled(
     size, topk = (checked_number(owner, *each, least=1) for each in (("size", size), ("topk", topk)))
     given = {"q_index": q_index, "pooled": pooled, "weights": weights}
     check_dims(owner, _DIMS, given)
-    _refuse_dtensors(owner, given)
+    refuse_dtensors(owner, given)
     if q_index.dtype != pooled.dtype or not (q_index.is_floating_point() and weights.is_floating_point()):
         raise ValueError(
             f"{owner} expects q_index and pooled of one floating dtype, and floating weights; got q_index "
@@ -128,76 +128,13 @@ def select_pooled(
     return layer(owner, tensors, ["BTHD", "BTH", "BND"], operation, mesh, layout, cu_seqlens, seq_len)[0]
 
 
-@_eager
-def pooled_attention(
-    q: torch.Tensor, kv: torch.Tensor, pooled: torch.Tensor, *, size: int, window: int,
-    indices: torch.Tensor | None = None, sinks: torch.Tensor | None = None, scale: float | None = None, mesh: Mesh,
-    layout: Layout | None = None, cu_seqlens: Any = None, seq_len: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Compute attention over a window of tokens and pooled keys, in one softmax: that of DeepSeek-V4.
-
-    All heads share one key a token, which is its value too. A query sees the last `window` tokens of its document up to
-    itself, and pooled keys of blocks whose last tokens are not after it: those of `indices`, or all. The ranks exchange
-    the window - 1 rows before their runs, and gather pooled keys; in backward gradients are summed over the ranks, in
-    float32 (float64 for float64). Torch operations compute it, in blocks of bounded memory.
-
-    The gradient of `sinks` is a share of this rank's queries. Differentiable once. In compiled code a graph breaks.
-
-    Args:
-        q: (B, H, T, D), this rank's queries in `layout` order, rotated.
-        kv: (B, T, D), this rank's tokens, rotated.
-        pooled: (B, n, D), the keys of this rank's blocks, of `pool_blocks`, normed and rotated.
-        size: tokens of a block.
-        window: number of tokens, >= 1; 128 in DeepSeek-V4.
-        indices: (B, T, K) int32 or int64, numbers of blocks, each once in a row, -1 for none, such as those of
-            `select_pooled`. None for all blocks that the query may have.
-        sinks: (H,), as for `indexed_attention`.
-        scale: factor of the logits; None is 1 / sqrt(D).
-        mesh, layout, cu_seqlens, seq_len: as for `halo`.
-
-    Returns:
-        (B, H, T, D) in q's dtype.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `pool_blocks`, and as `indexed_attention` for indices.
-
-    One rank, three tokens and a block of the first two; queries of zeros weigh keys alike:
-
-        kv, q = torch.tensor([[[1.0], [2.0], [3.0]]]), torch.zeros(1, 1, 3, 1)
-        pooled = torch.tensor([[[7.0]]])
-        out = pooled_attention(q, kv, pooled, size=2, window=1, mesh=mesh)  # 1, (2 + 7) / 2, (3 + 7) / 2
-
-    Source: DeepSeek-V4, section 2.3.
-    """
-    owner = "pooled_attention"
-    size, window = (checked_number(owner, *each, least=1) for each in (("size", size), ("window", window)))
-    q, kv, pooled = cast_by_autocast(q, kv, pooled)
-    given = {"q": q, "kv": kv, "pooled": pooled, "indices": indices, "sinks": sinks}
-    check_dims(owner, _DIMS, given)
-    _refuse_dtensors(owner, given)
-    if len({q.dtype, kv.dtype, pooled.dtype}) > 1 or not q.is_floating_point():
-        raise ValueError(
-            f"{owner} expects q, kv and pooled of one floating dtype, got {q.dtype}, {kv.dtype} and {pooled.dtype}"
-        )
-    if indices is not None and indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{owner} expects indices of int32 or int64, got {indices.dtype}")
-    if sinks is not None and not sinks.is_floating_point():
-        raise ValueError(f"{owner} expects sinks of a floating dtype, got {sinks.dtype}")
-    factor = None if scale is None else softmax_scale(q.size(3), scale)
-    return layer(
-        owner, [q, kv, indices, pooled, sinks], ["BHTD", "BTD", "BTK", "BND", "H"],
-        (PooledAttention, (size, window, factor)), mesh, layout, cu_seqlens, seq_len, dim=2,
-    )[0]  # fmt: skip
-
-
 _DIMS = {
     "x": "batch tokens channels", "gate": "?batch tokens channels", "bias": "?size channels",
     "q_index": "batch tokens heads dims", "pooled": "batch blocks dims", "weights": "batch tokens heads",
-    "q": "batch heads tokens dims", "kv": "batch tokens dims", "indices": "?batch tokens keys", "sinks": "?heads",
 }  # fmt: skip
 
 
-def _refuse_dtensors(owner: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+def refuse_dtensors(owner: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Refuse DTensors, which have no numbers of rows that differ between ranks as those of blocks do."""
     for name, each in tensors.items():
         if isinstance(each, DTensor):

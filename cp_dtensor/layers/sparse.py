@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -18,9 +19,11 @@ from cp_dtensor.api.extension import (
     softmax_scale,
 )
 from cp_dtensor.layers.arguments import check_dims, checked_number, layer
+from cp_dtensor.layers.blocks import PooledAttention
 from cp_dtensor.layers.chosen import BlockAttention, IndexedAttention
 from cp_dtensor.layers.indexer import SelectKeys
 from cp_dtensor.layers.indexer_loss import IndexerLoss
+from cp_dtensor.layers.pooled import eager, refuse_dtensors
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -130,8 +133,7 @@ def indexer_loss(
             f"the heads of k, both of one floating dtype; got q {q.dtype} {tuple(q.shape)}, k {k.dtype} "
             f"{tuple(k.shape)}"
         )
-    if indices is not None:
-        _check_indices(owner, "indices", indices, None)
+    _check_indices(owner, "indices", indices, None)
     checked_bools(is_causal=is_causal)
     _check_placements(owner, q_index, (0, 1))
     operation = IndexerLoss, (parts_of(checked_mask(mask, is_causal)), softmax_scale(q.size(3), float(scale)))
@@ -309,6 +311,65 @@ def block_attention(
     )[0]  # fmt: skip
 
 
+@eager
+def pooled_attention(
+    q: torch.Tensor, kv: torch.Tensor, pooled: torch.Tensor, *, size: int, window: int,
+    indices: torch.Tensor | None = None, sinks: torch.Tensor | None = None, scale: float | None = None, mesh: Mesh,
+    layout: Layout | None = None, cu_seqlens: Any = None, seq_len: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute attention over a window of tokens and pooled keys, in one softmax: that of DeepSeek-V4.
+
+    All heads share one key a token, which is its value too. A query sees the last `window` tokens of its document up to
+    itself, and pooled keys of blocks whose last tokens are not after it: those of `indices`, or all. The ranks exchange
+    the window - 1 rows before their runs, and gather pooled keys; in backward gradients are summed over the ranks, in
+    float32 (float64 for float64). Torch operations compute it, in blocks of bounded memory.
+
+    The gradient of `sinks` is a share of this rank's queries. Differentiable once. In compiled code a graph breaks.
+
+    Args:
+        q: (B, H, T, D), this rank's queries in `layout` order, rotated.
+        kv: (B, T, D), this rank's tokens, rotated.
+        pooled: (B, n, D), the keys of this rank's blocks, of `pool_blocks`, normed and rotated.
+        size: tokens of a block.
+        window: number of tokens, >= 1; 128 in DeepSeek-V4.
+        indices: (B, T, K) int32 or int64, numbers of blocks, each once in a row, -1 for none, such as those of
+            `select_pooled`. None for all blocks that the query may have.
+        sinks: (H,), as for `indexed_attention`.
+        scale: factor of the logits; None is 1 / sqrt(D).
+        mesh, layout, cu_seqlens, seq_len: as for `halo`.
+
+    Returns:
+        (B, H, T, D) in q's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `pool_blocks`, and as `indexed_attention` for indices.
+
+    One rank, three tokens and a block of the first two; queries of zeros weigh keys alike:
+
+        kv, q = torch.tensor([[[1.0], [2.0], [3.0]]]), torch.zeros(1, 1, 3, 1)
+        pooled = torch.tensor([[[7.0]]])
+        out = pooled_attention(q, kv, pooled, size=2, window=1, mesh=mesh)  # 1, (2 + 7) / 2, (3 + 7) / 2
+
+    Source: DeepSeek-V4, section 2.3.
+    """
+    owner = "pooled_attention"
+    size, window = (checked_number(owner, *each, least=1) for each in (("size", size), ("window", window)))
+    q, kv, pooled = cast_by_autocast(q, kv, pooled)
+    given = {"q": q, "kv": kv, "pooled": pooled, "indices": indices, "sinks": sinks}
+    check_dims(owner, _DIMS_OF_POOLED, given)
+    refuse_dtensors(owner, given)
+    if len({q.dtype, kv.dtype, pooled.dtype}) > 1 or not q.is_floating_point():
+        raise ValueError(
+            f"{owner} expects q, kv and pooled of one floating dtype, got {q.dtype}, {kv.dtype} and {pooled.dtype}"
+        )
+    _check_indices(owner, "indices", indices, sinks)
+    factor = None if scale is None else softmax_scale(q.size(3), scale)
+    return layer(
+        owner, [q, kv, indices, pooled, sinks], ["BHTD", "BTD", "BTK", "BND", "H"],
+        (PooledAttention, (size, window, factor)), mesh, layout, cu_seqlens, seq_len, dim=2,
+    )[0]  # fmt: skip
+
+
 _DIMS = {
     "q_index": "batch tokens heads dims", "k_index": "batch tokens dims", "weights": "batch tokens heads",
     "q": "batch heads tokens dims", "latent": "batch tokens R", "k_rope": "batch tokens Dr",
@@ -316,6 +377,7 @@ _DIMS = {
     "block_indices": "batch tokens groups blocks",
 }  # fmt: skip
 _DIMS_OF_TARGET = {**_DIMS, "indices": "?batch tokens keys"}
+_DIMS_OF_POOLED = {**_DIMS_OF_TARGET, "kv": "batch tokens dims", "pooled": "batch blocks dims"}
 
 
 def _check_index(owner: str, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -329,9 +391,9 @@ def _check_index(owner: str, q: torch.Tensor, k: torch.Tensor, weights: torch.Te
         )
 
 
-def _check_indices(owner: str, name: str, numbers: torch.Tensor, sinks: torch.Tensor | None) -> None:
+def _check_indices(owner: str, name: str, numbers: torch.Tensor | None, sinks: torch.Tensor | None) -> None:
     """Refuse numbers of keys that are no integers or none at all, and sinks that are integers."""
-    if numbers.dtype not in (torch.int32, torch.int64) or not numbers.size(-1):
+    if numbers is not None and (numbers.dtype not in (torch.int32, torch.int64) or not numbers.size(-1)):
         raise ValueError(
             f"{owner} expects {name} of int32 or int64 and at least one of each query, got {numbers.dtype} "
             f"{tuple(numbers.shape)}"

@@ -311,7 +311,7 @@ BAD = [
     ("window to be an integer >= 1, got 0", _attend(window=0)),
     (r"kv \(batch, tokens, dims\), where .*; got \(1, 2, 4\)", _attend(kv=X[:, :2])),
     ("one floating dtype, got torch.float64, torch.float64 and torch.float32", _attend(pooled=X[:, :1].float())),
-    ("indices of int32 or int64, got torch.float64", _attend(indices=X)),
+    ("indices of int32 or int64 .*, got torch.float64", _attend(indices=X)),
     ("sinks of a floating dtype, got torch.int64", _attend(sinks=torch.ones(2).long())),
     ("topk to be an integer >= 1, got 0", _select(topk=0)),
     ("one floating dtype, and floating weights; got .* torch.int64", _select(weights=X[..., :2].long())),
