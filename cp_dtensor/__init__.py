@@ -14,7 +14,7 @@ from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_uns
 from cp_dtensor.api.varlen import ATTENTION_OPS, varlen_attention
 from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.transports import set_rotate_method
-from cp_dtensor.layers.explain import explain_recurrence
+from cp_dtensor.layers.explain import explain_recurrence, explain_sparse
 from cp_dtensor.layers.pooled import pool_blocks, select_pooled
 from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
@@ -70,6 +70,7 @@ __all__ = [
     "enable_context_parallel_dispatcher",
     "explain",
     "explain_recurrence",
+    "explain_sparse",
     "gated_delta_rule",
     "halo",
     "imbalance",
