@@ -120,6 +120,8 @@ class _Tables(NamedTuple):
     """(T,) of each token among those that `Extended` gives, without the rows before the first piece."""
     piece: Tensor
     """(T,) number of the piece of each token."""
+    seen: Tensor
+    """The first block that each token sees, and the end of those that it sees, (1, 2, T), on the CPU."""
 
 
 class _Key(NamedTuple):
@@ -139,7 +141,8 @@ def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
         )
         positions = torch.tensor([start - document for start, document in blocks.starts(rank)], dtype=torch.int64)
         found = positions, at, at - start, first, torch.arange(len(at)), piece
-        return _Tables(*(each.to(device) for each in found))
+        seen = torch.stack((first, first + (at - start + 1) // blocks.size)).unsqueeze(0)
+        return _Tables._make((*(each.to(device) for each in found), seen))
 
     return tables_on(device, _Key(blocks, rank), made)
 
@@ -226,18 +229,17 @@ class SelectPooled(_OfBlocks):
         blocks, tables = self.blocks(call, q.size(0), q.device)
         self.check_pooled(call, pooled, tables)
         keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
-        end = (tables.depth + 1) // self.size
-        seen = torch.stack((tables.first, tables.first + end)).unsqueeze(0).cpu()
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            select_reference(out[row], q[row], keys[row], weights[row], seen)
+            select_reference(out[row], q[row], keys[row], weights[row], tables.seen)
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
         document = (tables.at - tables.depth).unsqueeze(1)
         start = (out - tables.first.unsqueeze(1)) * self.size + document
         tokens = (start.unsqueeze(3) + torch.arange(self.size, device=q.device)).masked_fill((out < 0).unsqueeze(3), -1)
-        rest = document + (end * self.size).unsqueeze(1) + torch.arange(self.size - 1, device=q.device)
+        whole = (tables.depth + 1) // self.size * self.size
+        rest = document + whole.unsqueeze(1) + torch.arange(self.size - 1, device=q.device)
         rest = rest.masked_fill(rest > tables.at.unsqueeze(1), -1).expand(q.size(0), -1, -1)
         return torch.cat((tokens.flatten(2), rest), 2).int(), None
 

@@ -1,9 +1,10 @@
-"""Attention layers of transformers' DeepSeek-V4 over ranks, by functions of pooled blocks."""
+"""Layers of transformers' models over ranks, by functions of pooled blocks: DeepSeek-V4, GLM-5 Next and Qwen4."""
 
 from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ pytest.importorskip("transformers.models.deepseek_v4")
 from transformers import DeepseekV4Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+from transformers.models.glm5_next import modeling_glm5_next as glm
+from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen
 
 LENGTH, WINDOW = 43, 5
 
@@ -123,3 +126,78 @@ def test_a_layer_of_attention_equals_one_process(index: int, sequence: Sequence,
         torch.testing.assert_close(
             sum(shares), each, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+# Pooled index keys, whose blocks are expanded to tokens
+
+
+def made(kind: Any, **settings: Any) -> Any:
+    """An indexer of random weights."""
+    torch.manual_seed(0)
+    indexer = kind(SimpleNamespace(hidden_size=32, rms_norm_eps=1e-6, **settings), 0)
+    with torch.no_grad():
+        for parameter in indexer.parameters():
+            parameter.normal_(std=0.4)
+    return indexer
+
+
+def glm_keys(indexer: Any, x: torch.Tensor, place: dict[str, Any] | None, _: Any) -> torch.Tensor:
+    """Positions of the keys of GLM-5 Next's queries, of its indexer or by functions of shards."""
+    residual = x[..., :16]
+    if place is None:
+        found: torch.Tensor = indexer(x, residual, torch.ones(x.shape[:2], dtype=torch.bool), None)
+        return found
+    q = indexer.wq_b(residual).unflatten(2, (-1, indexer.head_dim))
+    keys, gates = indexer.k_norm(indexer.wk(x)), x @ indexer.index_kpool_compress_gate.T
+    keys, _ = pool_blocks(keys, gates, indexer.index_kpool_compress_ape, size=indexer.index_kpool, **place)
+    weights = indexer.weights_proj(x) * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+    options = {"size": indexer.index_kpool, "topk": indexer.index_topk // indexer.index_kpool, **place}
+    return select_pooled(q, keys, weights, expanded=True, **options)
+
+
+def qwen_keys(indexer: Any, x: torch.Tensor, place: dict[str, Any] | None, at: torch.Tensor) -> torch.Tensor:
+    """Positions of the keys of Qwen4's queries."""
+    rates, dim = 10.0 ** -torch.arange(4.0), indexer.index_head_dim
+
+    def table(at: torch.Tensor) -> dict[str, torch.Tensor]:
+        angles = (at.unsqueeze(1) * rates).repeat(1, 2).expand(x.size(0), -1, -1)
+        return {"cos": angles.cos(), "sin": angles.sin()}
+
+    if place is None:
+        seen = torch.ones(len(at), len(at), dtype=torch.bool).tril().expand(x.size(0), 1, -1, -1)
+        mask = indexer(x, (*table(at).values(),), seen, None)[:, 0] & seen[:, 0]
+        return torch.arange(len(at)).masked_fill(~mask, -1)
+    q, keys = indexer.index_qk_proj(x).split((indexer.index_n_heads * dim, dim), 2)
+    q = qwen.apply_rotary_pos_emb(indexer.q_layernorm(q.unflatten(2, (-1, dim))), unsqueeze_dim=2, **table(at))
+    keys, starts = pool_blocks(keys, size=indexer.compress_ratio, **place)
+    keys = qwen.apply_rotary_pos_emb(indexer.k_layernorm(keys).unsqueeze(1), **table(starts)).squeeze(1)
+    options = {"size": indexer.compress_ratio, "topk": indexer.block_topk, **place}
+    return select_pooled(q, keys, torch.full(q.shape[:3], dim**-0.5), expanded=True, **options)
+
+
+GLM = {"index_n_heads": 16, "index_head_dim": 8, "qk_rope_head_dim": 0, "index_topk": 12, "q_lora_rank": 16,
+       "index_kpool": 4, "index_kpool_always_select_tail": True}  # fmt: skip
+QWEN = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 12,
+        "indexer_compress_ratio": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys_of", "kind", "settings"),
+    [(glm_keys, glm.Glm5NextTextIndexer, GLM), (qwen_keys, qwen.Qwen4ExpTextQSAIndexer, QWEN)],
+)
+@torch.no_grad()
+def test_an_indexer_with_pooled_keys_selects_what_one_process_does(keys_of: Any, kind: Any, settings: Any) -> None:
+    sequence, indexer = Sequence(LENGTH, 3, HeadTail(), 2), made(kind, **settings)
+    x, positions = torch.randn(2, LENGTH, 32), torch.arange(LENGTH)
+    wanted = keys_of(indexer, x, None, positions)
+
+    def sets(found: torch.Tensor) -> list[list[int]]:
+        return [sorted(each for each in query if each >= 0) for row in found.tolist() for query in row]
+
+    @torch.no_grad()
+    def body(rank: int) -> None:
+        at = sequence.shard(positions.view(1, -1, 1), rank).flatten()
+        place = {"mesh": dist.group.WORLD, "layout": HeadTail(), "seq_len": LENGTH}
+        assert sets(keys_of(indexer, sequence.shard(x, rank), place, at)) == sets(sequence.shard(wanted, rank))
+
+    run_ranks(3, body)
