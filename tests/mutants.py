@@ -290,8 +290,8 @@ MUTANTS = (
         "block before the first",
         "the first block of a document pools zeros of the block before it",
         "layers/blocks.py",
-        'gates = gates.masked_fill(no_block.unsqueeze(2), float("-inf"))',
-        "gates = gates.masked_fill(no_block.unsqueeze(2), 0.0)",
+        'gates = gates.masked_fill(is_none.unsqueeze(2), float("-inf"))',
+        "gates = gates.masked_fill(is_none.unsqueeze(2), 0.0)",
         "tests/layers/test_pooled.py",
     ),
     Mutant(

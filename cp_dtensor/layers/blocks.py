@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -44,9 +44,9 @@ class Blocks(SequenceLayout):
     """The whole blocks of all documents, in the order of positions; each belongs to the rank of its last token.
 
     >>> from cp_dtensor.spec.layouts import Contiguous
-    >>> blocks = Blocks.of(SequenceLayout(Contiguous(), 12, 2, edges=(0, 5, 12)), size=2)  # [0, 4), [5, 11)
-    >>> blocks.seq_len, [blocks.runs(rank) for rank in range(2)], blocks.starts(1)
-    (5, [[(0, 2), (2, 2)], [(2, 5)]], [(5, 5), (7, 5), (9, 5)])
+    >>> blocks = Blocks.of(SequenceLayout(Contiguous(), 12, 2, edges=(0, 5, 12)), size=2)
+    >>> blocks.seq_len, [blocks.runs(rank) for rank in range(2)]
+    (5, [[(0, 2), (2, 2)], [(2, 5)]])
     """
 
     tokens: SequenceLayout | None = None
@@ -56,7 +56,7 @@ class Blocks(SequenceLayout):
     def of(cls, tokens: SequenceLayout, size: int) -> Blocks:
         """Return the blocks of a sequence of tokens."""
         made = cls(tokens.layout, 0, tokens.world_size, tokens.group, tokens=tokens, size=size)
-        return cls(tokens.layout, made._firsts[-1], tokens.world_size, tokens.group, tokens=tokens, size=size)
+        return replace(made, seq_len=made._firsts[-1])
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -68,58 +68,64 @@ class Blocks(SequenceLayout):
         """The number of blocks before each of `_bounds`."""
         return (*accumulate(((stop - start) // self.size for start, stop in pairwise(self._bounds)), initial=0),)
 
-    def document_of(self, position: int) -> tuple[int, int]:
-        """Return the first position of the document of a token, and the number of its first block."""
-        index = bisect_right(self._bounds, position) - 1
-        return self._bounds[index], self._firsts[index]
+    def parts(self, rank: int) -> list[Part]:
+        """Return the tokens of a rank within documents, and the blocks that end among them."""
+        assert self.tokens is not None
+        found = []
+        for start, stop in self.tokens.pieces(rank):
+            index = bisect_right(self._bounds, start) - 1
+            document, first = self._bounds[index], self._firsts[index]
+            ends = first + (start - document) // self.size, first + (stop - document) // self.size
+            found.append(Part(start, stop, document, first, *ends))
+        return found
 
     def runs(self, rank: int) -> list[Span]:
-        assert self.tokens is not None
-        found = []
-        for start, stop in self.tokens.pieces(rank):
-            document, first = self.document_of(start)
-            found.append((first + (start - document) // self.size, first + (stop - document) // self.size))
-        return found
+        return [(part.lo, part.hi) for part in self.parts(rank)]
 
-    def starts(self, rank: int) -> list[Span]:
-        """Return for each block of a rank the position of its first token, and that of its document's."""
-        assert self.tokens is not None
-        found = []
-        for start, stop in self.tokens.pieces(rank):
-            document, _ = self.document_of(start)
-            whole = range((start - document) // self.size, (stop - document) // self.size)
-            found += [(document + number * self.size, document) for number in whole]
-        return found
+
+class Part(NamedTuple):
+    """Tokens [start, stop) of a rank, of one document; blocks [lo, hi), whose last tokens these are."""
+
+    start: int
+    stop: int
+    document: int
+    """Its first position."""
+    first: int
+    """Its first block."""
+    lo: int
+    hi: int
 
 
 @dataclass(frozen=True)
 class BlockRows(RowMap):
-    """The tokens of a rank's blocks, each block after the `before` tokens before it."""
+    """The tokens of a rank's blocks; with `overlap`, those of the block before come before each part of them."""
 
     size: int
-    before: int
+    overlap: bool
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
-        for start, _ in Blocks.of(sequence, self.size).starts(rank):
-            yield from rows_before(sequence, start, self.before)
-            yield start, start + self.size
+        for part in Blocks.of(sequence, self.size).parts(rank):
+            if part.lo < part.hi:
+                start = part.document + (part.lo - part.first) * self.size
+                yield from rows_before(sequence, start, self.size * self.overlap)
+                yield start, start + (part.hi - part.lo) * self.size
 
 
 class _Tables(NamedTuple):
-    """Positions of a rank's blocks and tokens, on a device."""
+    """A rank's n blocks and T tokens, on a device."""
 
     positions: Tensor
-    """(blocks of the rank,) of the first token of each, in its document."""
+    """(n,) of the first tokens of blocks, in their documents."""
+    block: Tensor
+    """(n,) of blocks among those that `BlockRows` gives with overlap."""
     at: Tensor
     """(T,) positions of tokens."""
     depth: Tensor
     """(T,) of tokens in their documents."""
     first: Tensor
-    """(T,) the first block of each token's document."""
-    row: Tensor
-    """(T,) of each token among those that `Extended` gives, without the rows before the first piece."""
-    piece: Tensor
-    """(T,) number of the piece of each token."""
+    """(T,) the first blocks of their documents."""
+    part: Tensor
+    """(T,) of each token, the number of its part."""
     seen: Tensor
     """The first block that each token sees, and the end of those that it sees, (1, 2, T), on the CPU."""
 
@@ -131,17 +137,18 @@ class _Key(NamedTuple):
 
 def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
     def made() -> _Tables:
-        assert blocks.tokens is not None
-        pieces = blocks.tokens.pieces(rank)
-        counts = torch.tensor([stop - start for start, stop in pieces])
-        documents = [blocks.document_of(start) for start, _ in pieces]
-        at = torch.cat([torch.arange(*piece) for piece in pieces])
-        start, first, piece = (
-            torch.tensor(each).repeat_interleave(counts) for each in (*zip(*documents, strict=True), range(len(pieces)))
-        )
-        positions = torch.tensor([start - document for start, document in blocks.starts(rank)], dtype=torch.int64)
-        found = positions, at, at - start, first, torch.arange(len(at)), piece
-        seen = torch.stack((first, first + (at - start + 1) // blocks.size)).unsqueeze(0)
+        parts = blocks.parts(rank)
+        tokens = torch.tensor([part.stop - part.start for part in parts])
+        counts = torch.tensor([part.hi - part.lo for part in parts])
+        start, _, document, first, lo, _ = torch.tensor(parts).unbind(1)
+        number, part = torch.arange(int(counts.sum())), torch.arange(len(parts)).repeat_interleave(tokens)
+        # Less the numbers of those in the parts before.
+        in_document = number + (lo - first - counts.cumsum(0) + counts).repeat_interleave(counts)
+        at = torch.arange(len(part)) + (start - tokens.cumsum(0) + tokens)[part]
+        depth = at - document[part]
+        before = (counts > 0).cumsum(0).repeat_interleave(counts)  # a block before each part that has any
+        found = in_document * blocks.size, number + before, at, depth, first[part], part
+        seen = torch.stack((first[part], first[part] + (depth + 1) // blocks.size)).unsqueeze(0)
         return _Tables._make((*(each.to(device) for each in found), seen))
 
     return tables_on(device, _Key(blocks, rank), made)
@@ -188,28 +195,26 @@ class PoolBlocks(_OfBlocks):
         x, gate, bias, *_ = tensors
         blocks, tables = self.blocks(call, x.size(0), x.device)
         assert blocks.tokens is not None
-        before, wide, channels = self.size * self.overlap, wide_dtype(x), x.size(2)
+        wide, channels = wide_dtype(x), x.size(2)
         given = x if gate is None else torch.cat((x, gate), 2)
-        rows = rows_of(given, 1, BlockRows(self.size, before), blocks.tokens, call.ranks)
-        rows = rows.unflatten(1, (len(tables.positions), before + self.size)).to(wide)
-        values = self._series(rows[..., :channels])
+        rows = rows_of(given, 1, BlockRows(self.size, self.overlap), blocks.tokens, call.ranks)
+        rows = rows.unflatten(1, (rows.size(1) // self.size, self.size)).to(wide)
         if gate is None:
-            return values.mean(2).to(x.dtype), tables.positions
-        gates = rows[..., channels:]
+            return rows.mean(2).to(x.dtype), tables.positions
+        values, gates = rows[..., :channels], rows[..., channels:]
         if bias is not None:
-            gates = gates + torch.cat([bias.to(wide)] * (1 + self.overlap))
-        gates = self._series(gates)
+            gates = gates + bias.to(wide)
         if self.overlap:
-            no_block = (tables.positions == 0).unsqueeze(1) & (torch.arange(2 * self.size, device=x.device) < self.size)
-            gates = gates.masked_fill(no_block.unsqueeze(2), float("-inf"))
+            values, gates = self._two_series(values, tables.block), self._two_series(gates, tables.block)
+            is_none = (tables.positions == 0).unsqueeze(1) & (torch.arange(2 * self.size, device=x.device) < self.size)
+            gates = gates.masked_fill(is_none.unsqueeze(2), float("-inf"))
         return (values * gates.softmax(2)).sum(2).to(x.dtype), tables.positions
 
-    def _series(self, rows: Tensor) -> Tensor:
-        """Return for each block the rows that are pooled: with `overlap` those of the block before it, too."""
-        if not self.overlap:
-            return rows
+    def _two_series(self, rows: Tensor, block: Tensor) -> Tensor:
+        """Return for each block the first channels of the one before it, and then its own others."""
         half = rows.size(3) // 2
-        return torch.cat((rows[:, :, : self.size, :half], rows[:, :, self.size :, half:]), 2)
+        before, own = rows[..., :half].index_select(1, block - 1), rows[..., half:].index_select(1, block)
+        return torch.cat((before, own), 2)
 
 
 @dataclass(frozen=True)
@@ -280,7 +285,7 @@ class _PooledAttention(RankFunction):
         before = rows_of(kv, 1, Extended(window - 1), blocks.tokens, ranks)
         rows = torch.cat((before, rows_of(pooled, 1, Whole(), blocks, ranks)), 1).unsqueeze(2)
         ctx.options = blocks, tables, ranks, window, scale
-        parts = _parts(indices, blocks, tables, window, before.size(1), q.size(0))
+        parts = _seen_rows(indices, blocks, tables, window, before.size(1), q.size(0))
         done = [attend_chosen_reference(q[:, :, at], rows, index, sink, q.size(3), scale) for at, index in parts]
         out, lse = (torch.cat(each, 2) for each in zip(*done, strict=True))
         ctx.save_for_backward(q, rows, indices, sink, out, lse)
@@ -295,7 +300,7 @@ class _PooledAttention(RankFunction):
         count = rows.size(1) - blocks.seq_len
         dq, d_rows = torch.empty_like(q), torch.zeros_like(rows, dtype=wide_dtype(rows))
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
-        for at, index in _parts(indices, blocks, tables, window, count, q.size(0)):
+        for at, index in _seen_rows(indices, blocks, tables, window, count, q.size(0)):
             of_part = [each[:, :, at] for each in (grad_out, q, out, lse)]
             given = *of_part[:2], rows, index, sink, *of_part[2:], scale
             dq[:, :, at], d_rows_of_part, d_sink_of_part = chosen_gradients_reference(*given)
@@ -310,7 +315,7 @@ class _PooledAttention(RankFunction):
         return dq, d_kv, d_pooled, None, None if d_sink is None else d_sink.to(sink.dtype), *[None] * 5
 
 
-def _parts(
+def _seen_rows(
     indices: Tensor | None, blocks: Blocks, tables: _Tables, window: int, rows: int, batch_size: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield parts of the queries, and rows of tokens and then of pooled keys that they see, (B, T, 1, N), -1 for none.
@@ -322,7 +327,7 @@ def _parts(
     everything, back = torch.arange(blocks.seq_len, device=device), torch.arange(window - 1, -1, -1, device=device)
     keys = window + (blocks.seq_len if indices is None else indices.size(2))
     step = max(1, _BYTES // (8 * batch_size * keys))
-    own = tables.row + (window - 1) * (tables.piece + 1)
+    own = torch.arange(count, device=device) + (window - 1) * (tables.part + 1)
     for start in range(0, max(count, 1), step):
         at = slice(start, min(start + step, count))
         depth, first = tables.depth[at].unsqueeze(1), tables.first[at].unsqueeze(1)
