@@ -15,10 +15,18 @@ from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_uns
 from cp_dtensor.api.varlen import ATTENTION_OPS, varlen_attention
 from cp_dtensor.comm.faults import PeerError
 from cp_dtensor.comm.transports import set_rotate_method
-from cp_dtensor.layers.explain import explain_recurrence
+from cp_dtensor.layers.explain import explain_recurrence, explain_sparse
+from cp_dtensor.layers.pooled import pool_blocks, select_pooled
 from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
-from cp_dtensor.layers.sparse import block_attention, indexed_attention, select_blocks, select_keys
+from cp_dtensor.layers.sparse import (
+    block_attention,
+    indexed_attention,
+    indexer_loss,
+    pooled_attention,
+    select_blocks,
+    select_keys,
+)
 from cp_dtensor.plan.cost import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
@@ -63,20 +71,25 @@ __all__ = [
     "enable_context_parallel_dispatcher",
     "explain",
     "explain_recurrence",
+    "explain_sparse",
     "gated_delta_rule",
     "halo",
     "imbalance",
     "indexed_attention",
+    "indexer_loss",
     "kda",
     "linear_attention",
     "local_positions",
     "local_runs",
     "mamba2",
     "plan_batch",
+    "pool_blocks",
+    "pooled_attention",
     "relayout",
     "ring_attention",
     "select_blocks",
     "select_keys",
+    "select_pooled",
     "set_rotate_method",
     "shift",
     "ulysses_attention",

@@ -29,9 +29,13 @@ class Job:
 @dataclass(frozen=True)
 class Model:
     name: str = "llama3"
-    """"llama3", or "hybrid" with gated delta nets."""
+    """"llama3", "hybrid" with gated delta nets, or "sparse" with an indexer that selects keys."""
     attention_every: int = 4
     """n: every n-th layer of a hybrid has attention."""
+    index_topk: int = 64
+    """Keys of a query in sparse attention."""
+    latent_dim: int = 64
+    """Compressed keys and values of a token in sparse attention."""
     dim: int = 128
     n_layers: int = 4
     n_heads: int = 8

@@ -109,10 +109,3 @@ def delta_rule_alone(
         state_BHDD = state_BHDD + k.unsqueeze(-1) * change.unsqueeze(-2)
         outs.append((q.unsqueeze(-2) @ state_BHDD).squeeze(-2) * q.size(-1) ** -0.5)
     return torch.stack(outs, 1)
-
-
-def over_ranks(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Lets gated delta nets mix the tokens of all ranks of a mesh, in the layout and the documents of a context."""
-    for module in model.modules():
-        if isinstance(module, GatedDeltaNet):
-            module.mesh = mesh

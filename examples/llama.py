@@ -24,6 +24,8 @@ class Llama(nn.Module):
     """
 
     freqs_cis: torch.Tensor
+    index_loss: torch.Tensor | float = 0.0
+    """Sum over tokens of what the last forward adds to their losses, in models with indexers."""
 
     def __init__(self, config: Model, vocab_size: int, seq_len: int) -> None:
         super().__init__()

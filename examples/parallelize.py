@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from config import ActivationCheckpoint, Compile, Config, Parallelism
-from gated_delta_net import over_ranks
+from gated_delta_net import GatedDeltaNet
 from llama import Llama
+from sparse_attention import SparseAttention
 from text_data import Batch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -169,6 +170,13 @@ def parallelize(model: Llama, ranks: MeshRanks, config: Config) -> None:
     if config.compile.enable:
         apply_compile(model, config.compile)
     apply_fsdp(model, ranks.token_mesh, getattr(torch, config.training.mixed_precision_param))
+
+
+def over_ranks(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Lets layers that are not in torch see the tokens of all ranks of a mesh, in the layout and mask of a context."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet | SparseAttention):
+            module.mesh = mesh
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:

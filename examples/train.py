@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/train.py --config examples/configs/debug.toml --check-parity
 
-`examples/configs/packed.toml` trains on packed documents, with different lengths in every step, and
-`examples/configs/hybrid.toml` a model of three gated delta nets to one attention layer. Every field of the
-configuration can be set on the command line: `--training.seq_len 1024`. `--check-parity` trains the same model on the
-same samples once more, without any parallelism, and compares the losses of the first steps.
+`examples/configs/packed.toml` trains on packed documents, with different lengths in every step,
+`examples/configs/hybrid.toml` a model of three gated delta nets to one attention layer, and
+`examples/configs/sparse.toml` one with learned sparse attention. Every field of the configuration can be set on the
+command line: `--training.seq_len 1024`. `--check-parity` trains the same model on the same samples once more, without
+any parallelism, and compares the losses of the first steps.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from llama import Llama
 from metrics import Reporter
 from packed_data import data_of
 from parallelize import MeshRanks, OneRank, Ranks, parallelize
+from sparse_attention import Sparse
 from text_data import IGNORE, VOCAB_SIZE, Batch, Data, standard_library_text
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -129,7 +131,7 @@ def run(config: Config, device: torch.device, check_parity: bool) -> int:
 def make_learner(config: Config, ranks: Ranks, device: torch.device) -> Learner:
     """Makes the model, equal under any parallelism: every rank makes the whole model before it is sharded."""
     torch.manual_seed(config.training.seed)
-    make = Hybrid if config.model.name == "hybrid" else Llama
+    make = {"llama3": Llama, "hybrid": Hybrid, "sparse": Sparse}[config.model.name]
     model = make(config.model, VOCAB_SIZE, config.training.seq_len).to(device)
     if isinstance(ranks, MeshRanks):
         parallelize(model, ranks, config)
@@ -161,7 +163,8 @@ def train_step(learner: Learner, data: Data, config: Config, step: int) -> StepR
         here = batch.to(device)
         with ranks.shard_sequence(here) as attn_mask:
             # Divided by the number of tokens of all ranks, so that the sum over ranks is the mean under any layout.
-            loss = sum_of_token_losses(model(here.tokens, here.positions, attn_mask), here.labels) / tokens_to_learn
+            loss = sum_of_token_losses(model(here.tokens, here.positions, attn_mask), here.labels)
+            loss = (loss + model.index_loss) / tokens_to_learn
             loss.backward()
         local_loss += loss.detach()
 

@@ -9,7 +9,7 @@ from typing import Any
 from config import Config, ConfigError
 
 CHOICES = {
-    "model.name": ("llama3", "hybrid"),
+    "model.name": ("llama3", "hybrid", "sparse"),
     "optimizer.name": ("AdamW",),
     "lr_scheduler.decay_type": ("cosine", "linear"),
     "training.dataset": ("stdlib",),
@@ -22,6 +22,8 @@ CHOICES = {
 }
 POSITIVE = (
     "model.attention_every",
+    "model.index_topk",
+    "model.latent_dim",
     "model.dim",
     "model.n_layers",
     "model.n_heads",
@@ -48,7 +50,7 @@ def resolved(config: Config, world_size: int) -> Config:
     config = _with_parallelism(config, world_size)
     _check_model(config)
     _check_packing(config)
-    _check_hybrid(config)
+    _check_layers(config)
     return _with_global_batch(config)
 
 
@@ -132,16 +134,19 @@ def _check_packing(config: Config) -> None:
         )
 
 
-def _check_hybrid(config: Config) -> None:
-    if config.model.name != "hybrid":
+def _check_layers(config: Config) -> None:
+    name = config.model.name
+    if name == "llama3":
         return
     expected: dict[str, Any] = {"parallelism.tensor_parallel_degree": 1}
-    if config.packing.documents != "none":  # states end where documents do, the same in all rows of a batch
-        expected |= {"training.local_batch_size": 1, "compile.enable": False}
+    if config.packing.documents != "none":
+        expected["compile.enable"] = False
+        if name == "hybrid":  # states end where documents do, the same in all rows of a batch
+            expected["training.local_batch_size"] = 1
     for key, value in expected.items():
         if _value(config, key) != value:
             packed = f' and packing.documents "{config.packing.documents}"' if len(expected) > 1 else ""
-            raise ConfigError(f'{key}: expected {value} with model.name "hybrid"{packed}, got {_value(config, key)}')
+            raise ConfigError(f'{key}: expected {value} with model.name "{name}"{packed}, got {_value(config, key)}')
 
 
 def _with_global_batch(config: Config) -> Config:

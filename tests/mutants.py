@@ -279,6 +279,22 @@ MUTANTS = (
         "tests/layers/test_sparse.py",
     ),
     Mutant(
+        "loss of the indexer",
+        "gradients of the indexer's queries go through relu where it is 0",
+        "layers/indexer_loss.py",
+        "d_products.masked_fill_(block.products <= 0, 0.0)",
+        "d_products.masked_fill_(block.products <= -1e9, 0.0)",
+        "tests/layers/test_indexer_loss.py",
+    ),
+    Mutant(
+        "block before the first",
+        "the first block of a document pools zeros of the block before it",
+        "layers/blocks.py",
+        'gates = gates.masked_fill(is_none.unsqueeze(2), float("-inf"))',
+        "gates = gates.masked_fill(is_none.unsqueeze(2), 0.0)",
+        "tests/layers/test_pooled.py",
+    ),
+    Mutant(
         "index -1 a key",
         "what is not finite in a key reaches queries that did not choose it",
         "layers/chosen_reference.py",

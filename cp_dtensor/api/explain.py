@@ -38,7 +38,7 @@ class Explanation:
     """Predictions by the value of `method=`. With latents also "expanded ring" and so on, which only "auto" takes: each
     rank expands its own latents, and K/V are sent."""
     chosen: str
-    """The method that `method="auto"` takes on such hardware."""
+    """The method that `method="auto"` takes on such hardware; "" for functions that have none."""
 
     def __str__(self) -> str:
         over_axes = [f"over {name}" for name in self.axes]
@@ -51,7 +51,7 @@ class Explanation:
             rows.append((name + " *" * (name == self.chosen), each.transport, *times, *memory))
         rules = [_CHOSEN, _SENT]
         if all(each.transport == "-" for each in self.methods.values()):  # no rings
-            rows, rules = [(row[0], *row[2:]) for row in rows], [_CHOSEN]
+            rows, rules = [(row[0], *row[2:]) for row in rows], [_CHOSEN] * bool(self.chosen)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join((self.call, self.assumption, *lines, *rules))

@@ -51,7 +51,7 @@ class IndexedAttention(SequenceLayer):
         return made
 
     def check_length(self, tensors: Inputs, seq_len: int) -> None:
-        _check_numbers("indexed_attention", tensors[3], f"the last of {seq_len} tokens", seq_len)
+        check_numbers("indexed_attention", tensors[3], f"the last of {seq_len} tokens", seq_len)
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, latent, rotary, indices, up, sink, *_ = tensors
@@ -82,7 +82,7 @@ class BlockAttention(MaskedLayer):
     def check_length(self, tensors: Inputs, seq_len: int) -> None:
         super().check_length(tensors, seq_len)
         blocks = -(-seq_len // self.block_size)
-        _check_numbers("block_attention", tensors[3], f"the last of {blocks} blocks", blocks)
+        check_numbers("block_attention", tensors[3], f"the last of {blocks} blocks", blocks)
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, v, indices, sink, *_ = tensors
@@ -92,7 +92,7 @@ class BlockAttention(MaskedLayer):
         return out, None
 
 
-def _check_numbers(owner: str, numbers: Tensor, last: str, count: int) -> None:
+def check_numbers(owner: str, numbers: Tensor, last: str, count: int) -> None:
     """Refuse other numbers than -1 to `count` - 1. A GPU is not waited for."""
     if not numbers.is_cuda and numbers.numel() and not -1 <= int(numbers.min()) <= int(numbers.max()) < count:
         raise ValueError(f"{owner} expects indices from -1 to {last}, got {numbers.min()} to {numbers.max()}")

@@ -1,4 +1,4 @@
-"""`explain_recurrence`: a table of the cost model's predictions for one recurrent layer."""
+"""`explain_recurrence` and `explain_sparse`: tables of predictions for recurrent layers and sparse attention."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from cp_dtensor.api.extension import (
     Assumed,
     Call,
+    Estimate,
     Explanation,
     Mesh,
+    Step,
     check_numbers,
     checked_length,
     cluster_of_mesh,
@@ -20,13 +22,14 @@ from cp_dtensor.api.extension import (
     fastest,
     inherited,
     refuse_other_lengths,
+    seconds,
     shortened,
 )
 from cp_dtensor.layers.call import document_edges
 from cp_dtensor.layers.chunked import Rows
 from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates
-from cp_dtensor.layers.rows import SequenceLayout
-from cp_dtensor.spec.layouts import Layout
+from cp_dtensor.layers.rows import SequenceLayout, Whole, rows_over_axes
+from cp_dtensor.spec.layouts import Layout, shard_lengths
 
 RECURRENCES: Mapping[str, tuple[bool, str, bool]] = MappingProxyType(
     {
@@ -102,6 +105,83 @@ def explain_recurrence(
         f"{layer} of {seq_len:,} tokens on {counted_ranks(str(ranks.size))}, {heads}{of_keys} heads of "
         f"{key_dim}/{value_dim}, batch {batch_size}, {dtype}, {shortened(call.layout)}",
         assumption, names, counted_recurrence(found, groups, ranks.inner_size), fastest(found),
+    )  # fmt: skip
+    if ranks.rank == 0 and not quiet:
+        print(explanation, flush=True)
+    return explanation
+
+
+def explain_sparse(
+    mesh: Mesh, *, seq_len: int, latent_dims: tuple[int, int] = (512, 64), index_dim: int = 128, batch_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16, layout: Layout | None = None,
+    hardware: Assumed | Mapping[str, Assumed] | None = None, quiet: bool = False,
+) -> Explanation:  # fmt: skip
+    """Predict what learned sparse attention exchanges: bytes, their time and their memory; print a table on rank 0.
+
+    Args:
+        mesh: the ranks that share the sequence, as for `select_keys`.
+        seq_len: the global number of tokens.
+        latent_dims: R and Dr of `indexed_attention`; for `block_attention` the values of all keys and of all values of
+            a token, (Hkv D, Hkv Dv).
+        index_dim: D of k_index.
+        layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
+            these ranks, else `HeadTail()`.
+        batch_size, dtype, hardware, quiet: as for `explain`.
+
+    Returns:
+        predictions for each function by its name; `str()` is the table. Times are those of exchanges alone, which
+        nothing hides. Memory: bytes of gathered rows, of their gradients, and of the rows that an exchange sends and
+        receives.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit.
+
+    A layer of DeepSeek-V3.2 on H100s, and the bytes that a rank receives for its attention:
+
+        explain_sparse(mesh, seq_len=131072, hardware="H100").methods["indexed_attention"].outer_bytes
+    """
+    check_numbers(dtype, index_dim=index_dim, batch_size=batch_size, R=latent_dims[0], Dr=latent_dims[1])
+    checked_length(seq_len)
+    call = inherited("explain_sparse", Call.of(mesh, layout=layout), layout=layout is None, mask=False)
+    ranks, size = call.ranks, call.ranks.size
+    refuse_other_lengths(call.layout, seq_len, "explain_sparse")
+    cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
+    groups = [
+        (stop - start, SequenceLayout(call.layout, seq_len, size, group))
+        for group, (start, stop) in enumerate(call.layout.batch_groups(batch_size))
+    ]
+    lengths = shard_lengths(call.layout, seq_len, size)
+
+    def received(there: int, back: int) -> tuple[int, int]:
+        """Return bytes over the outer and the inner axis into the busiest rank, for those of a row and its gradient."""
+        of_groups = [
+            rows_over_axes(Whole(), each, ranks.inner_size, (count * there, count * back)) for count, each in groups
+        ]
+        by_rank = list(zip(*of_groups, strict=True))
+        outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
+        return outer, inner
+
+    def estimate(there: int, back: int) -> Estimate:
+        """Return the estimate of a function, for bytes of a row that is gathered, and of its gradient."""
+        passes = received(there, 0), received(0, back)
+        forward, backward = (
+            seconds((Step(received=(inner, outer) if ranks.inner else (outer + inner,)),), cluster)
+            for outer, inner in passes
+        )
+        rows = max(seq_len - own + own * (size - 1) for own in lengths)
+        memory = batch_size * (seq_len * (there + back) + rows * (back or there))
+        return Estimate("-", forward, backward, memory, *received(there, back))
+
+    wide, latent = max(dtype.itemsize, 4), sum(latent_dims)
+    found = {
+        "select_keys": estimate(index_dim * dtype.itemsize, 0),
+        "indexed_attention": estimate(latent * dtype.itemsize, latent * wide),
+        "indexer_loss": estimate((index_dim + latent) * dtype.itemsize, index_dim * wide),
+    }
+    explanation = Explanation(
+        f"exchanges of sparse attention of {seq_len:,} tokens on {counted_ranks(str(size))}, latents of "
+        f"{latent_dims[0]} + {latent_dims[1]}, index keys of {index_dim}, batch {batch_size}, {dtype}, "
+        f"{shortened(call.layout)}", assumption, names, found, "",
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)

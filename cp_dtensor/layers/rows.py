@@ -86,7 +86,7 @@ class RowMap(ABC):
         return sum(stop - start for start, stop in self.rows(sequence, rank))
 
 
-def _rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator[Span]:
+def rows_before(sequence: SequenceLayout, position: int, left: int) -> Iterator[Span]:
     """Yield the `left` positions before a position, zeros before its document."""
     inside = min(left, position - sequence.document(position)[0])
     yield inside - left, 0
@@ -101,7 +101,7 @@ class Halo(RowMap):
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
         for start, _ in sequence.runs(rank):
-            yield from _rows_before(sequence, start, self.left)
+            yield from rows_before(sequence, start, self.left)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Extended(RowMap):
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
         for start, stop in sequence.pieces(rank):
-            yield from _rows_before(sequence, start, self.left)
+            yield from rows_before(sequence, start, self.left)
             yield start, stop
 
     def tokens(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
@@ -257,10 +257,15 @@ def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: 
     )
 
 
-def rows_over_axes(row_map: RowMap, sequence: SequenceLayout, inner_size: int = 1) -> list[tuple[int, int]]:
+def rows_over_axes(
+    row_map: RowMap, sequence: SequenceLayout, inner_size: int = 1, weights: tuple[int, int] = (1, 1)
+) -> list[tuple[int, int]]:
     """Return by rank the rows received over the outer and the inner axis, in an exchange and its transpose together.
 
     Rows go to the right place of the inner axis first, then along the outer one.
+
+    Args:
+        weights: of a row of the exchange, and of one of its transpose, such as their bytes.
 
     >>> from cp_dtensor.spec.layouts import Contiguous
     >>> rows_over_axes(Shift(1), SequenceLayout(Contiguous(), 4, 2))  # a row, and a gradient back
@@ -270,11 +275,11 @@ def rows_over_axes(row_map: RowMap, sequence: SequenceLayout, inner_size: int = 
     received = [[0, 0] for _ in range(sequence.world_size)]
     for rank in range(sequence.world_size):
         for copy in _copies(row_map.rows(sequence, rank), owners):
-            for source, target in ((copy.owner, rank), (rank, copy.owner)):
+            for source, target, weight in ((copy.owner, rank, weights[0]), (rank, copy.owner, weights[1])):
                 (node, _), (to_node, to_place) = divmod(source, inner_size), divmod(target, inner_size)
                 on_the_way = node * inner_size + to_place
-                received[on_the_way][1] += copy.rows * (on_the_way != source)
-                received[target][0] += copy.rows * (to_node != node)
+                received[on_the_way][1] += weight * copy.rows * (on_the_way != source)
+                received[target][0] += weight * copy.rows * (to_node != node)
     return [(outer, inner) for outer, inner in received]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -18,8 +19,11 @@ from cp_dtensor.api.extension import (
     softmax_scale,
 )
 from cp_dtensor.layers.arguments import check_dims, checked_number, layer
+from cp_dtensor.layers.blocks import PooledAttention
 from cp_dtensor.layers.chosen import BlockAttention, IndexedAttention
 from cp_dtensor.layers.indexer import SelectKeys
+from cp_dtensor.layers.indexer_loss import IndexerLoss
+from cp_dtensor.layers.pooled import eager, refuse_dtensors
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -71,6 +75,73 @@ def select_keys(
     place = mesh, is_causal, mask, layout, seq_len
     check_dims("select_keys", _DIMS, {"q_index": q_index, "k_index": k_index, "weights": weights})
     return _selected("select_keys", q_index, k_index, weights, (topk, 1, 0), *place)
+
+
+def indexer_loss(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *,
+    scale: float, indices: torch.Tensor | None = None, mesh: Mesh | None = None, is_causal: bool = True,
+    mask: Mask | None = None, layout: Layout | None = None, seq_len: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the loss that trains the indexer of `select_keys`, of each query of this rank.
+
+        loss[t] = sum over keys s of p[t, s] (log p[t, s] - log softmax(score[t])[s])
+
+    Scores are those of `select_keys`, and p[t] is the mean over heads of the weights of attention, softmax(scale q k),
+    without sinks. Both are over the same keys: those of `indices`, or all that the query may have, as in the warm-up.
+    The ranks gather index keys and keys; in backward gradients of index keys are summed over the ranks, in float32
+    (float64 for float64). Torch operations compute it in blocks of bounded memory. Differentiable once; q and k, whose
+    attention is the target, have no gradient. In DTensors and in compiled code as other layers.
+
+    A rank has the losses of its own queries alone, as the losses of its tokens. The mean over the batch is their sum
+    over all ranks, divided by the number of all queries.
+
+    Args:
+        q_index, k_index, weights: as for `select_keys`.
+        q: (B, H, T, D), this rank's queries of attention.
+        k: (B, Hkv, T, D). Query head h reads key head h // (H / Hkv). For `indexed_attention` they are absorbed: q is
+            `torch.cat((q[..., :Dn] @ up_k, q[..., Dn:]), 3)`, with up_k (H, Dn, R) the rows of keys in up, and k is
+            `torch.cat((latent, k_rope), 2).unsqueeze(1)`.
+        scale: factor of attention's logits, such as 1 / sqrt(Dn + Dr).
+        indices: (B, T, K) int32 or int64, such as those of `select_keys`; None for all keys that `is_causal` and `mask`
+            allow, which are not read with indices.
+        mesh, is_causal, mask, layout, seq_len: as for `select_keys`.
+
+    Returns:
+        (B, T) float32 (float64 for float64 q_index), 0 for a query without keys; a DTensor sharded as q_index for
+        DTensors.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `indexed_attention`.
+
+    One rank; for the second of two tokens the indexer weighs the keys 1 : 3, and attention weighs them alike:
+
+        q_index, k_index = torch.ones(1, 2, 1, 1), torch.tensor([[[1.0], [3.0]]]).log()
+        q = torch.zeros(1, 1, 2, 4)
+        loss = indexer_loss(q_index, k_index, torch.ones(1, 2, 1), q, q, scale=0.5, mesh=mesh)  # 0, 0.5 log(4 / 3)
+
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
+    """
+    owner = "indexer_loss"
+    q_index, k_index = cast_by_autocast(q_index, k_index)
+    q, k = cast_by_autocast(q, k)
+    given = {"q_index": q_index, "k_index": k_index, "weights": weights}
+    check_dims(owner, _DIMS, given)
+    _check_index(owner, q_index, k_index, weights)
+    check_dims(owner, _DIMS_OF_TARGET, {"q": q, "k": k, "indices": indices})
+    if q.shape[:3:2] != q_index.shape[:2] or q.dtype != k.dtype or not q.is_floating_point() or q.size(1) % k.size(1):
+        raise ValueError(
+            f"{owner} expects q of the batch and the tokens of q_index, {tuple(q_index.shape[:2])}, with a multiple of "
+            f"the heads of k, both of one floating dtype; got q {q.dtype} {tuple(q.shape)}, k {k.dtype} "
+            f"{tuple(k.shape)}"
+        )
+    _check_indices(owner, "indices", indices, None)
+    checked_bools(is_causal=is_causal)
+    _check_placements(owner, q_index, (0, 1))
+    operation = IndexerLoss, (parts_of(checked_mask(mask, is_causal)), softmax_scale(q.size(3), float(scale)))
+    tensors = [q_index, k_index, weights, q.detach().transpose(1, 2), k.detach().transpose(1, 2), indices]
+    edges = None if mask is None else (0,)
+    dims = ["BTHD", "BTE", "BTH", "BTJF", "BTGI", "BTK"]
+    return layer(owner, tensors, dims, operation, mesh, layout, edges, seq_len)[0]
 
 
 def indexed_attention(
@@ -173,13 +244,7 @@ def _selected(
     mesh: Mesh | None, is_causal: bool, mask: Mask | None, layout: Layout | None, seq_len: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the result of `SelectKeys`; `numbers` are its topk, block_size and local_blocks."""
-    floating = q if weights is None else weights
-    if q.dtype != k.dtype or not (q.is_floating_point() and floating.is_floating_point()) or 0 in q.shape[2:]:
-        raise ValueError(
-            f"{owner} expects q_index and k_index of one floating dtype, at least one head and dim, and floating "
-            f"weights; got q_index {q.dtype} {tuple(q.shape)}, k_index {k.dtype}"
-            + ("" if weights is None else f", weights {weights.dtype}")
-        )
+    _check_index(owner, q, k, weights)
     checked_bools(is_causal=is_causal)
     _check_placements(owner, q, (0, 1, 2) if weights is None else (0, 1))
     topk, block_size, local_blocks = numbers
@@ -250,17 +315,89 @@ def block_attention(
     )[0]  # fmt: skip
 
 
+@eager
+def pooled_attention(
+    q: torch.Tensor, kv: torch.Tensor, pooled: torch.Tensor, *, size: int, window: int,
+    indices: torch.Tensor | None = None, sinks: torch.Tensor | None = None, scale: float | None = None, mesh: Mesh,
+    layout: Layout | None = None, cu_seqlens: Any = None, seq_len: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Compute attention over a window of tokens and pooled keys, in one softmax: that of DeepSeek-V4.
+
+    All heads share one key a token, which is its value too. A query sees the last `window` tokens of its document up to
+    itself, and pooled keys of blocks whose last tokens are not after it: those of `indices`, or all. The ranks exchange
+    the window - 1 rows before their runs, and gather pooled keys; in backward gradients are summed over the ranks, in
+    float32 (float64 for float64). Torch operations compute it, in blocks of bounded memory.
+
+    The gradient of `sinks` is a share of this rank's queries. Differentiable once. In compiled code a graph breaks.
+
+    Args:
+        q: (B, H, T, D), this rank's queries in `layout` order, rotated.
+        kv: (B, T, D), this rank's tokens, rotated.
+        pooled: (B, n, D), the keys of this rank's blocks, of `pool_blocks`, normed and rotated.
+        size: tokens of a block.
+        window: number of tokens, >= 1; 128 in DeepSeek-V4.
+        indices: (B, T, K) int32 or int64, numbers of blocks, each once in a row, -1 for none, such as those of
+            `select_pooled`. None for all blocks that the query may have.
+        sinks: (H,), as for `indexed_attention`.
+        scale: factor of the logits; None is 1 / sqrt(D).
+        mesh, layout, cu_seqlens, seq_len: as for `halo`.
+
+    Returns:
+        (B, H, T, D) in q's dtype.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `pool_blocks`, and as `indexed_attention` for indices.
+
+    One rank, three tokens and a block of the first two; queries of zeros weigh keys alike:
+
+        kv, q = torch.tensor([[[1.0], [2.0], [3.0]]]), torch.zeros(1, 1, 3, 1)
+        pooled = torch.tensor([[[7.0]]])
+        out = pooled_attention(q, kv, pooled, size=2, window=1, mesh=mesh)  # 1, (2 + 7) / 2, (3 + 7) / 2
+
+    Source: DeepSeek-V4, section 2.3.
+    """
+    owner = "pooled_attention"
+    size, window = (checked_number(owner, *each, least=1) for each in (("size", size), ("window", window)))
+    q, kv, pooled = cast_by_autocast(q, kv, pooled)
+    given = {"q": q, "kv": kv, "pooled": pooled, "indices": indices, "sinks": sinks}
+    check_dims(owner, _DIMS_OF_POOLED, given)
+    refuse_dtensors(owner, given)
+    if len({q.dtype, kv.dtype, pooled.dtype}) > 1 or not q.is_floating_point():
+        raise ValueError(
+            f"{owner} expects q, kv and pooled of one floating dtype, got {q.dtype}, {kv.dtype} and {pooled.dtype}"
+        )
+    _check_indices(owner, "indices", indices, sinks)
+    factor = None if scale is None else softmax_scale(q.size(3), scale)
+    return layer(
+        owner, [q, kv, indices, pooled, sinks], ["BHTD", "BTD", "BTK", "BND", "H"],
+        (PooledAttention, (size, window, factor)), mesh, layout, cu_seqlens, seq_len, dim=2,
+    )[0]  # fmt: skip
+
+
 _DIMS = {
     "q_index": "batch tokens heads dims", "k_index": "batch tokens dims", "weights": "batch tokens heads",
     "q": "batch heads tokens dims", "latent": "batch tokens R", "k_rope": "batch tokens Dr",
     "indices": "batch tokens keys", "sinks": "?heads", "k": "batch groups tokens dims", "v": "batch groups tokens Dv",
     "block_indices": "batch tokens groups blocks",
 }  # fmt: skip
+_DIMS_OF_TARGET = {**_DIMS, "indices": "?batch tokens keys"}
+_DIMS_OF_POOLED = {**_DIMS_OF_TARGET, "kv": "batch tokens dims", "pooled": "batch blocks dims"}
 
 
-def _check_indices(owner: str, name: str, numbers: torch.Tensor, sinks: torch.Tensor | None) -> None:
+def _check_index(owner: str, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None) -> None:
+    """Refuse dtypes and sizes of no indexer."""
+    floating = q if weights is None else weights
+    if q.dtype != k.dtype or not (q.is_floating_point() and floating.is_floating_point()) or 0 in q.shape[2:]:
+        raise ValueError(
+            f"{owner} expects q_index and k_index of one floating dtype, at least one head and dim, and floating "
+            f"weights; got q_index {q.dtype} {tuple(q.shape)}, k_index {k.dtype}"
+            + ("" if weights is None else f", weights {weights.dtype}")
+        )
+
+
+def _check_indices(owner: str, name: str, numbers: torch.Tensor | None, sinks: torch.Tensor | None) -> None:
     """Refuse numbers of keys that are no integers or none at all, and sinks that are integers."""
-    if numbers.dtype not in (torch.int32, torch.int64) or not numbers.size(-1):
+    if numbers is not None and (numbers.dtype not in (torch.int32, torch.int64) or not numbers.size(-1)):
         raise ValueError(
             f"{owner} expects {name} of int32 or int64 and at least one of each query, got {numbers.dtype} "
             f"{tuple(numbers.shape)}"

@@ -32,10 +32,14 @@ from cp_dtensor import (
     context_parallel_mla,
     explain,
     explain_recurrence,
+    explain_sparse,
     gated_delta_rule,
+    indexed_attention,
+    indexer_loss,
     kda,
     linear_attention,
     mamba2,
+    select_keys,
 )
 from cp_dtensor.api.explain import Explanation
 
@@ -196,3 +200,62 @@ LAYERS: list[tuple[Sizes, str, Call]] = [
 @pytest.mark.parametrize(("sizes", "method", "call"), LAYERS)
 def test_layers(sizes: Sizes, method: str, call: Call) -> None:
     assert_exact(sizes, method, call)
+
+
+# Sparse attention
+
+
+def sparse(function: str, layout: str, dtype: torch.dtype = torch.float32) -> Call:
+    divided = LAYOUTS[layout](DOCUMENTS)
+
+    def call(mesh: DeviceMesh, rank: int) -> Explanation:
+        rows = divided.local_length(TOKENS, rank, dist.get_world_size())
+        place: dict[str, Any] = {"layout": divided, "mesh": mesh, "seq_len": TOKENS}
+
+        def of(*shape: int) -> torch.Tensor:
+            return torch.randn(BATCH, *shape, dtype=dtype, requires_grad=True)
+
+        index, latent, rotary = (of(rows, 2, 5), of(rows, 5), of(rows, 2)), of(rows, 7), of(rows, 2)
+        indices = torch.zeros(BATCH, rows, 1, dtype=torch.int32)
+        if function == "select_keys":
+            select_keys(*index, topk=2, **place)
+        elif function == "indexed_attention":
+            q, up = of(3, rows, 6), torch.randn(3 * (4 + 2), 7, dtype=dtype)
+            indexed_attention(q, latent, rotary, up=up, indices=indices, **place).sum().backward()
+        else:
+            keys = torch.cat((latent, rotary), 2).unsqueeze(1)
+            indexer_loss(*index, of(3, rows, 9), keys, scale=1.0, indices=indices, **place).sum().backward()
+        return explain_sparse(latent_dims=(7, 2), index_dim=5, batch_size=BATCH, dtype=dtype, quiet=True, **place)
+
+    call.__name__ = f"{layout}, {dtype}"
+    return call
+
+
+SPARSE: list[tuple[Sizes, str, Call]] = [
+    *((sizes, name, sparse(name, layout))
+      for sizes in (ONE, TWO, OTHER) for name in ("select_keys", "indexed_attention", "indexer_loss")
+      for layout in ("HeadTail", "Balanced", "MirroredBatch")),
+    *((ONE, "indexed_attention", sparse("indexed_attention", "HeadTail", dtype))
+      for dtype in (torch.bfloat16, torch.float64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "function", "call"), SPARSE)
+def test_sparse(sizes: Sizes, function: str, call: Call) -> None:
+    assert_exact(sizes, function, call)
+
+
+def test_the_table_of_sparse_attention() -> None:
+    """DeepSeek-V3.2: 128 index values and 576 of latents a token, of 3 / 4 of the tokens, and gradients in float32."""
+    options: dict[str, Any] = {"seq_len": 65536, "hardware": "H200", "quiet": True}
+    found = run_ranks(4, lambda rank: explain_sparse(mesh_of(ONE), **options))[0]
+    others = 3 * 65536 // 4
+    expected = {"select_keys": 2 * 128, "indexed_attention": 6 * 576, "indexer_loss": 2 * (128 + 576) + 4 * 128}
+    assert {name: each.outer_bytes for name, each in found.methods.items()} == {
+        name: others * each for name, each in expected.items()
+    }
+    attention = found.methods["indexed_attention"]
+    assert attention.memory == 65536 * 6 * 576 + 2 * others * 4 * 576
+    assert attention.backward == pytest.approx(20e-6 + others * 4 * 576 / 330e9, rel=0.01)
+    assert "chosen by" not in str(found)
+    assert "indexed_attention  0.192 ms" in str(found)

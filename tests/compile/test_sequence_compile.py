@@ -9,7 +9,7 @@ import torch
 from support.compile_checks import check_equals_eager, compiled, fresh, no_compilation
 from support.problems import normals
 from support.processes import Processes
-from support.sequences import GivenSegments, Sequence
+from support.sequences import GivenSegments, Sequence, normal
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,10 +29,14 @@ from cp_dtensor import (
     gated_delta_rule,
     halo,
     indexed_attention,
+    indexer_loss,
     linear_attention,
+    pool_blocks,
+    pooled_attention,
     relayout,
     select_blocks,
     select_keys,
+    select_pooled,
     shift,
 )
 
@@ -156,6 +160,8 @@ def _sparse(rank: int) -> None:
             return out
         options = {"mesh": mesh, "layout": HeadTail(), "block_size": 3}
         blocks, key = select_blocks(q, latent, topk=2, **options), q.transpose(1, 2)
+        target: dict[str, Any] = {"mesh": mesh, "layout": HeadTail(), "indices": indices, "scale": 0.5}
+        out = out + indexer_loss(q * 2.0, latent, q[..., 0], key, key, **target)[:, None, :, None]
         return out + block_attention(key * 2.0, key, key[..., :4], block_indices=blocks, **options)
 
     def inputs(length: int = 12, placed: bool = False) -> Tensors:
@@ -173,6 +179,27 @@ def _sparse(rank: int) -> None:
     select, (q, k, _) = compiled(lambda q, k: select_keys(q, k, q[..., 0], topk=4, mesh=mesh)), inputs()
     with context_parallel(mesh, mask=Documents([0, 4, 12]), seq_len=12), pytest.raises(Exception, match="and mask="):
         select(q, k)
+
+
+def _pooled_blocks(rank: int) -> None:
+    """A graph breaks at each function of pooled blocks; without breaks it is refused."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def every(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        pooled, _ = pool_blocks(kv * 2.0, size=2, mesh=mesh)
+        indices = select_pooled(q, pooled, q[..., 0], size=2, topk=2, mesh=mesh)
+        options: dict[str, Any] = {"size": 2, "window": 3, "mesh": mesh, "indices": indices}
+        return pooled_attention(q.transpose(1, 2), kv, pooled, **options) + 1.0
+
+    def inputs() -> Tensors:
+        shards = (Sequence(12, 2, HeadTail()).shard(normal(1, 12, *dims), rank) for dims in ((2, 5), (5,)))
+        return tuple(x.requires_grad_() for x in shards)
+
+    fresh()
+    check_equals_eager(every, torch.compile(every, backend="aot_eager"), inputs())
+    fresh()
+    with pytest.raises(Exception, match="numbers of blocks differ between ranks"):
+        compiled(every)(*inputs())
 
 
 def _refusals(rank: int) -> None:
@@ -194,7 +221,7 @@ def _refusals(rank: int) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [_local, _dtensors, _in_context, _layers, _dynamic_shapes, _sparse, _refusals],
+    [_local, _dtensors, _in_context, _layers, _dynamic_shapes, _sparse, _pooled_blocks, _refusals],
     ids=lambda body: body.__name__[1:],
 )
 def test_compiled(two_processes: Processes, body: Any) -> None:

@@ -26,7 +26,11 @@ from cp_dtensor import (
     context_parallel_shard,
     enable_context_parallel_dispatcher,
     indexed_attention,
+    indexer_loss,
+    pool_blocks,
+    pooled_attention,
     select_keys,
+    select_pooled,
     shift,
 )
 
@@ -157,9 +161,17 @@ def _sparse(rank: int) -> None:
         indices = select_keys(q, latent, q[..., 0], topk=4, mesh=mesh, seq_len=13)
         options: dict[str, Any] = {"up": up, "indices": indices, "mesh": mesh, "seq_len": 13}
         out = indexed_attention(q.transpose(1, 2), latent, latent[..., :2], **options)
-        return [indices, out.detach().transpose(1, 2), *torch.autograd.grad(out.square().sum(), [q, latent])]
+        del options["up"]
+        loss = indexer_loss(q, latent, q[..., 0], q.transpose(1, 2), q.transpose(1, 2), scale=0.5, **options)
+        place: dict[str, Any] = {"size": 3, "mesh": mesh, "seq_len": 13}
+        pooled, _ = pool_blocks(latent, latent * 2.0, **place)
+        indices_of_blocks = select_pooled(q, pooled, q[..., 0], topk=2, **place)
+        of_blocks = {"window": 4, "indices": indices_of_blocks, **place}
+        out = out + pooled_attention(q.transpose(1, 2), latent, pooled, **of_blocks)[..., :4]
+        grads = torch.autograd.grad(out.square().sum() + loss.sum(), [q, latent])
+        return [indices, out.detach().transpose(1, 2), loss.detach(), *grads]
 
-    expected = context_parallel_shard(mesh, results(alone, whole), [1] * 4)
+    expected = context_parallel_shard(mesh, results(alone, whole), [1] * 5)
     found = results(mesh, context_parallel_shard(mesh, whole, [1, 1]))
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

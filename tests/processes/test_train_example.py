@@ -18,10 +18,11 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train  # noqa: E402
 from checkpoint import origin_of  # noqa: E402
 from config import Config, ConfigError, Model, Parallelism, load_config  # noqa: E402
-from gated_delta_net import GatedDeltaNet, Hybrid, over_ranks  # noqa: E402
+from gated_delta_net import GatedDeltaNet, Hybrid  # noqa: E402
 from llama import Llama  # noqa: E402
 from packed_data import PackedData, PackedFiles, PackedPieces, data_of  # noqa: E402
-from parallelize import MeshRanks, OneRank, Ranks  # noqa: E402
+from parallelize import MeshRanks, OneRank, Ranks, over_ranks  # noqa: E402
+from sparse_attention import Sparse  # noqa: E402
 from text_data import IGNORE, SEPARATOR, VOCAB_SIZE, Batch, TextData  # noqa: E402
 from validate import resolved  # noqa: E402
 
@@ -100,6 +101,8 @@ PACKED_ONLY = "--parallelism.context_parallel_load_balancer=per_document"
         ),
         ("hybrid", "--training.local_batch_size=2", "training.local_batch_size: expected 1 with model.name"),
         ("hybrid", "--compile.enable", "compile.enable: expected False with model.name"),
+        ("sparse", "--parallelism.tensor_parallel_degree=2", "degree: expected 1 with model.name \"sparse\", got 2"),
+        ("sparse", "--model.index_topk=0", "model.index_topk: expected at least 1, got 0"),
         ("hybrid", "--model.attention_every=0", "model.attention_every: expected at least 1, got 0"),
     ],
 )  # fmt: skip
@@ -176,7 +179,7 @@ def reports(folder: Path) -> list[dict[str, float]]:
 
 # Packed documents: samples, and equality with one rank for every layout and model
 
-PACKED, HYBRID = CONFIGS / "packed.toml", CONFIGS / "hybrid.toml"
+PACKED, HYBRID, SPARSE = (CONFIGS / f"{name}.toml" for name in ("packed", "hybrid", "sparse"))
 TEXT = bytes(range(1, 252)) * 4
 
 
@@ -200,10 +203,11 @@ def test_the_configuration_chooses(documents: str, kind: type[PackedData]) -> No
 def models() -> dict[str, Llama | Hybrid]:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)  # of RoPE's table too
+    sizes = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 64, "index_topk": 7, "latent_dim": 12}
     try:
         made = {
-            name: kind(Model(dim=32, n_layers=layers, n_heads=4, n_kv_heads=2, hidden_dim=64), VOCAB_SIZE, seq_len=61)
-            for name, kind, layers in (("llama", Llama, 2), ("hybrid", Hybrid, 4))
+            name: kind(Model(n_layers=layers, **sizes), VOCAB_SIZE, seq_len=61)
+            for name, kind, layers in (("llama", Llama, 2), ("hybrid", Hybrid, 4), ("sparse", Sparse, 2))
         }
     finally:
         torch.set_default_dtype(torch.float32)
@@ -215,10 +219,11 @@ def models() -> dict[str, Llama | Hybrid]:
 def loss_and_gradients(model: Llama | Hybrid, ranks: Ranks, batch: Batch) -> list[torch.Tensor]:
     """Of this rank's tokens."""
     model = copy.deepcopy(model)
-    if isinstance(model, Hybrid) and isinstance(ranks, MeshRanks):
+    if isinstance(ranks, MeshRanks):
         over_ranks(model, ranks.mesh["cp"])
     with ranks.shard_sequence(batch) as attn_mask:
         loss = train.sum_of_token_losses(model(batch.tokens, batch.positions, attn_mask), batch.labels)
+        loss = loss + model.index_loss
         loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -236,7 +241,7 @@ def test_a_document_does_not_see_what_it_is_packed_with(models: dict[str, Llama]
         torch.testing.assert_close(got, torch.stack(expected).sum(0))
 
 
-@pytest.mark.parametrize("case", ["llama files", "llama lognormal", "hybrid lognormal"])
+@pytest.mark.parametrize("case", ["llama files", "llama lognormal", "hybrid lognormal", "sparse lognormal"])
 @pytest.mark.parametrize("layout", ["headtail", "none", "balanced", "per_document"])
 def test_ranks_together_have_the_loss_and_gradients_of_one(models: dict[str, Llama], layout: str, case: str) -> None:
     name, _, documents = case.partition(" ")
@@ -275,3 +280,11 @@ def test_a_hybrid_trains_as_one_rank_does(tmp_path: Path) -> None:
     printed = trained(tmp_path, f"--config={HYBRID}", *arguments)
     assert "parity holds: over steps 1 to 2" in printed
     assert float(printed.partition("differs from that of one rank by at most ")[2].split()[0]) <= 2e-6
+
+
+def test_sparse_attention_trains_as_one_rank_does(tmp_path: Path) -> None:
+    """The indexer learns too, in layers that are checkpointed and compiled."""
+    arguments = ["--model.index_topk=9", "--model.latent_dim=16", "--activation_checkpoint.mode=full"]
+    arguments += ["--training.steps=2", "--model.n_layers=1"]
+    arguments += ["--compile.enable", "--compile.backend=aot_eager", "--training.mixed_precision_param=float64"]
+    assert "parity holds: over steps 1 to 2" in trained(tmp_path, f"--config={SPARSE}", *arguments)

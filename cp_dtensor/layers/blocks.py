@@ -1,0 +1,340 @@
+"""Blocks of consecutive tokens, each pooled to one key, and attention over them and a window, as in DeepSeek-V4.
+
+Blocks begin with documents. A block that its document does not fill is none: its tokens are in the window alone. Each
+block is pooled by the rank that has its last token, which fetches the others. The pooled keys of all ranks are a
+sequence of their own.
+
+Source: DeepSeek-V4, sections 2.3.1 and 2.3.2.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_dtensor.api.extension import (
+    RankFunction,
+    SequenceRanks,
+    differentiated_once,
+    refuse_batches,
+    softmax_scale,
+    wide_dtype,
+)
+from cp_dtensor.layers.call import SequenceCall
+from cp_dtensor.layers.chosen import attend_chosen_reference, check_numbers, chosen_gradients_reference
+from cp_dtensor.layers.exchange import rows_of, tables_on
+from cp_dtensor.layers.indexer import select_reference
+from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
+from cp_dtensor.layers.rows import Extended, RowMap, SequenceLayout, Whole, rows_before
+from cp_dtensor.spec.layouts import Span
+
+_BYTES = 256 << 20
+"""Limit for the indices of a part of the queries."""
+
+
+@dataclass(frozen=True)
+class Blocks(SequenceLayout):
+    """The whole blocks of all documents, in the order of positions; each belongs to the rank of its last token.
+
+    >>> from cp_dtensor.spec.layouts import Contiguous
+    >>> blocks = Blocks.of(SequenceLayout(Contiguous(), 12, 2, edges=(0, 5, 12)), size=2)
+    >>> blocks.seq_len, [blocks.runs(rank) for rank in range(2)]
+    (5, [[(0, 2), (2, 2)], [(2, 5)]])
+    """
+
+    tokens: SequenceLayout | None = None
+    size: int = 1
+
+    @classmethod
+    def of(cls, tokens: SequenceLayout, size: int) -> Blocks:
+        """Return the blocks of a sequence of tokens."""
+        made = cls(tokens.layout, 0, tokens.world_size, tokens.group, tokens=tokens, size=size)
+        return replace(made, seq_len=made._firsts[-1])
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        assert self.tokens is not None
+        return 0, *self.tokens.edges, self.tokens.seq_len
+
+    @cached_property
+    def _firsts(self) -> tuple[int, ...]:
+        """The number of blocks before each of `_bounds`."""
+        return (*accumulate(((stop - start) // self.size for start, stop in pairwise(self._bounds)), initial=0),)
+
+    def parts(self, rank: int) -> list[Part]:
+        """Return the tokens of a rank within documents, and the blocks that end among them."""
+        assert self.tokens is not None
+        found = []
+        for start, stop in self.tokens.pieces(rank):
+            index = bisect_right(self._bounds, start) - 1
+            document, first = self._bounds[index], self._firsts[index]
+            ends = first + (start - document) // self.size, first + (stop - document) // self.size
+            found.append(Part(start, stop, document, first, *ends))
+        return found
+
+    def runs(self, rank: int) -> list[Span]:
+        return [(part.lo, part.hi) for part in self.parts(rank)]
+
+
+class Part(NamedTuple):
+    """Tokens [start, stop) of a rank, of one document; blocks [lo, hi), whose last tokens these are."""
+
+    start: int
+    stop: int
+    document: int
+    """Its first position."""
+    first: int
+    """Its first block."""
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class BlockRows(RowMap):
+    """The tokens of a rank's blocks; with `overlap`, those of the block before come before each part of them."""
+
+    size: int
+    overlap: bool
+
+    def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
+        for part in Blocks.of(sequence, self.size).parts(rank):
+            if part.lo < part.hi:
+                start = part.document + (part.lo - part.first) * self.size
+                yield from rows_before(sequence, start, self.size * self.overlap)
+                yield start, start + (part.hi - part.lo) * self.size
+
+
+class _Tables(NamedTuple):
+    """A rank's n blocks and T tokens, on a device."""
+
+    positions: Tensor
+    """(n,) of the first tokens of blocks, in their documents."""
+    block: Tensor
+    """(n,) of blocks among those that `BlockRows` gives with overlap."""
+    at: Tensor
+    """(T,) positions of tokens."""
+    depth: Tensor
+    """(T,) of tokens in their documents."""
+    first: Tensor
+    """(T,) the first blocks of their documents."""
+    part: Tensor
+    """(T,) of each token, the number of its part."""
+    seen: Tensor
+    """The first block that each token sees, and the end of those that it sees, (1, 2, T), on the CPU."""
+
+
+class _Key(NamedTuple):
+    blocks: Blocks
+    rank: int
+
+
+def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
+    def made() -> _Tables:
+        parts = blocks.parts(rank)
+        tokens = torch.tensor([part.stop - part.start for part in parts])
+        counts = torch.tensor([part.hi - part.lo for part in parts])
+        start, _, document, first, lo, _ = torch.tensor(parts).unbind(1)
+        number, part = torch.arange(int(counts.sum())), torch.arange(len(parts)).repeat_interleave(tokens)
+        # Less the numbers of those in the parts before.
+        in_document = number + (lo - first - counts.cumsum(0) + counts).repeat_interleave(counts)
+        at = torch.arange(len(part)) + (start - tokens.cumsum(0) + tokens)[part]
+        depth = at - document[part]
+        before = (counts > 0).cumsum(0).repeat_interleave(counts)  # a block before each part that has any
+        found = in_document * blocks.size, number + before, at, depth, first[part], part
+        seen = torch.stack((first[part], first[part] + (depth + 1) // blocks.size)).unsqueeze(0)
+        return _Tables._make((*(each.to(device) for each in found), seen))
+
+    return tables_on(device, _Key(blocks, rank), made)
+
+
+class _OfBlocks(SequenceLayer):
+    """An operation on blocks of `size` tokens."""
+
+    size: int
+
+    def blocks(self, call: SequenceCall, batch_size: int, device: torch.device) -> tuple[Blocks, _Tables]:
+        """Return the blocks of the call's sequence."""
+        if len(call.layout.batch_groups(batch_size)) > 1:
+            raise NotImplementedError(
+                f"{call.owner} expects a layout that divides all batch rows alike, got {call.layout}"
+            )
+        ((_, sequence),) = call.sequences(batch_size)
+        blocks = Blocks.of(sequence, self.size)
+        return blocks, _tables(blocks, call.ranks.rank, device)
+
+    def check_pooled(self, call: SequenceCall, pooled: Tensor, tables: _Tables) -> None:
+        """Refuse another number of pooled keys than this rank has blocks."""
+        if pooled.size(1) != len(tables.positions):
+            raise ValueError(
+                f"{call.owner} expects the pooled keys of this rank's {len(tables.positions)} blocks of {self.size} "
+                f"tokens, got {tuple(pooled.shape)}"
+            )
+
+
+@dataclass(frozen=True)
+class PoolBlocks(_OfBlocks):
+    """Pooled rows of this rank's blocks, (B, n, D), and the positions of these in their documents, (n,).
+
+    The tensors are x (B, T, C), gate (B, T, C) or None for means, and bias (size, C) or None. With `overlap` C is 2 D:
+    the first D values of a token are for the next block, the others for its own.
+    """
+
+    of_tokens = 2
+    keeps_rows = False
+    size: int
+    overlap: bool
+
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
+        x, gate, bias, *_ = tensors
+        blocks, tables = self.blocks(call, x.size(0), x.device)
+        assert blocks.tokens is not None
+        wide, channels = wide_dtype(x), x.size(2)
+        given = x if gate is None else torch.cat((x, gate), 2)
+        rows = rows_of(given, 1, BlockRows(self.size, self.overlap), blocks.tokens, call.ranks)
+        rows = rows.unflatten(1, (rows.size(1) // self.size, self.size)).to(wide)
+        if gate is None:
+            return rows.mean(2).to(x.dtype), tables.positions
+        values, gates = rows[..., :channels], rows[..., channels:]
+        if bias is not None:
+            gates = gates + bias.to(wide)
+        if self.overlap:
+            values, gates = self._two_series(values, tables.block), self._two_series(gates, tables.block)
+            is_none = (tables.positions == 0).unsqueeze(1) & (torch.arange(2 * self.size, device=x.device) < self.size)
+            gates = gates.masked_fill(is_none.unsqueeze(2), float("-inf"))
+        return (values * gates.softmax(2)).sum(2).to(x.dtype), tables.positions
+
+    def _two_series(self, rows: Tensor, block: Tensor) -> Tensor:
+        """Return for each block the first channels of the one before it, and then its own others."""
+        half = rows.size(3) // 2
+        before, own = rows[..., :half].index_select(1, block - 1), rows[..., half:].index_select(1, block)
+        return torch.cat((before, own), 2)
+
+
+@dataclass(frozen=True)
+class SelectPooled(_OfBlocks):
+    """Numbers of the blocks that score best, (B, T, topk), or the positions of their tokens and of the rest.
+
+    The tensors are q (B, T, H, D), weights (B, T, H), and pooled keys (B, n, D).
+    """
+
+    of_tokens = 3  # ranks have other numbers of blocks, as of tokens
+    size: int
+    topk: int
+    expanded: bool
+
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
+        q, weights, pooled, *_ = tensors
+        blocks, tables = self.blocks(call, q.size(0), q.device)
+        self.check_pooled(call, pooled, tables)
+        keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
+        out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
+        for row in range(q.size(0)):
+            select_reference(out[row], q[row], keys[row], weights[row], tables.seen)
+        if not self.expanded:
+            return out, None
+        # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
+        document = (tables.at - tables.depth).unsqueeze(1)
+        start = (out - tables.first.unsqueeze(1)) * self.size + document
+        tokens = (start.unsqueeze(3) + torch.arange(self.size, device=q.device)).masked_fill((out < 0).unsqueeze(3), -1)
+        whole = (tables.depth + 1) // self.size * self.size
+        rest = document + whole.unsqueeze(1) + torch.arange(self.size - 1, device=q.device)
+        rest = rest.masked_fill(rest > tables.at.unsqueeze(1), -1).expand(q.size(0), -1, -1)
+        return torch.cat((tokens.flatten(2), rest), 2).int(), None
+
+
+@dataclass(frozen=True)
+class PooledAttention(_OfBlocks):
+    """Attention over a window of tokens and pooled keys, which are values too.
+
+    The tensors are q (B, H, T, D), kv (B, T, D), numbers of blocks (B, T, K), or None for all that a query sees, pooled
+    keys (B, n, D), and a sink of each head, (H,) or None.
+    """
+
+    of_tokens = 4
+    dim = 2
+    size: int
+    window: int
+    scale: float | None
+
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
+        q, kv, indices, pooled, sink, *_ = tensors
+        blocks, tables = self.blocks(call, q.size(0), q.device)
+        self.check_pooled(call, pooled, tables)
+        if indices is not None:
+            check_numbers(call.owner, indices, f"the last of {blocks.seq_len} blocks", blocks.seq_len)
+        options = blocks, tables, call.ranks, self.window, softmax_scale(q.size(3), self.scale)
+        return _PooledAttention.apply(q, kv, pooled, indices, sink, *options), None
+
+
+class _PooledAttention(RankFunction):
+    """Fetches windows and pooled keys, attends, and sums their gradients over the ranks, in float32 or wider."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, pooled: Tensor, indices: Tensor | None, sink: Tensor | None, blocks: Blocks,
+        tables: _Tables, ranks: SequenceRanks, window: int, scale: float,
+    ) -> Tensor:  # fmt: skip
+        assert blocks.tokens is not None
+        before = rows_of(kv, 1, Extended(window - 1), blocks.tokens, ranks)
+        rows = torch.cat((before, rows_of(pooled, 1, Whole(), blocks, ranks)), 1).unsqueeze(2)
+        ctx.options = blocks, tables, ranks, window, scale
+        parts = _seen_rows(indices, blocks, tables, window, before.size(1), q.size(0))
+        done = [attend_chosen_reference(q[:, :, at], rows, index, sink, q.size(3), scale) for at, index in parts]
+        out, lse = (torch.cat(each, 2) for each in zip(*done, strict=True))
+        ctx.save_for_backward(q, rows, indices, sink, out, lse)
+        return out
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batches(grad_out)
+        q, rows, indices, sink, out, lse = saved
+        blocks, tables, ranks, window, scale = ctx.options
+        count = rows.size(1) - blocks.seq_len
+        dq, d_rows = torch.empty_like(q), torch.zeros_like(rows, dtype=wide_dtype(rows))
+        d_sink = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
+        for at, index in _seen_rows(indices, blocks, tables, window, count, q.size(0)):
+            of_part = [each[:, :, at] for each in (grad_out, q, out, lse)]
+            given = *of_part[:2], rows, index, sink, *of_part[2:], scale
+            dq[:, :, at], d_rows_of_part, d_sink_of_part = chosen_gradients_reference(*given)
+            d_rows += d_rows_of_part
+            if d_sink_of_part is not None:
+                d_sink += d_sink_of_part
+        maps = (Extended(window - 1), blocks.tokens), (Whole(), blocks)
+        d_kv, d_pooled = (
+            rows_of(d_rows[:, part, 0], 1, *each, ranks, transposed=True).to(rows.dtype)
+            for part, each in zip((slice(count), slice(count, None)), maps, strict=True)
+        )
+        return dq, d_kv, d_pooled, None, None if d_sink is None else d_sink.to(sink.dtype), *[None] * 5
+
+
+def _seen_rows(
+    indices: Tensor | None, blocks: Blocks, tables: _Tables, window: int, rows: int, batch_size: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield parts of the queries, and rows of tokens and then of pooled keys that they see, (B, T, 1, N), -1 for none.
+
+    Args:
+        rows: number of the rows of tokens, of `Extended`.
+    """
+    count, device = len(tables.at), tables.at.device
+    everything, back = torch.arange(blocks.seq_len, device=device), torch.arange(window - 1, -1, -1, device=device)
+    keys = window + (blocks.seq_len if indices is None else indices.size(2))
+    step = max(1, _BYTES // (8 * batch_size * keys))
+    own = torch.arange(count, device=device) + (window - 1) * (tables.part + 1)
+    for start in range(0, max(count, 1), step):
+        at = slice(start, min(start + step, count))
+        depth, first = tables.depth[at].unsqueeze(1), tables.first[at].unsqueeze(1)
+        near = (own[at].unsqueeze(1) - back).masked_fill(back > depth, -1).expand(batch_size, -1, -1)
+        if indices is None:
+            is_seen = (first <= everything) & (everything < first + (depth + 1) // blocks.size)
+            far = (everything + rows).masked_fill(~is_seen, -1).expand(batch_size, -1, -1)
+        else:
+            far = (indices[:, at] + rows).masked_fill(indices[:, at] < 0, -1)
+        yield at, torch.cat((near, far), 2).unsqueeze(2)

@@ -1,0 +1,151 @@
+"""The loss that trains the indexer of learned sparse attention: its distribution of keys against attention's.
+
+    loss[t] = KL(p[t] || softmax over s of score[t, s]),  p[t, s] = mean over heads of attention's weights
+
+Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_dtensor.api.extension import RankFunction, differentiated_once, refuse_batches, wide_dtype
+from cp_dtensor.layers.call import SequenceCall
+from cp_dtensor.layers.chosen import check_numbers
+from cp_dtensor.layers.exchange import whole_rows
+from cp_dtensor.layers.layer import Inputs, Result
+from cp_dtensor.layers.masked import MaskedLayer, in_intervals
+from cp_dtensor.spec.masks import Mask
+
+_BYTES = 64 << 20
+"""Limit for the products, the logits and the chosen keys of a block of queries, unless one has more."""
+
+
+@dataclass(frozen=True)
+class IndexerLoss(MaskedLayer):
+    """The loss of each query, (B, T), over chosen keys, or without indices over all keys that the mask has.
+
+    The tensors are q_index (B, T, H, D), k_index (B, T, D), weights (B, T, H), q (B, T, J, E), k (B, T, G, E), and
+    indices (B, T, N) or None. The last three have no gradient.
+    """
+
+    of_tokens = 6
+    mask: Mask | None
+    scale: float
+
+    def empty_output(self, tensors: Inputs, rows: int) -> Tensor:
+        made: Tensor = tensors[0].new_empty(tensors[0].shape[:2], dtype=wide_dtype(tensors[0]))
+        return made
+
+    def check_length(self, tensors: Inputs, seq_len: int) -> None:
+        super().check_length(tensors, seq_len)
+        if tensors[5] is not None:
+            check_numbers("indexer_loss", tensors[5], f"the last of {seq_len} tokens", seq_len)
+
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
+        q_index, k_index, weights, q, k, indices, *_ = tensors
+        seen = [] if indices is not None else [each.to(q.device) for _, each in self.queries(call, q.size(0))]
+        return _Loss.apply(q_index, k_index, weights, call, q, k, indices, self.scale, seen), None
+
+
+class _Loss(RankFunction):
+    """Gathers index keys and keys, and sums gradients of index keys over the ranks, in float32 or wider."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_index: Tensor, k_index: Tensor, weights: Tensor, call: SequenceCall, q: Tensor, k: Tensor,
+        indices: Tensor | None, scale: float, seen: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        sequences = call.sequences(q.size(0))
+        index_keys, keys = (whole_rows(x, sequences, call.ranks) for x in (k_index, k))
+        ctx.call, ctx.options = call, (scale, seen)
+        ctx.save_for_backward(q_index, index_keys, weights, q, keys, indices)
+        loss = q_index.new_empty(q_index.shape[:2], dtype=wide_dtype(q_index))
+        for block in _blocks(q_index, index_keys, weights, q, keys, indices, scale, seen):
+            wanted = block.attention
+            loss[block.batch, block.at] = (torch.xlogy(wanted, wanted) - wanted * block.log_found).sum(1)
+        return loss
+
+    @staticmethod
+    @differentiated_once
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batches(grad_loss)
+        q_index, index_keys, weights, q, keys, indices = saved
+        length, wide = index_keys.size(1), grad_loss.dtype
+        dq, d_weights = torch.empty_like(q_index), torch.empty_like(weights)
+        d_keys = index_keys.new_zeros((index_keys.size(0), length + 1, index_keys.size(2)), dtype=wide)
+        scale, seen = ctx.options
+        for block in _blocks(q_index, index_keys, weights, q, keys, indices, scale, seen):
+            batch, at = block.batch, block.at
+            of_query, of_head = q_index[batch, at].to(wide), weights[batch, at].to(wide)
+            found = block.log_found.exp().masked_fill_(~block.is_key, 0.0)
+            d_scores = (found - block.attention) * grad_loss[batch, at].unsqueeze(1)
+            d_weights[batch, at] = (block.products.relu() @ d_scores.unsqueeze(2)).squeeze(2)
+            d_products = d_scores.unsqueeze(1) * of_head.unsqueeze(2)
+            d_products.masked_fill_(block.products <= 0, 0.0)
+            dq[batch, at] = d_products @ block.index_keys
+            if seen:  # all keys
+                d_keys[batch, :length] += d_products.flatten(0, 1).T @ of_query.flatten(0, 1)
+            else:
+                d_keys[batch].index_add_(0, block.positions.flatten(), (d_products.mT @ of_query).flatten(0, 1))
+        d_index_keys = None
+        if ctx.needs_input_grad[1]:
+            sequences = ctx.call.sequences(q_index.size(0))
+            d_index_keys = whole_rows(d_keys[:, :-1], sequences, ctx.call.ranks, transposed=True).to(q_index.dtype)
+        return dq, d_index_keys, d_weights, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+class _Block(NamedTuple):
+    """r queries `at` of a batch row, and n keys: all, or those chosen by each query."""
+
+    batch: int
+    at: slice
+    positions: Tensor
+    """(r or 1, n) of keys; chosen ones that are none stand for a row of zeros behind the others."""
+    is_key: Tensor
+    """(r, n), False for keys that the query does not see."""
+    index_keys: Tensor
+    """(r or 1, n, D)."""
+    products: Tensor
+    """(r, H, n) of the indexer."""
+    log_found: Tensor
+    """(r, n), the logarithm of the indexer's distribution; 0 for no key."""
+    attention: Tensor
+    """(r, n), attention's distribution; 0 for no key."""
+
+
+def _blocks(
+    q_index: Tensor, index_keys: Tensor, weights: Tensor, q: Tensor, keys: Tensor, indices: Tensor | None,
+    scale: float, seen: Sequence[Tensor],
+) -> Iterator[_Block]:  # fmt: skip
+    """Yield blocks of queries, whose numbers are computed in float32 or wider."""
+    (batch_size, count, index_heads, dim), (length, groups, width) = q_index.shape, keys.shape[1:]
+    wide, keys_of_query = wide_dtype(q_index), length if indices is None else indices.size(2)
+    widest = max(index_heads, q.size(2), dim, groups * width)
+    step = max(1, _BYTES // (max(1, keys_of_query) * widest * wide.itemsize))
+    everything = torch.arange(length, device=q.device).unsqueeze(0)
+    for batch in range(batch_size):
+        padded = [torch.cat((x[batch], x.new_zeros((1, *x.shape[2:])))) for x in (index_keys, keys)]
+        for start in range(0, count, step):
+            at = slice(start, min(start + step, count))
+            if indices is None:
+                index, is_key = everything, in_intervals(seen[batch][:, :, at], everything)
+            else:
+                is_key = indices[batch, at] >= 0
+                index = indices[batch, at].long().masked_fill(~is_key, length)
+            of_index, of_attention = (
+                x.index_select(0, index.flatten()).unflatten(0, index.shape).to(wide) for x in padded
+            )
+            products = q_index[batch, at].to(wide) @ of_index.mT
+            scores = (weights[batch, at].to(wide).unsqueeze(1) @ products.relu()).squeeze(1)
+            log_found = scores.masked_fill_(~is_key, float("-inf")).log_softmax(1).masked_fill_(~is_key, 0.0)
+            q_block = q[batch, at].to(wide).unflatten(1, (groups, -1))
+            logits = (q_block @ of_attention.permute(0, 2, 3, 1)).flatten(1, 2).mul_(scale)
+            attention = logits.masked_fill_(~is_key.unsqueeze(1), float("-inf")).softmax(2).mean(1)
+            attention.masked_fill_(~is_key, 0.0)
+            yield _Block(batch, at, index, is_key, of_index, products, log_found, attention)
