@@ -18,7 +18,7 @@ from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
-from cp_dtensor.integrations.transformers import ModelBatch, check_model, register, sparse  # noqa: E402
+from cp_dtensor.integrations.transformers import ModelBatch, check_model, chosen, register  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BY_INDICES = ("DeepSeek-V3.2", "AX-K2", "GLM-5", "Hunyuan V4", "dots.note", "Mistral Large 4")
@@ -87,13 +87,13 @@ def test_latents_travel_where_a_layer_expands_them(family: str, monkeypatch: pyt
     """And keys and values of all heads where the projection is not a plain one, with the same result."""
     model, calls = model_of(family), list[str]()
     for name in ("indexed_attention", "block_attention"):
-        function = getattr(sparse, name)
+        function = getattr(chosen, name)
 
         def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Any:
             calls.append(name)
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(sparse, name, counted)
+        monkeypatch.setattr(chosen, name, counted)
     found = in_context(model, batch_of())
     assert {*calls} == {"indexed_attention"}
     for module in model.modules():

@@ -32,8 +32,9 @@ from cp_dtensor.api.extension import (
     queries_alone,
     wrapped,
 )
+from cp_dtensor.integrations.transformers.chosen import sdpa_of_chosen
 from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name, table_of
-from cp_dtensor.integrations.transformers.sparse import METHODS, SELECTIONS, sdpa_of_chosen
+from cp_dtensor.integrations.transformers.sparse import METHODS, SELECTIONS
 from cp_dtensor.layers.arguments import IN_CONTEXT
 
 Function = Callable[..., Any]

@@ -19,9 +19,9 @@ from cp_dtensor.api.extension import (
     sequence_ranks,
     value_of,
 )
+from cp_dtensor.integrations.transformers.chosen import Latents, attention_to_chosen
 from cp_dtensor.integrations.transformers.layers import refuse_arguments, shards_are_seen
 from cp_dtensor.integrations.transformers.private import PROVIDER, table_of
-from cp_dtensor.integrations.transformers.sparse import Latents, attention_to_chosen
 
 
 def register() -> str:
