@@ -6,6 +6,7 @@ python docs/scripts/models.py --transformers 5.10.4 5.24.0
 The first command writes the matrix of the version that is installed. The second one installs each version into a folder
 of its own, runs the matrix there (compiled models of two families), and writes its row of the table of versions: the
 cells that differ from the matrix. `--short` runs a few families and writes nothing; status 1 means that cells differ.
+`--families NAME ...` runs these alone, and keeps the other rows of the matrix.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +30,9 @@ INTRODUCTION = """# Models of transformers
 The [README](../README.md#in-your-training) has the recipe, and
 [an example](../examples/integrations/transformers_two_ranks.py) a whole program.
 
-Each cell was run: a model of the family with two layers and random weights (float64, {length} tokens, windows and
-chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient equal
-those of one process to 1e-5. "refused": an error names the reason on every rank. No cell may be wrong.
+Each cell was run: a model of the family with two or three layers and random weights (float64, {length} tokens, windows
+and chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient
+equal those of one process to 1e-5. "refused": an error names the reason on every rank. No cell may be wrong.
 
 - plain context: `with context_parallel(...)` around a model with "sdpa", or as it comes if it has no "sdpa"
 - provider, and the columns after it: `attn_implementation=cp_dtensor.integrations.transformers.register()`
@@ -85,14 +87,14 @@ results are sharded: `encoder_outputs=(context_parallel_shard(mesh, [states], [1
 """
 
 
-def cells_here(short: bool, all_compiled: bool) -> dict[tuple[str, str], str]:
-    """Run the cells with the version that is imported here, and return them."""
+def cells_here(short: bool, all_compiled: bool, families: Collection[str] = ()) -> dict[tuple[str, str], str]:
+    """Run the cells of some families, () for all, with the version that is imported here, and return them."""
     from support.model_cells import COLUMNS, run_cell
     from support.models import FAMILIES, is_in_this_version
     from support.processes import Processes
 
     processes, cells = Processes(2, timeout=200), {}
-    for family in SHORT_FAMILIES if short else FAMILIES:
+    for family in SHORT_FAMILIES if short else families or FAMILIES:
         for column in SHORT_COLUMNS if short else COLUMNS:
             if column == "compiled" and not (all_compiled or family in COMPILED):
                 continue
@@ -140,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformers", nargs="+", metavar="VERSION", help="versions to install and run")
     parser.add_argument("--short", action="store_true", help="a few families; status 1 if cells differ from the page")
+    parser.add_argument("--families", nargs="+", default=(), metavar="NAME", help="rows of the matrix to run again")
     parser.add_argument("--print-cells", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     from support.model_cells import cells_of, table
@@ -166,11 +169,14 @@ def main() -> None:
     else:
         import torch
         import transformers
-        from support.models import LENGTH, WIDE_WINDOW
+        from support.models import FAMILIES, LENGTH, WIDE_WINDOW
 
         here = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
         about = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=here)
-        matrix = about + table(cells_here(options.short, all_compiled=True))
+        cells = cells_here(options.short, all_compiled=True, families=options.families)
+        known = {**(cells_of(matrix) if options.families else {}), **cells}
+        order = list(FAMILIES)
+        matrix = about + table(dict(sorted(known.items(), key=lambda cell: order.index(cell[0][0]))))
         matrix += f"\nWritten by `python docs/scripts/models.py`.\n{IMAGES}\n"
     PAGE.write_text(f"{matrix}{VERSIONS}{versions.strip()}\n")
 

@@ -36,6 +36,7 @@ SMALL: dict[str, Any] = {
     "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_head_dim": 8,
     "linear_num_heads": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 53, "laurel_rank": 8,
     "router_jitter_noise": 0.0, "input_jitter_noise": 0.0, "is_decoder": True, "intra_bottleneck_size": 32,
+    "index_n_heads": 16, "index_head_dim": 8, "index_topk": 12,
 }  # fmt: skip
 """Sizes of models of any family, by the names of attributes of their configurations."""
 _OTHERWISE: tuple[dict[str, Any], ...] = (
@@ -47,6 +48,7 @@ _OTHERWISE: tuple[dict[str, Any], ...] = (
 _WINDOW_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 _DELTA_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 _FOUR_KV_HEADS = {"num_key_value_heads": 4}
+_MLA = {**_FOUR_KV_HEADS, "head_dim": None}
 _LLAMA_4 = {"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 48}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
@@ -85,6 +87,55 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Ling 3 (Bailing)": (
         "BailingHybridForCausalLM",
         {**_DELTA_AND_FULL, **_FOUR_KV_HEADS, "mlp_layer_types": ["dense", "dense"], "num_mtp_layers": 0},
+    ),
+    "DeepSeek-V3.2": ("DeepseekV32ForCausalLM", _MLA),
+    "AX-K2": ("AXK2ForCausalLM", _MLA),
+    "GLM-5": ("GlmMoeDsaForCausalLM", {**_MLA, "indexer_types": ["full", "shared"]}),
+    "Hunyuan V4": ("HYV4ForCausalLM", {**_MLA, "indexer_types": ["full", "shared"]}),
+    "dots.note": (
+        "Dots3NoteForCausalLM",
+        {**_MLA, "head_dim": 12, "layer_types": ["indexed_attention", "sliding_attention"],
+         "shared_experts_intermediate_size": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+         "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 12, "swa_qk_nope_head_dim": 8,
+         "swa_v_head_dim": 8},
+    ),
+    "Mistral Large 4": (
+        "MistralLarge4ForConditionalGeneration",
+        {"text_config": {
+            **SMALL, **_FOUR_KV_HEADS, "num_hidden_layers": 3, "no_rope_layers": [1, 1, 0],
+            "kv_source_layers": [0, 0, 2], "indexer_types": ["full", "shared", "full"]},
+         "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28}},
+    ),
+    "MiniMax M3": (
+        "MiniMaxM3VLForCausalLM",
+        {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_block_size": 8,
+         "index_topk_blocks": 3, "mlp_layer_types": ["dense", "sparse"], "dense_intermediate_size": 48,
+         "shared_intermediate_size": 16},
+    ),
+    "GLM-5 Next": (
+        "Glm5NextForConditionalGeneration",
+        {"text_config": {
+            **SMALL, **_FOUR_KV_HEADS, "layer_types": ["linear_attention", "indexed_attention"], "qk_rope_head_dim": 0,
+            "indexer_types": ["full", "full"], "mlp_layer_types": ["dense", "sparse"], "index_kpool": 4, "hc_mult": 2},
+         "vision_config": {
+            "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+            "projection_intermediate_size": 16}},
+    ),
+    "Qwen4": (
+        "Qwen4ExpForCausalLM",
+        {"layer_types": ["linear_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 8,
+         "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 12,
+         "indexer_compress_ratio": 4, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},
+    ),
+    "DeepSeek-V4": (
+        "DeepseekV4ForCausalLM",
+        {"head_dim": 16, "qk_rope_head_dim": None, "sliding_window": 5, "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2,
+         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"], "index_topk": 3,
+         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+         "mlp_layer_types": ["moe", "moe"], "num_key_value_heads": 1},
     ),
 }  # fmt: skip
 """Model class, and changes of `SMALL`; None leaves the default."""

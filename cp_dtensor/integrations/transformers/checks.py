@@ -25,7 +25,7 @@ from cp_dtensor.integrations.transformers.layers import (
     layer_patches,
     sharding_context,
 )
-from cp_dtensor.integrations.transformers.private import CACHE_UTILS, PROVIDER, SEEN, implementation_of
+from cp_dtensor.integrations.transformers.private import CACHE_UTILS, INDEXED, PROVIDER, SEEN, implementation_of
 
 missing_positions: Any = WeakKeyDictionary()
 """By model: makes the position ids (1, tokens) that its calls lack now. Others without position ids are refused."""
@@ -59,6 +59,8 @@ _SEES_ALL = frozenset({
 """Layer types of configurations whose attention is that of masks, or that mix no tokens."""
 _BY_KERNELS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
 """Layer types that are right in a context if their kernels are replaced (`is_caught`)."""
+_BY_INDEXERS = frozenset({INDEXED, "minimax_m3_sparse"})
+"""Layer types that are right in a context if the forwards of indexers are replaced."""
 
 
 def _problem_of_layer(module: nn.Module) -> str | None:
@@ -71,6 +73,8 @@ def _problem_of_layer(module: nn.Module) -> str | None:
         return f"a convolution over {module.kernel_size[0]} tokens mixes tokens of {shard} only"
     if _COUNTED.search(name):
         return f"{name} counts positions within {shard}"
+    if "indexer" in name.lower() and not facts_of(type(module)).selects:
+        return f"{name} selects keys of {shard} only"
     # A forward of the module itself, as accelerate sets, calls that of the class without our patch.
     if counts_positions(module) and (not facts_of(type(module)).counts or "forward" in vars(module)):
         return f"{name} scales queries by positions within {shard} (attn_temperature_tuning)"
@@ -122,6 +126,7 @@ def _problems_of_model(model: Any) -> list[str]:
         problems.append(unseen(implementation))
     by_kernels = sum(layer_type in _BY_KERNELS for layer_type in layer_types)
     known = _SEES_ALL | _BY_KERNELS if by_kernels <= sum(map(is_caught, model.modules())) else _SEES_ALL
+    known |= _BY_INDEXERS if any(facts_of(type(module)).selects for module in model.modules()) else set()
     problems += [
         f"layer_types has {layer_type!r}, layers that are not known to mix tokens of all ranks"
         for layer_type in sorted({*layer_types} - known)

@@ -31,10 +31,17 @@ from cp_dtensor.api.extension import (
     wrapped,
 )
 from cp_dtensor.integrations.transformers.checks import check_call, is_model, mark_caches, unseen
-from cp_dtensor.integrations.transformers.layers import is_caught, layer_patches, sharding_context, shards_are_seen
+from cp_dtensor.integrations.transformers.layers import (
+    facts_of,
+    is_caught,
+    layer_patches,
+    sharding_context,
+    shards_are_seen,
+)
 from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of, without_documents
 from cp_dtensor.integrations.transformers.private import (
     GENERATION_UTILS,
+    INDEXED,
     LOSS_UTILS,
     MASKING_UTILS,
     MODELING_UTILS,
@@ -73,8 +80,8 @@ class _Hook:
             check_call(model, args, {**{k: v for k, v in arguments.items() if k not in own}, **others})
 
     def module(self, module: nn.Module) -> bool:
-        """Replace the functions of convolutions and recurrent layers of a module; return whether it has any."""
-        is_replaced = any(map(is_caught, module.modules()))
+        """Replace functions of convolutions, recurrent layers and indexers of a module; return whether it has any."""
+        is_replaced = any(is_caught(each) or facts_of(type(each)).selects for each in module.modules())
         if is_replaced:
             layer_patches.replace(module)
         return is_replaced
@@ -246,8 +253,8 @@ def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kw
     asked = _model_mask(original, context, *args, **kwargs)
     if asked is None or (context is None and is_block):
         return original(*args, **kwargs)
-    if context is None:
-        return handle_of(asked)
+    if context is None:  # an indexer reads the mask itself
+        return asked.alone() if INDEXED in (getattr(asked.config, "layer_types", None) or ()) else handle_of(asked)
     mask, whole = asked.found(context.call)  # refused here, where the model is
     if is_block:
         return block_mask_of(mask, whole, kwargs["batch_size"], asked.device)

@@ -32,7 +32,9 @@ from cp_dtensor.api.extension import (
     queries_alone,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name
+from cp_dtensor.integrations.transformers.chosen import sdpa_of_chosen
+from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name, table_of
+from cp_dtensor.integrations.transformers.sparse import METHODS, SELECTIONS
 from cp_dtensor.layers.arguments import IN_CONTEXT
 
 Function = Callable[..., Any]
@@ -211,6 +213,7 @@ class ClassFacts(NamedTuple):
     is_caught: bool  # it calls kernels, all of which are replaced in contexts
     calls_attention: bool  # a method calls the attention function of its `attn_implementation`, or one of torch
     counts: bool  # its forward counts tokens or positions, and is replaced in contexts
+    selects: bool  # its forward selects keys for sparse attention, and is replaced in contexts
     replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
 
 
@@ -222,7 +225,7 @@ def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:
 @by_class
 def facts_of(kind: Any) -> ClassFacts:
     """Return what the code of a class tells."""
-    kernels, forwards, calls_attention = list[tuple[Any, str, str]](), list[tuple[Any, set[str]]](), False
+    kernels, methods, calls_attention = list[tuple[Any, str, str]](), dict[str, tuple[Any, set[str]]](), False
     for base in kind.__mro__:
         for attribute, method in vars(base).items() if base.__module__ != MODELING_UTILS else ():
             function = inspect.unwrap(method) if callable(method) and base is not nn.Module else None
@@ -232,12 +235,17 @@ def facts_of(kind: Any) -> ClassFacts:
             calls_attention |= not _ATTENTION.isdisjoint(names)
             owner = sys.modules.get(known.get("__name__", ""))
             kernels += [(owner, name, kernel) for name in names if owner and (kernel := kernel_name(known.get(name)))]
-            if attribute == "forward":
-                forwards.append((base, names))
+            methods.setdefault(attribute, (base, names))
     is_caught = bool(kernels) and all(kernel in KERNELS for *_, kernel in kernels)
     replaced = [(owner, name, KERNELS[kernel]) for owner, name, kernel in kernels if is_caught]
-    counting = [(base, "forward", ours) for base, names in forwards[:1] for own, ours in FORWARDS if own <= names]
-    return ClassFacts(is_caught, calls_attention, bool(counting), (*replaced, *counting))
+    base, in_forward = methods.get("forward", (None, set[str]()))
+    counting = [(base, "forward", ours) for own, ours in FORWARDS if own <= in_forward]
+    selecting = [
+        (methods[method][0], method, ours) for method, own, ours in METHODS
+        if method in methods and own <= methods[method][1] | in_forward
+    ]  # fmt: skip
+    selects = any(ours in SELECTIONS for *_, ours in selecting)
+    return ClassFacts(is_caught, calls_attention, bool(counting), selects, (*replaced, *counting, *selecting))
 
 
 def is_caught(module: nn.Module) -> bool:
@@ -274,6 +282,10 @@ class _Patches:
                     if (owner, name) not in self._replaced:
                         self._replaced.add((owner, name))
                         self._stack.enter_context(wrapped(owner, name, partial(_in_contexts, ours)))
+                if facts_of(kind).selects and (None, "sdpa") not in self._replaced:
+                    self._replaced.add((None, "sdpa"))
+                    table = table_of(sys.modules[MODELING_UTILS].ALL_ATTENTION_FUNCTIONS)
+                    self._stack.enter_context(sdpa_of_chosen(table, shards_are_seen))
             self._models.add(model)
 
     def close(self) -> None:

@@ -167,6 +167,11 @@ _latest = WeakKeyDictionary[OpenContext, tuple[torch.Tensor, torch.Tensor]]()
 """By context: the latest position ids of this rank, and those of the whole sequence on the CPU, (B, tokens) each."""
 
 
+def whole_positions(context: OpenContext) -> torch.Tensor | None:
+    """Return the latest position ids (B, tokens) of the whole sequence in a context, on the CPU; None if unknown."""
+    return _latest[context][1] if context in _latest else None
+
+
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare by value, since collectives write to tensors uncounted."""
     return (one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other)

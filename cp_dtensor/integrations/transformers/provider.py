@@ -19,7 +19,8 @@ from cp_dtensor.api.extension import (
     sequence_ranks,
     value_of,
 )
-from cp_dtensor.integrations.transformers.layers import refuse_arguments
+from cp_dtensor.integrations.transformers.chosen import Latents, attention_to_chosen
+from cp_dtensor.integrations.transformers.layers import refuse_arguments, shards_are_seen
 from cp_dtensor.integrations.transformers.private import PROVIDER, table_of
 
 
@@ -54,10 +55,17 @@ def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     is_causal: bool | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
+    cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None, block_indices: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention as a function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
     refuse_arguments(f'attn_implementation="{PROVIDER}"', kwargs)
+    if indices is not None or block_indices is not None or isinstance(key, Latents):
+        given = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+        return attention_to_chosen(
+            _attention, shards_are_seen(), {"sinks": s_aux}, module, query, key, value, attention_mask, indices,
+            block_indices, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, **given, **kwargs,
+        )  # fmt: skip
     if attention_mask is None and kwargs.get("sliding_window") is not None:
         raise NotImplementedError(
             f"{type(module).__name__} got sliding_window={kwargs['sliding_window']} and no mask: this model does not "

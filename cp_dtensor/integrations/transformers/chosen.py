@@ -1,0 +1,212 @@
+"""Attention of transformers' models to selected keys, in contexts: objects that stand for keys and masks, and masks.
+
+Layers give the keys that an indexer has selected to their attention function (`indices=`, `block_indices=`), or with
+"sdpa" make a mask of them, for which `Chosen` stands. Where a layer would expand latents to keys and values of all
+heads, `Latents` stand for these, and are what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_dtensor import Causal, Full, Mask, block_attention, indexed_attention
+from cp_dtensor.api.extension import (
+    OpenContext,
+    both_masks,
+    constant_in_trace,
+    current,
+    entry_replaced,
+    is_handle,
+    never_compiled,
+    softmax_scale,
+    value_of,
+)
+from cp_dtensor.integrations.transformers.masks import whole_positions
+from cp_dtensor.integrations.transformers.private import PASSED_ON
+from cp_dtensor.layers.arguments import IN_CONTEXT
+from cp_dtensor.spec.masks import interval_sets_of
+
+Function = Callable[..., Any]
+CONTEXT: Any = IN_CONTEXT
+_SELECTED = "keys of indexers"
+"""In `OpenContext.seen`, once an indexer has selected keys of all ranks."""
+UNCOMPILED = "the ranks of context_parallel select keys in uncompiled code: compile without fullgraph=True"
+
+
+# Contexts
+
+
+def selecting_context() -> OpenContext:
+    context = current()
+    assert context is not None, "functions of layers are replaced in contexts alone"
+    context.seen.add(_SELECTED)
+    return context
+
+
+def whole_mask(context: OpenContext, owner: str, mask: Tensor | None) -> Mask:
+    """Return the mask of the whole sequence of a mask that a model passes on; None is causal."""
+    if mask is not None and not is_handle(mask if mask.dim() == 4 else mask.unsqueeze(0)):
+        raise NotImplementedError(
+            f"{owner} in context_parallel expects a mask of transformers.masking_utils that was made in the context, "
+            f"got a tensor {tuple(mask.shape)}: pass an attention_mask of (batch, tokens) or none"
+        )
+    own = Causal() if mask is None else value_of(mask).of_call(context.call).mask
+    return both_masks(context.call.mask, own) or Full()
+
+
+def refuse_padding_first(owner: str, mask: Mask, length: int, batch_size: int) -> None:
+    """Refuse a mask of blocks with padding at the left, whose keys count in the blocks of other tokens."""
+    for sets in interval_sets_of(mask, length, length, batch_size):
+        spans = [band.keys(0) for bands in sets for band in bands if band.first == 0]
+        if not any(lo < hi for lo, hi in spans):
+            raise NotImplementedError(
+                f"{owner} in context_parallel expects no padding at the left, which attends to all keys alike in "
+                "transformers, and whose keys are in the blocks that other tokens see"
+            )
+
+
+# Stand-ins
+
+
+class Latents(NamedTuple):
+    """Stands for the keys and the values of all heads that a layer would expand from latents."""
+
+    latent: Tensor  # (B, 1, T, R)
+    rotary: Tensor  # (B, 1, T, Dr)
+    expand: Function  # returns keys and values of the two
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.latent.shape
+
+
+class Chosen:
+    """Stands for indices (B, T, K) of keys of all ranks, and for the masks that a layer makes of them."""
+
+    def __init__(self, indices: Tensor, mask: Any = None) -> None:
+        self.indices, self.mask = indices, mask
+
+    def _same(self, *_: Any, **__: Any) -> Chosen:
+        return self
+
+    new_ones = scatter = long = unsqueeze = _same
+
+    @classmethod
+    def __torch_function__(cls, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Chosen:
+        mask, chosen, *_ = args
+        if function is not Tensor.masked_fill or not is_handle(mask):
+            raise NotImplementedError(f"a layer uses selected keys in a way that is not known here: {function}")
+        return Chosen(chosen.indices, mask)
+
+
+# Attention
+
+
+def attention_to_chosen(
+    attend: Function, is_sharded: bool, beside: Mapping[str, Any], module: Any, query: Tensor, key: Any, value: Any,
+    mask: Any, indices: Tensor | None = None, block_indices: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Compute attention over selected keys as a function of transformers; leave other attention to `attend`.
+
+    Args:
+        attend: the function for other attention.
+        is_sharded: True where models see shards.
+        beside: more arguments of `indexed_attention` and `block_attention`; other attention has them in `kwargs`.
+        query: (B, H, T, D).
+        key, value: (B, Hkv, T, D) and (B, Hkv, T, Dv), or `Latents`.
+        mask: of transformers, or `Chosen`.
+        indices: (B, T, K), -1 for none.
+        block_indices: (B, Hkv, T, N), -1 for none.
+    """
+    indices = mask.indices if isinstance(mask, Chosen) else indices
+    if indices is None and isinstance(key, Latents):
+        key, value = key.expand(key.latent, key.rotary)
+    if indices is None and block_indices is None:
+        return attend(module, query, key, value, mask, **kwargs)
+    if not is_sharded:
+        made = _mask_uncompiled(module, query, key, mask, indices, block_indices, kwargs.get("position_ids"))
+        return attend(module, query, key, value, made, **kwargs)
+    name, refused = type(module).__name__, kwargs.keys() - PASSED_ON - {"scaling", *(["s_aux"] if beside else [])}
+    _check_selected(name)
+    for each in sorted(refused):
+        if isinstance(kwargs[each], Tensor) or kwargs[each]:
+            raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
+    options = {"mesh": CONTEXT, "scale": kwargs.get("scaling"), **beside}
+    if indices is None:
+        out = _blocks_uncompiled(module, query, key, value, block_indices, mask, options)
+    elif isinstance(key, Latents):
+        out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
+    else:  # blocks of one key, the same for each head
+        blocks = indices.unsqueeze(2).expand(-1, -1, key.size(1), -1)
+        options |= {"block_size": 1, "is_causal": False, "mask": Full()}
+        out = block_attention(query, key, value, block_indices=blocks, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attention_to_latents(query: Tensor, key: Latents, up: Tensor, indices: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return attention (B, H, T, Dv) to the keys of `indices`, which travel as latents and rotary keys."""
+    latent, rotary = key.latent.squeeze(1), key.rotary.squeeze(1)
+    if not rotary.size(2):  # layers without RoPE: a rotary key of one zero changes nothing
+        options |= {"scale": softmax_scale(query.size(3), options["scale"])}
+        query, rotary = F.pad(query, (0, 1)), latent.new_zeros((*latent.shape[:2], 1))
+    return indexed_attention(query, latent, rotary, up=up, indices=indices, **options)
+
+
+def _attention_to_blocks(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Any, mask: Any, options: dict[str, Any]
+) -> Tensor:
+    """Return attention (B, H, T, Dv) to blocks of keys, of which queries see those that the mask has."""
+    context, name = selecting_context(), type(module).__name__
+    whole, positions = whole_mask(context, name, mask), whole_positions(context)
+    assert positions is not None
+    refuse_padding_first(name, whole, positions.size(1), query.size(0))
+    return block_attention(
+        query, key, value, block_indices=blocks.transpose(1, 2), block_size=module.indexer.block_size, mask=whole,
+        is_causal=False, **options,
+    )  # fmt: skip
+
+
+@constant_in_trace
+def _check_selected(name: str) -> None:
+    """Refuse keys that were not selected by an indexer that is known here: they would be places in the shard."""
+    context = current()
+    if context is None or _SELECTED not in context.seen:
+        raise NotImplementedError(
+            f"{name} in context_parallel expects keys that were selected by an indexer that is known here (docs/"
+            "sparse.md), got those of another one"
+        )
+
+
+def _mask_alone(
+    module: Any, query: Tensor, key: Tensor, mask: Any, indices: Tensor | None, blocks: Any, position_ids: Any
+) -> Tensor:
+    """Return the mask (B, 1 or H, T, keys) of selected keys with which "sdpa" attends in one process."""
+    mask = value_of(mask).alone() if is_handle(mask) else mask
+    if indices is not None:
+        chosen = mask.new_zeros((*indices.shape[:2], key.size(2))).scatter(-1, indices.long(), True)
+        return mask & chosen.unsqueeze(1)
+    positions = position_ids.expand(query.size(0), -1)
+    made: Tensor = module.indexer.build_block_mask(blocks, mask, key.size(2), query.dtype, query.device, positions)
+    return made
+
+
+def sdpa_of_chosen(table: dict[str, Any], is_sharded: Callable[[], bool]) -> AbstractContextManager[object]:
+    """Return a patch of the attention function "sdpa" in a table, which then takes selected keys of all ranks."""
+    original = table["sdpa"]
+
+    @wraps(original)
+    def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return attention_to_chosen(original, is_sharded(), {}, *args, **kwargs)
+
+    return entry_replaced(table, "sdpa", sdpa)
+
+
+_blocks_uncompiled = never_compiled(_attention_to_blocks, UNCOMPILED)
+_mask_uncompiled = never_compiled(_mask_alone)

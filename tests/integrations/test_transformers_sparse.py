@@ -1,0 +1,196 @@
+"""Models of transformers with learned sparse attention, in contexts and outside: docs/sparse.md."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.model_cells import cells_of, run_cell
+from support.models import FAMILIES, LENGTH, VOCABULARY, tiny_model
+from support.ranks import run_ranks
+from torch import nn
+
+from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel
+
+transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+from cp_dtensor.integrations.transformers import ModelBatch, check_model, chosen, register  # noqa: E402
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+BY_INDICES = ("DeepSeek-V3.2", "AX-K2", "GLM-5", "Hunyuan V4", "dots.note", "Mistral Large 4")
+SPARSE = (*BY_INDICES, "MiniMax M3")
+
+
+def published(family: str, column: str) -> str:
+    """A cell of docs/models.md; families that this version of transformers does not have are skipped."""
+    if not hasattr(transformers, FAMILIES[family][0]):  # loads the module, too, which ranks as threads cannot
+        pytest.skip(f"transformers {transformers.__version__} does not have it")
+    return cells_of(PAGE.read_text())[family, column]
+
+
+def model_of(family: str, attention: str = "cp_dtensor") -> Any:
+    published(family, "provider")
+    register()
+    return tiny_model(family, attention)
+
+
+@pytest.mark.parametrize(("family", "column"), [
+    *((family, column) for family in SPARSE for column in ("provider", "packed", "padded")),
+    *((family, "plain") for family in ("GLM-5", "dots.note", "MiniMax M3")), ("Mistral Large 4", "checkpointed"),
+])  # fmt: skip
+def test_a_training_step_is_as_published(family: str, column: str) -> None:
+    assert {*run_ranks(2, run_cell, family, column)} == {published(family, column)}
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(3)], ids=str)
+@pytest.mark.parametrize("family", ["GLM-5", "MiniMax M3"])
+def test_layouts_of_three_ranks(family: str, layout: Layout) -> None:
+    assert published(family, "provider") == "right"
+    assert {*run_ranks(3, run_cell, family, "provider", layout)} == {"right"}
+
+
+# What travels
+
+
+def in_context(model: Any, batch: ModelBatch, ranks: int = 2) -> list[torch.Tensor]:
+    """Logits of each rank."""
+
+    def body(_: int) -> torch.Tensor:
+        given = {name: tensor.clone() for name, tensor in batch.inputs.items()}
+        buffers: Any = [*given.values()]
+        with (
+            warnings.catch_warnings(),
+            context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=[1] * len(buffers)),  # type: ignore[arg-type]
+        ):
+            warnings.simplefilter("ignore")
+            logits: torch.Tensor = model(**given, use_cache=False).logits
+        return logits
+
+    return run_ranks(ranks, body)
+
+
+def batch_of(**others: Any) -> ModelBatch:
+    tokens = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    return ModelBatch(input_ids=tokens, **others)
+
+
+class OtherLinear(nn.Linear):
+    """Stands for a projection whose weight is not all that it computes, such as one with an adapter."""
+
+
+@pytest.mark.parametrize("family", BY_INDICES)
+def test_latents_travel_where_a_layer_expands_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keys and values of all heads where the projection is not a plain one, with the same result."""
+    model, calls = model_of(family), list[str]()
+    for name in ("indexed_attention", "block_attention"):
+        function = getattr(chosen, name)
+
+        def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(chosen, name, counted)
+    found = in_context(model, batch_of())
+    assert {*calls} == {"indexed_attention"}
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            module.kv_b_proj.__class__ = OtherLinear
+    calls.clear()
+    torch.testing.assert_close(in_context(model, batch_of()), found)
+    assert {*calls} == {"block_attention"}
+
+
+# Refusals
+
+
+def refused(model: Any, batch: ModelBatch, message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        in_context(model, batch)
+
+
+def test_blocks_with_padding_at_the_right_are_right() -> None:
+    padding = torch.ones(2, LENGTH, dtype=torch.int64)
+    padding[0, -11:] = 0
+    model, batch = model_of("MiniMax M3"), batch_of(attention_mask=padding)
+    expected = model(**batch.inputs, use_cache=False).logits
+    for rank, found in enumerate(in_context(model, batch)):
+        positions = torch.cat([torch.arange(16) + start for start in (16 * rank, 16 * (3 - rank))])
+        is_kept = padding[:, positions].bool()
+        torch.testing.assert_close(found[is_kept], expected[:, positions][is_kept])
+
+
+def test_an_indexer_that_does_something_else_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("DeepSeek-V3.2")
+    (kind,) = {type(each) for each in model.modules() if type(each).__name__.endswith("Indexer")}
+    module = __import__(kind.__module__, fromlist=["F"])
+
+    class Functions:
+        """Stands for torch.nn.functional in the model's Python module."""
+
+        relu = staticmethod(torch.sigmoid)
+
+    monkeypatch.setattr(module, "F", Functions)
+    refused(model, batch_of(), "DeepseekV32Indexer selects keys in a way that is not known .*made by sigmoid")
+
+
+class Selector(nn.Module):
+    """Selects places in the shard."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(*hidden_states.shape[:2], 1, dtype=torch.int32)
+
+
+class OtherIndexer(Selector):
+    pass
+
+
+def test_indices_of_an_unknown_indexer_are_refused() -> None:
+    model = model_of("DeepSeek-V3.2")
+    model.config.layer_types = None
+    layers = [each for each in model.modules() if hasattr(each, "indexer")]
+    for layer in layers:
+        layer.indexer = Selector()
+    refused(model, batch_of(), "expects keys that were selected by an indexer that is known here")
+    layers[0].indexer = OtherIndexer()
+    assert check_model(model) == [
+        "model.layers.0.self_attn.indexer: OtherIndexer selects keys of this rank's shard only"
+    ]
+
+
+@pytest.mark.parametrize(("family", "column", "reason"), [
+    ("MiniMax M3", "packed", "takes position ids for places of keys"),
+    ("MiniMax M3", "padded", "no padding at the left"),
+])  # fmt: skip
+def test_what_a_model_itself_computes_by_places_is_refused(family: str, column: str, reason: str) -> None:
+    assert reason in published(family, column)
+
+
+def test_masks_and_dropout() -> None:
+    model = model_of("GLM-5")
+    refused(
+        model, batch_of(others={"attention_mask": torch.ones(2, LENGTH, 1, LENGTH)}), "expects a mask of transformers"
+    )
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    refused(model, batch_of(), "with selected keys in context_parallel, does not take dropout")
+
+
+# Outside of contexts
+
+
+@pytest.mark.parametrize("family", [family for family in SPARSE if family != "Hunyuan V4"])  # it has no "sdpa"
+def test_outside_of_contexts_the_provider_attends_as_sdpa(family: str) -> None:
+    model, batch = model_of(family).eval(), batch_of()
+    padding = torch.ones(2, 20, dtype=torch.int64)
+    padding[0, :4] = 0
+    given = {"input_ids": batch.inputs["input_ids"][:, :20], "attention_mask": padding}
+    found = model(**given, use_cache=False).logits
+    generated = model.generate(**given, max_new_tokens=3, do_sample=False)
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(found, model(**given, use_cache=False).logits)
+    assert torch.equal(generated, model.generate(**given, max_new_tokens=3, do_sample=False))
