@@ -361,7 +361,9 @@ def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
     """Yield findings about out and gradients of every method and KV transport, beside one device in float64."""
     began, kind, size, rows = time.monotonic(), device.torch_device.type, ranks.world_size, list[Row]()
     suite = Suite(ranks, device, repeats=1, check_up_to=_TOKENS * size, tells=False)
-    ours = [each for each in methods_by_name() if each.name.startswith(OURS) and each.name != f"{OURS}auto"]
+    ours = [
+        each for each in methods_by_name() if each.name.startswith(OURS) and not each.name.startswith(f"{OURS}auto")
+    ]
     heads = Heads(max(4, size), max(4, size) // 2, 64)
     for mask in ("causal", f"documents {_TOKENS // 2}"):
         suite.run(Case(_TOKENS * size, heads, mask, dtype=_DTYPES[kind]), ["fwdbwd"], ours, rows)

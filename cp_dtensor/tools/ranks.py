@@ -40,20 +40,39 @@ _LIBRARIES = {
 """Libraries by a part of their kernels' names; the first that fits counts."""
 
 
-def start(program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device]:
+def start(
+    program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float, nodes: int | None = None
+) -> tuple[Ranks, Device]:
     """Join the ranks that torchrun started; return them and the device of this rank.
 
-    `program` is a module such as "-m cp_dtensor bench", with `arguments`.
+    `program` is a module such as "-m cp_dtensor bench", with `arguments`. With `nodes`, the ranks stand for those of so
+    many nodes.
     """
     if "RANK" not in os.environ:
         count = torch.cuda.device_count() if use_gpu else 2
         sys.exit(f"start with torchrun: torchrun --nproc-per-node {count} {program} {shlex.join(arguments)}".rstrip())
+    gpu = int(os.environ["LOCAL_RANK"])
+    if nodes is not None:
+        stand_for_nodes(nodes)
+        gpu %= max(torch.cuda.device_count(), 1)
     if use_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)
     device, timeout = Device(use_gpu), timedelta(seconds=timeout_seconds)
     of_device = device.torch_device if use_gpu else None
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout, device_id=of_device)
     return Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT)), device
+
+
+def stand_for_nodes(nodes: int) -> None:
+    """Make NCCL take the ranks of this host for those of so many nodes, with TCP sockets between them.
+
+    Ranks of different nodes may share a GPU, which NCCL refuses to ranks of one node.
+    """
+    per_node = int(os.environ["WORLD_SIZE"]) // nodes
+    os.environ |= {  # NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts
+        "NCCL_HOSTID": f"node {int(os.environ['RANK']) // per_node}", "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0", "LOCAL_WORLD_SIZE": f"{per_node}",
+    }  # fmt: skip
 
 
 def end(ranks: Ranks, lost: Failed | None) -> None:
