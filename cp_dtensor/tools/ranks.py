@@ -51,7 +51,7 @@ def start(
     if "RANK" not in os.environ:
         count = torch.cuda.device_count() if use_gpu else 2
         sys.exit(f"start with torchrun: torchrun --nproc-per-node {count} {program} {shlex.join(arguments)}".rstrip())
-    gpu = int(os.environ["LOCAL_RANK"])
+    gpu = int(os.environ.get("LOCAL_RANK", 0))
     if nodes is not None:
         stand_for_nodes(nodes)
         gpu %= max(torch.cuda.device_count(), 1)
