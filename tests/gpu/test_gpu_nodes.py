@@ -10,13 +10,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from support.nodes import WAYS, check_all_ways, masks, mesh_over_nodes
+from support.nodes import WAYS, check, masks, mesh_over_nodes
+from support.problems import Problem
 from support.processes import Processes
 
+from cp_dtensor import Mask
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 
+LENGTH = 261
 pytestmark = pytest.mark.gpu(2, nccl=True)
 
 
@@ -27,8 +30,10 @@ def nodes() -> Iterator[Processes]:
     four.stop()
 
 
-def test_every_way_finds_what_one_gpu_finds(nodes: Processes) -> None:
-    assert nodes.run(check_all_ways, "cuda", 261, 3) == [4 * len(WAYS) * len(masks(9))] * 4
+@pytest.mark.parametrize("mask", masks(LENGTH).values(), ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_finds_what_one_gpu_finds(nodes: Processes, way: str, mask: Mask) -> None:
+    nodes.run(check, "cuda", way, mask, Problem(LENGTH, LENGTH, 1, 4, 2, 16))
 
 
 def _links(rank: int) -> tuple[str | None, str | None, tuple[float, ...]]:

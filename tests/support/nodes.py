@@ -1,4 +1,4 @@
-"""Calls over two nodes: each way of splitting, on each mask, beside dense attention in float64."""
+"""Calls over nodes: each way of splitting them, beside dense attention in float64."""
 
 from __future__ import annotations
 
@@ -48,18 +48,13 @@ def attend(inputs: list[torch.Tensor], mesh: DeviceMesh, mask: Mask, length: int
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
-def check_all_ways(rank: int, device: str, length: int, seed: int) -> int:
-    """Compares out and gradients of all ways and masks with dense attention; returns the number of comparisons."""
-    problem, size, checked = Problem(length, length, 1, 4, 2, 16), dist.get_world_size(), 0
-    whole = [each.to(device) for each in problem.draw(seed)]
-    shards = [shard(each, HeadTail(), rank, size) for each in whole]
-    for name, mask in masks(length).items():
-        leaves = [each.detach().requires_grad_() for each in whole[:3]]
-        out, _ = dense(*leaves, shown(mask, length, length, 1).to(device))
-        expected = [out.detach(), *torch.autograd.grad(out, leaves, whole[3])]
-        for way, (axes, options) in WAYS.items():
-            found = attend(shards, mesh_over_nodes(axes, device), mask, length, **options)
-            for what, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-                assert_close(one, shard(other, HeadTail(), rank, size), f"{way}, {name}, {what}")
-                checked += 1
-    return checked
+def check(rank: int, device: str, way: str, mask: Mask, problem: Problem, nodes: int = NODES, mesh: Any = None) -> None:
+    """Compares out and gradients of a way with dense attention, on this rank's rows."""
+    whole, size = [each.to(device) for each in problem.draw(seed=7)], dist.get_world_size()
+    leaves = [each.detach().requires_grad_() for each in whole[:3]]
+    out, _ = dense(*leaves, shown(mask, problem.q_len, problem.q_len, 1).to(device))
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, whole[3])]
+    (axes, options), shards = WAYS[way], [shard(each, HeadTail(), rank, size) for each in whole]
+    found = attend(shards, mesh or mesh_over_nodes(axes, device, nodes), mask, problem.q_len, **options)
+    for what, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert_close(one, shard(other, HeadTail(), rank, size), f"{way}, {mask}, {what}")
