@@ -38,6 +38,7 @@ from cp_dtensor import (
     mamba2,
 )
 from cp_dtensor.api.explain import Explanation
+from cp_dtensor.comm.groups import sequence_ranks
 
 TOKENS, BATCH = 61, 2
 EDGES = (0, 5, 9, 30, 33, 61)
@@ -196,3 +197,24 @@ LAYERS: list[tuple[Sizes, str, Call]] = [
 @pytest.mark.parametrize(("sizes", "method", "call"), LAYERS)
 def test_layers(sizes: Sizes, method: str, call: Call) -> None:
     assert_exact(sizes, method, call)
+
+
+@pytest.mark.parametrize(("sizes", "names"), [(TWO, ("ring", "ulysses")), (OTHER, ("ulysses", "ring"))])
+def test_rows_cross_the_outer_axis_once(sizes: Sizes, names: tuple[str, str]) -> None:
+    """What is gathered, or summed, over all ranks: once for each rank of a node, not for each pair of ranks."""
+    outer, inner = (sizes[names.index(name)] for name in ("ring", "ulysses"))
+
+    def body(rank: int) -> None:
+        ranks = sequence_ranks(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        here, count = ranks.rank, ranks.size
+        gathered = ranks.gather(torch.tensor([[here, -here]]))
+        assert gathered.tolist() == [[[each, -each]] for each in range(count)]
+        blocks = torch.arange(count)[:, None, None] * 10.0 + here * torch.ones(1, 2)
+        assert ranks.reduce_scatter(blocks).tolist() == [[here * 10 * count + sum(range(count))] * 2]
+
+    with received_bytes() as received:
+        run_ranks(outer * inner, body)
+    rows = 16 + 8  # two integers, two floats
+    for rank in range(outer * inner):
+        assert received[rank, outer] == (outer - 1) * rows
+        assert received[rank, inner] == (inner - 1) * outer * rows
