@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes, release
+from cp_dtensor.tools.nodes import stand_for_nodes
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -61,18 +62,6 @@ def start(
     of_device = device.torch_device if use_gpu else None
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout, device_id=of_device)
     return Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT)), device
-
-
-def stand_for_nodes(nodes: int) -> None:
-    """Make NCCL take the ranks of this host for those of so many nodes, with TCP sockets between them.
-
-    Ranks of different nodes may share a GPU, which NCCL refuses to ranks of one node.
-    """
-    per_node = int(os.environ["WORLD_SIZE"]) // nodes
-    os.environ |= {  # NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts
-        "NCCL_HOSTID": f"node {int(os.environ['RANK']) // per_node}", "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0", "LOCAL_WORLD_SIZE": f"{per_node}",
-    }  # fmt: skip
 
 
 def end(ranks: Ranks, lost: Failed | None) -> None:

@@ -5,6 +5,7 @@ Skipped where the system does not permit namespaces.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from support.problems import Problem
 from support.processes import Processes
 
 from cp_dtensor import Hardware, Mask, PeerError, explain
+from cp_dtensor.tools.nodes import links_of_nodes
 
 LENGTH, Q_HEADS, KV_HEADS, DIM = 384, 4, 2, 64
 MASKS = masks(LENGTH)
@@ -56,6 +58,21 @@ def several(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     """Nodes of two ranks."""
     count, rate = request.param.split()
     yield from _nodes(int(count), rate)
+
+
+def _links(rank: int, nodes: int) -> str:
+    return links_of_nodes(mesh_over_nodes(2, "cpu", nodes), mesh_over_nodes(1, "cpu", nodes))
+
+
+@pytest.mark.slow
+def test_links_are_measured(several: Nodes) -> None:
+    """Of the doctor: both ranks of a node share its link."""
+    text = several.ranks.run(_links, len(several.net.nodes))[0]
+    numbers = re.search(r"\n(\S+) GB/s into each rank from its node, (\S+) from other nodes", text)
+    assert numbers is not None
+    inside, between = map(float, numbers.groups())
+    assert between <= 1.05 * SPEEDS[several.rate] / 2 / 1e9
+    assert several.rate != "100mbit" or inside > 2 * between
 
 
 class Traffic(NamedTuple):
