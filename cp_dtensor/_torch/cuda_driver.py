@@ -6,7 +6,8 @@ torch has no stream-ordered wait for a flag, and a driver call takes 1.5 us wher
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2  # CUstreamBatchMemOpType
@@ -36,6 +37,18 @@ class _Copy2D(ctypes.Structure):
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
     )
+
+
+class _Allocation(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int), ("handles", ctypes.c_int), ("place", ctypes.c_int), ("device", ctypes.c_int),
+        ("unused", ctypes.c_void_p), ("flags", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+_PINNED, _DEVICE, _FABRIC, _HANDLE_BYTES = 1, 1, 8, 64  # CUmemAllocationType, CUmemLocationType, handle type and size
 
 
 class FlagOperations:
@@ -93,6 +106,35 @@ def copy_rows(
     _check(_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream), "cuMemcpy2DAsync")
 
 
+@contextmanager
+def fabric_memory(device: int, size: int) -> Iterator[bytes]:
+    """Allocate memory that GPUs of other hosts can map over NVLink, until the context ends; return its handle.
+
+    Raises:
+        RuntimeError: the GPU is in no NVLink domain over several hosts, or this process may not share memory in it.
+    """
+    memory, handle = ctypes.c_uint64(), ctypes.create_string_buffer(_HANDLE_BYTES)
+    properties = _Allocation(_PINNED, _FABRIC, _DEVICE, device, None, 0)
+    _check(_driver().cuMemCreate(ctypes.byref(memory), size, ctypes.byref(properties), 0), "cuMemCreate")
+    try:
+        _check(_driver().cuMemExportToShareableHandle(handle, memory, _FABRIC, 0), "cuMemExportToShareableHandle")
+        yield handle.raw
+    finally:
+        _driver().cuMemRelease(memory)
+
+
+def import_fabric_memory(handle: bytes) -> None:
+    """Import another GPU's `fabric_memory` and release it again.
+
+    Raises:
+        RuntimeError: that GPU is in another NVLink domain.
+    """
+    memory = ctypes.c_uint64()
+    code = _driver().cuMemImportFromShareableHandle(ctypes.byref(memory), handle, _FABRIC)
+    _check(code, "cuMemImportFromShareableHandle")
+    _driver().cuMemRelease(memory)
+
+
 def is_available() -> bool:
     """Return whether the CUDA driver is installed and has these calls."""
     try:
@@ -112,6 +154,11 @@ def _driver() -> ctypes.CDLL:
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy2D), stream]
     library.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, stream]
     library.cuMemsetD8Async.argtypes = [address, ctypes.c_ubyte, ctypes.c_size_t, stream]
+    word, anything = ctypes.c_uint64, ctypes.c_void_p
+    library.cuMemCreate.argtypes = [anything, ctypes.c_size_t, anything, word]
+    library.cuMemExportToShareableHandle.argtypes = [anything, word, ctypes.c_int, word]
+    library.cuMemImportFromShareableHandle.argtypes = [anything, ctypes.c_char_p, ctypes.c_int]
+    library.cuMemRelease.argtypes = [word]
     return library
 
 

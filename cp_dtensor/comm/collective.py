@@ -20,7 +20,7 @@ from cp_dtensor.comm.faults import raise_for_peers
 from cp_dtensor.comm.transport import Contribution, GradTransfers, KvTransfers, KVTransport, pack_rows, row_width
 from cp_dtensor.plan.partition import BACKWARD_FLOPS, CallSpec
 from cp_dtensor.plan.plan import Stages, TilePlan, Transfer, gathered_plan, ring_plan
-from cp_dtensor.plan.tiling import Masking
+from cp_dtensor.plan.tiling import Masking, rows_in_order
 from cp_dtensor.spec.layouts import Span
 
 Moves = Sequence[tuple[torch.Tensor, int, Sequence[tuple[int, int, Span]]]]
@@ -254,10 +254,6 @@ class AllGather(CollectiveTransport):
         return self.staging.plan(spec, rank)
 
 
-_MOST_HEAD_GROUPS = 4
-"""More groups make tiles too small to fill a GPU."""
-
-
 @dataclass(frozen=True)
 class AllToAll(CollectiveTransport):
     """A ring: in hop h each rank receives the K/V of rank - h, with the next two hops in flight.
@@ -275,6 +271,8 @@ class AllToAll(CollectiveTransport):
     """Bytes of a shard's K/V in a group of heads in forward; kernels need several times as much memory."""
     grad_shard_bytes: int = 16 << 20
     """As `shard_bytes`, in backward, whose kernels and sums need twice as much memory, in float32."""
+    most_head_groups: int = 4
+    """More groups make tiles too small to fill a GPU."""
     flops_per_hop: float = 0.3e12
     """FLOPs that a hop of a group has at least (half a millisecond on an H200), since launches cost time."""
     transfers_ahead: int = 2
@@ -284,15 +282,21 @@ class AllToAll(CollectiveTransport):
     name = "alltoall"
 
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        tiling = spec.tiling
-        shard = tiling.gathered_rows(rank).longest * spec.head_bytes * spec.kv_heads
-        worthwhile = int(spec.flops(tiling.groups) / tiling.world_size**2 / self.flops_per_hop)
+        groups = self.head_groups(spec, spec.tiling.world_size)
+        return ring_plan(spec.tiling, rank, spec.kv_heads, *groups)
 
-        def head_groups(limit: int) -> int:
-            return max(1, min(-(-shard // limit), worthwhile, _MOST_HEAD_GROUPS))
+    def head_groups(self, spec: CallSpec, ring_size: int) -> tuple[int, int]:
+        """Return the groups of heads of forward and of backward. Equal on all ranks of `spec`, if rings are of some."""
+        groups = spec.partition.groups()
+        shard = rows_in_order(groups[0].kv_by_rank).longest * spec.head_bytes * spec.kv_heads
+        worthwhile = int(spec.flops(groups) / groups[0].world_size / ring_size / self.flops_per_hop)
+        forward, backward = (
+            max(1, min(-(-shard // limit), worthwhile, self.most_head_groups))
+            for limit in (self.shard_bytes, self.grad_shard_bytes)
+        )
+        return forward, backward
 
-        return ring_plan(tiling, rank, spec.kv_heads, *map(head_groups, (self.shard_bytes, self.grad_shard_bytes)))
 
-
-OUTER_TRANSPORT = AllToAll(transfers_ahead=1)
-"""Transport of the outer axis of a nested ring. One hop ahead is enough: it overlaps with a whole inner ring."""
+OUTER_TRANSPORT = AllToAll(shard_bytes=16 << 20, grad_shard_bytes=16 << 20, most_head_groups=8)
+"""Transport of the outer axis of a nested ring. Networks are slow, so hops are smaller: the first tiles wait for the
+first group of heads, and after the last transfer come the tiles of one group. Both passes have equally many groups."""

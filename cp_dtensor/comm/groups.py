@@ -106,12 +106,12 @@ class SequenceRanks:
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gather (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""
         gathered = mine.contiguous()
-        for group in self.groups:
+        for group in self.groups[::-1]:  # the outer axis first: later, each rank of a node would receive the same rows
             of_group = gathered.new_empty(group.size(), *gathered.shape)
             with peer_errors(group, what):
                 all_gather_single(of_group.view(-1), gathered.view(-1), group=group)
             gathered = of_group
-        return gathered.view(self.size, *mine.shape)
+        return gathered if self.inner is None else gathered.transpose(0, 1).flatten(0, 1)
 
     def gather_integers(self, mine: int | list[int], device: torch.device) -> list[Any]:
         """All-gather equally many integers of every rank.
@@ -132,7 +132,9 @@ class SequenceRanks:
     def reduce_scatter(self, blocks: torch.Tensor) -> torch.Tensor:
         """Sum (ranks, ...) over the ranks, and return this rank's block (...)."""
         mine = blocks.contiguous()
-        for group in reversed(self.groups):
+        if self.inner is not None:  # the inner axis first, since its sums leave less to exchange over the outer one
+            mine = blocks.unflatten(0, (self.outer.size(), self.inner_size)).transpose(0, 1).contiguous()
+        for group in self.groups:
             block = mine.new_empty(mine.numel() // group.size())
             with peer_errors(group, "a sum over ranks"):
                 reduce_scatter_single(block, mine.view(-1), group=group)

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,17 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
     reason = None if cuda_driver.is_available() else "the CUDA driver has no stream memory operations"
     reason = reason or _unreachable_peer(device)
     boot = Path("/proc/sys/kernel/random/boot_id")  # different for different hosts that have the same hostname
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    # NCCL goes by NCCL_HOSTID, too, with which the ranks of one host stand for those of several.
+    host = socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("NCCL_HOSTID")
     facts = (host, str(torch.cuda.get_device_properties(device).uuid), reason)
     hosts, devices, reasons = zip(*ranks.gather_objects(facts, device), strict=True)
-    if len(set(hosts)) > 1:
-        return f"the ranks are on {len(set(hosts))} hosts"
     if len(set(devices)) < group.size() and not may_share:
         return "some ranks share a device"
+    if len(set(hosts)) > 1 and not any(reasons):
+        reasons = _obstacles_of_hosts(ranks, device)
+        if any(reasons):
+            refusal = next(filter(None, reasons))
+            return f"the ranks are on {len(set(hosts))} hosts that share no memory over NVLink: {refusal}"
     if not any(reasons):
         try:
             symmetric_buffer(GRANULE, device, group)  # only that shows if processes in containers may share memory
@@ -84,8 +89,35 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return next(filter(None, reasons), None)
 
 
+def _obstacles_of_hosts(ranks: SequenceRanks, device: torch.device) -> tuple[str | None, ...]:
+    """Return by rank why it cannot map the memory of ranks on other hosts, None if it can. A collective.
+
+    A trial of the driver, which fails at once. Torch's rendezvous would wait for ranks that have failed, and on GPUs
+    without NVLink to other hosts for file descriptors that never come.
+    """
+    with ExitStack() as allocated:
+        handle, reason = b"", None
+        try:
+            handle = allocated.enter_context(cuda_driver.fabric_memory(_index(device), GRANULE))
+        except RuntimeError as error:
+            reason = str(error)
+        handles, reasons = zip(*ranks.gather_objects((handle, reason), device), strict=True)
+        if not any(reasons):
+            try:
+                for each in handles:
+                    cuda_driver.import_fabric_memory(each)
+            except RuntimeError as error:
+                reason = str(error)
+            reasons = tuple(ranks.gather_objects(reason, device))
+    return reasons
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _unreachable_peer(device: torch.device) -> str | None:
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     for peer in range(torch.cuda.device_count()):
         if peer != index and not torch.cuda.can_device_access_peer(index, peer):
             return f"device {index} cannot access device {peer}"

@@ -131,7 +131,7 @@ def _described(plan: Plan) -> str:
         return f"heads exchanged by {by} in {len(plan.stages)} stages, then {_described(plan.inner[0])}"
     assert isinstance(plan, Ring)
     if isinstance(plan, NestedRingPlan):
-        return f"nested ring of {next(_described(each) for each in plan.inner if each is not None)}"
+        return f"nested ring of {next(_described(each) for each in plan.inner.values() if each is not None)}"
     size = plan.tile_plan.world_size
     where = "one rank's rows" if size == 1 else f"ring of {size}, K/V by {plan.transport.name}"
     return f"{where}, tiles by {plan.backend.name}"
@@ -258,15 +258,21 @@ def plan_nested_ring(
     """Return a ring over the outer axis of rings over the inner one."""
     assert ranks.inner is not None
     inner_size, inner_rank = ranks.inner.size(), ranks.inner.rank()
-    # Direct hops between ranks with the same inner rank. All heads at once: each hop is a whole inner ring.
-    partition = OuterPartition(spec.partition, inner_size, inner_rank)
-    tile_plan = ring_plan(replace(spec, partition=partition).tiling, ranks.outer.rank(), spec.kv_heads)
-    by_step = [replace(spec, partition=each) for each in inner_partitions(spec.partition, tile_plan, inner_size)]
-    inner = (
-        plan_ring(inner_spec, transport, backend, ranks.inner, inner_rank) if _has_tiles(inner_spec) else None
-        for inner_spec in by_step
-    )
-    return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), tuple(inner))
+    # Direct hops between ranks with the same inner rank.
+    outer = replace(spec, partition=OuterPartition(spec.partition, inner_size, inner_rank))
+    groups = OUTER_TRANSPORT.head_groups(spec, ranks.outer.size())
+    tile_plan = ring_plan(outer.tiling, ranks.outer.rank(), spec.kv_heads, *groups)
+    inner: dict[tuple[int, int], RingPlan | None] = {}
+    within = inner_partitions(spec.partition, tile_plan, inner_size)
+    for step, partition in zip(tile_plan.forward, within, strict=True):
+        key = step.hop, step.heads[1] - step.heads[0]
+        if key not in inner:
+            q_heads = spec.q_heads // spec.kv_heads * key[1] if spec.kv_heads else spec.q_heads
+            of_step = replace(spec, partition=partition, kv_heads=key[1], q_heads=q_heads)
+            inner[key] = None
+            if _has_tiles(of_step):
+                inner[key] = plan_ring(of_step, transport, backend, ranks.inner, inner_rank)
+    return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), inner)
 
 
 @lru_cached

@@ -2,13 +2,14 @@
 
 A nested ring is a ring over an outer axis (across nodes), each step of which is a ring over an inner one. On the outer
 axis only ranks with the same inner rank communicate, so K/V enter a node once, not once for each of its ranks. The next
-outer hop is in flight under a whole inner ring. Gradients of K/V are summed within the node before they travel back.
+outer hops, of some heads, are in flight under a whole inner ring. Gradients of K/V are summed within the node before
+they travel back.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -51,6 +52,8 @@ class KeyValueGradients:
     def add(self, step: Step, parts_k: list[Part], parts_v: list[Part]) -> None:
         """Add the gradients of a step's tiles, or send them to the ranks that own these keys."""
         if step.transfer is None:
+            if step.is_last:  # gradients of these heads that others have sent before
+                self._receive()
             self._add_own(step, parts_k, parts_v)
             return
         assert self._transfers is not None
@@ -282,25 +285,28 @@ def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, shared: 
 class NestedRingPlan(Ring):
     """A ring over the outer axis, each step of which is a ring over the inner one; its own tiles are not computed."""
 
-    inner: tuple[RingPlan | None, ...]
-    """For each hop of the outer plan; None where no query of the inner axis attends to any of the keys."""
+    inner: Mapping[tuple[int, int], RingPlan | None]
+    """For each hop and number of key heads of the outer plan; None where no query of the inner axis attends to any of
+    the keys."""
 
     def results(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> list[Part]:
-        inner, values = self.inner[step.hop], _within(shared.values)
+        inner = self.inner[step.hop, k.size(1)]
         if inner is None:
             return []
-        if (of_tiles := values.modifiers.of_tiles) is not values.modifiers:
-            values = values._replace(modifiers=of_tiles)
-        partial = inner.forward(shared.q, k, v, values, True)[:2]
-        return [_whole_part(shared.q, partial)]
+        q = cut(shared.q, None, heads, None)
+        partial = inner.forward(q, k, v, _within(shared.values, q.size(0), heads), True)[:2]
+        return [_whole_part(q, partial)]
 
     def gradients(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> GradientParts:
-        inner, (grad_out, out, lse) = self.inner[step.hop], shared.rows
+        inner, grad_bias = self.inner[step.hop, k.size(1)], shared.grad_bias
         if inner is None:
             return [], [], []
-        saved = (shared.q, k, v, out, lse)
-        grads = inner.backward(grad_out, saved, _within(shared.values), shared.grad_bias)
-        return [_whole_part(shared.q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
+        grad_out, q, out, lse = cut_all((shared.rows[0], shared.q, *shared.rows[1:]), None, heads, None)
+        if grad_bias is not None:
+            grad_bias = bias_part(grad_bias, (0, q.size(0)), heads, None)
+        values = _within(shared.values, q.size(0), heads)
+        grads = inner.backward(grad_out, (q, k, v, out, lse), values, grad_bias)
+        return [_whole_part(q, grads[:1])], [_whole_part(k, grads[1:2])], [_whole_part(k, grads[2:])]
 
     def keys_and_values(self, step: Step, transfers: KvTransfers | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return K and V of a step, with zeros for rows that were not sent: masked tiles may multiply them by zero."""
@@ -321,9 +327,12 @@ def _whole_part(rows_of: Tensor, tensors: Tensors) -> Part:
     return Part((0, rows_of.size(0)), (0, rows_of.size(2)), tensors)
 
 
-def _within(values: Values) -> Values:
-    """Return the values of a ring over the inner axis."""
-    return values._replace(ranks=_inner_ranks(values.ranks))
+def _within(values: Values, batch: int, heads: Span) -> Values:
+    """Return the values of a ring over the inner axis, of some query heads."""
+    modifiers = values.modifiers.of_tiles
+    if modifiers.concern_tiles:
+        modifiers = modifiers.part((0, batch), heads)
+    return Values(modifiers, _inner_ranks(values.ranks), values.scale)
 
 
 def _inner_ranks(ranks: SequenceRanks) -> SequenceRanks:

@@ -161,7 +161,7 @@ def recurrence_bytes(rows: Rows, sequence: SequenceLayout, method: str, inner_si
             (outer * of_row + more[0], inner * of_row + more[1])
             for (outer, inner), more in zip(moved, states, strict=True)
         ]
-    # Maps are all-gathered over one axis after the other, and their gradients go the same ways back.
+    # Maps are all-gathered over the outer axis, then over the inner one, and their gradients go the same ways back.
     sent = scan_plan(sequence, 0, False).slots * rows.map_bytes
     outer_size = size // inner_size
-    return [(2 * (outer_size - 1) * inner_size * sent, 2 * (inner_size - 1) * sent)] * size
+    return [(2 * (outer_size - 1) * sent, 2 * (inner_size - 1) * outer_size * sent)] * size

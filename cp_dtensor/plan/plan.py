@@ -200,7 +200,10 @@ class Stages:
 
 
 def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, grad_head_groups: int = 1) -> TilePlan:
-    """Return a plan of one step per hop and group of heads; memory does not grow with the number of ranks."""
+    """Return a plan of one step per hop and group of heads; memory does not grow with the number of ranks.
+
+    In backward the own tiles of the last of several groups come last: the last gradients return under them.
+    """
     ranks = tiling.world_size
     remote = [(hop, tiling.tiles_against(rank, (rank - hop) % ranks)) for hop in range(1, ranks)]
     return _plan(
@@ -234,12 +237,16 @@ def _plan(
     recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
     send_parts = tuple(tiling.recv_parts(reader, rank) for reader in ranks)
 
-    def steps(counts: Stages) -> Iterator[Step]:
+    def steps(counts: Stages, own_last: bool = False) -> Iterator[Step]:
         for local in head_spans(kv_heads, counts.local if remote else 1):
-            yield Step(local, None, own)
+            is_late = own_last and local[0] > 0 and local[1] == kv_heads
+            if not is_late:
+                yield Step(local, None, own)
             for start, stop in head_spans(local[1] - local[0], -(-counts.remote // counts.local)):
                 heads = local[0] + start, local[0] + stop
                 yield from (Step(heads, Transfer(heads, hop), tiles) for hop, tiles in remote)
+            if is_late:
+                yield Step(local, None, own)
 
     def has_gaps(step: Step) -> bool:
         if step.transfer is None:
@@ -273,5 +280,5 @@ def _plan(
         forward=marked(
             replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in steps(forward)
         ),
-        backward=marked(steps(backward)),
+        backward=marked(steps(backward, own_last=any(hop is not None for hop, _ in remote))),
     )

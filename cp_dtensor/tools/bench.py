@@ -11,7 +11,7 @@ from typing import Any
 from cp_dtensor.tools.cases import PASSES, Heads
 from cp_dtensor.tools.command import cases_and_methods, measure_all, measuring_parser, parsed
 from cp_dtensor.tools.methods import OURS
-from cp_dtensor.tools.parsing import argument, positive_number, probability
+from cp_dtensor.tools.parsing import argument, positive, positive_number, probability
 from cp_dtensor.tools.report import ERROR, REFUSED, Row
 
 _DESCRIPTION = """\
@@ -23,6 +23,7 @@ ideal, on the same inputs in the same run. Prints a table for each case. Exits w
     torchrun --nproc-per-node 2 -m cp_dtensor bench --errors
     torchrun --nproc-per-node 8 -m cp_dtensor bench --mask "documents 2048" "window 4096" \\
         --methods ideal-installed ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
+    torchrun --nproc-per-node 4 -m cp_dtensor bench --nodes 2
 
 Columns: median, 20th and 80th percentile (low, high) of the calls of the slowest rank, after the clocks have settled.
 TFLOP/s of a GPU: masked pairs do not count, backward counts as 2.5 times the operations of forward. percent_of_ideal:
@@ -32,8 +33,9 @@ method that is neither ours nor ideal. predicted_ms: by the cost model of method
 launch a call. mib: peak memory above inputs and grad_out, with results and symmetric memory (of a graph, when it is
 captured). kernels: those that take a tenth or more of a GPU's time. Errors are relative (Frobenius, over the whole
 tensors) to float64; error_ratio: the largest one, over that of `ideal`. A second word of a method is its layout
-(default: HeadTail). torch's context parallel gets inputs that are contiguous as (B, H, S, D), since its backward fails
-with others; the other methods get (B, S, H, D) memory, as in models.
+(default: HeadTail). With --nodes, ranks of one host stand for those of several, with TCP sockets between them; ranks of
+different nodes may share a GPU. torch's context parallel gets inputs that are contiguous as (B, H, S, D), since its
+backward fails with others; the other methods get (B, S, H, D) memory, as in models.
 """
 _BACKENDS = ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "MATH"]
 # Options of the command line take precedence over all of these.
@@ -53,6 +55,13 @@ _ERRORS_ON_CPUS = {
     "seq_lens": [256], "backend": _BACKENDS[2:], "methods": ["ideal", "ours-allgather", "ours-alltoall", *_LAYOUTS],
 }  # fmt: skip
 
+_NODES: dict[str, Any] = {
+    "seq_lens": [32768, 131072], "heads": [Heads(32, 8)], "mask": ["causal", "documents 2048", "window 4096"],
+    "methods": [
+        f"ours-{split}" for split in ("alltoall", "allgather", "ulysses", "auto")
+    ] + [f"ours-{split}-{size}" for size in (2, 4) for split in ("nested", "hybrid", "auto")],
+}  # fmt: skip
+
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line; exit with a message if an option does not fit. Also has the cases and methods."""
@@ -68,10 +77,16 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="a small run, the default without GPUs; other options take precedence")
     errors = "every backend and KV transport once; status 1 if an error is over LIMIT (1.5) times that of `ideal`"
     add("--errors", type=positive_number, nargs="?", const=1.5, metavar="LIMIT", help=errors)
+    about = "ranks stand for those of N nodes; by default the ways to use two axes, causal and under masks"
+    add("--nodes", type=positive, metavar="N", help=about)
     options = parsed(parser, arguments, **_DEFAULTS)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if options.nodes is not None and ranks % options.nodes:
+        parser.error(f"--nodes: expected a divisor of the number of ranks, {ranks}, got {options.nodes}")
+    of_nodes = {} if options.nodes is None else _NODES
     small = _QUICK if options.quick or not options.use_gpu else {}
     errors_only = {} if options.errors is None else _ERRORS if options.use_gpu else _ERRORS | _ERRORS_ON_CPUS
-    options = parsed(parser, arguments, **small | errors_only)
+    options = parsed(parser, arguments, **of_nodes | small | errors_only)
     options.passes = [name for name in PASSES if name in options.passes]
     options.cases = cases_and_methods(
         parser, options, compiled=OURS, heads=options.heads, backend=options.backend, dropout=options.dropout

@@ -77,12 +77,14 @@ def measure_all(
     A problem has a `title`, and `columns()` that all its rows have alike. If `measure` raises `Failed`, no more can be
     measured, and the process ends.
     """
-    ranks, device = start(program, arguments, options.use_gpu, options.timeout)
+    processes = os.environ.get("LOCAL_WORLD_SIZE")  # of torchrun on this host, whatever they will stand for
+    stand_for = getattr(options, "nodes", None)
+    ranks, device = start(program, arguments, options.use_gpu, options.timeout, stand_for)
     suite = Suite(ranks, device, options.repeats, options.check_up_to)
-    about = machine_columns(ranks.world_size)
+    about = machine_columns(ranks.world_size, stand_for)
     rows, lost = list[Row](), None
     if ranks.rank == 0:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+        local = int(processes or ranks.world_size)
         nodes = f"--nnodes {ranks.world_size // local} " if ranks.world_size > local else ""
         launch = f"torchrun {nodes}--nproc-per-node {local} {program} {shlex.join(arguments)}"
         print(f"{about['machine']}, {about['versions']}\n\n`{launch}`", flush=True)

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.benchmark import Timer
 
-from cp_dtensor import GPUS, Causal, Contiguous, Hardware, explain
+from cp_dtensor import GPUS, Causal, Contiguous, Hardware
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.packages import INSTALL, has_package_kernels, installed_version
@@ -40,9 +40,11 @@ from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
+from cp_dtensor.tools.nodes import links_of_nodes, mesh_to_choose, predicted
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
 from cp_dtensor.tools.report import REFUSED, Row, gpu_name, versions
+from cp_dtensor.tools.torch_methods import mesh_of_ranks
 
 _DESCRIPTION = """\
 Checks versions, GPUs, links and kernels, exchanges data between ranks, and compares every method and KV transport with
@@ -51,6 +53,7 @@ rank 0 of a job).
 
     python -m cp_dtensor doctor                                   on the GPUs of this host; without GPUs two CPU ranks
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cp_dtensor doctor                 on the ranks of a job
+    torchrun --nproc-per-node 4 -m cp_dtensor doctor --nodes 2    ranks of one host stand for those of two nodes
     python -m cp_dtensor doctor --seq-len 131072 --heads 64:8:128 --json            choice of "auto" for your shape
     python -m cp_dtensor doctor --info                            versions, devices and kernels, without checks
 """
@@ -122,6 +125,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--info", action="store_true", help="print versions, devices and kernels, without checks")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="ranks of this host stand for those of N nodes")
     shape = parser.add_argument_group('shape whose method "auto" is shown')
     shape.add_argument("--seq-len", type=positive, default=32768)
     shape.add_argument("--heads", type=argument(Heads.parse), default=Heads(32, 8), metavar="Q:KV")
@@ -139,13 +143,13 @@ def main(arguments: Sequence[str]) -> None:
         if isinstance(problem, Finding):
             tell([problem])
         sys.exit(problem is not None)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // (options.nodes or 1)
     if 0 < gpus < local:
         text = f"{local} ranks on this host for {gpus} GPU{'s' * (gpus > 1)}: no two ranks can share one with NCCL"
         remedy = f"torchrun --nproc-per-node {gpus}; for {local} ranks on CPUs: --device cpu"
         sys.exit(tell([Finding("devices", PROBLEM, text, remedy)]))
     try:
-        ranks, device = start("-m cp_dtensor doctor", arguments, gpus > 0, timeout_seconds=60)
+        ranks, device = start("-m cp_dtensor doctor", arguments, gpus > 0, timeout_seconds=60, nodes=options.nodes)
     except (RuntimeError, ValueError) as error:
         if rank != "0":
             raise  # this rank's report is not printed
@@ -193,6 +197,7 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
     hosts = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
     gloo = dist.new_group(backend="gloo")
     mesh = init_device_mesh(device.torch_device.type, (size,), mesh_dim_names=("cp",))
+    over_nodes = mesh_of_ranks(device.torch_device.type, size // hosts) if 1 < hosts < size else None
 
     obstacle = partial(obstacle_to_shared_memory, device.torch_device)
 
@@ -214,6 +219,7 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
         **(of_gpus if device.is_gpu else {}),
         "correctness": lambda: results(ranks, device),
         "auto": lambda: each(lambda: choice(mesh, seq_len, heads)),
+        "nodes": lambda: () if over_nodes is None else each(lambda: nodes(over_nodes, mesh, seq_len, heads)),
     }
     for name, findings in checks.items():
         try:
@@ -361,7 +367,9 @@ def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
     """Yield findings about out and gradients of every method and KV transport, beside one device in float64."""
     began, kind, size, rows = time.monotonic(), device.torch_device.type, ranks.world_size, list[Row]()
     suite = Suite(ranks, device, repeats=1, check_up_to=_TOKENS * size, tells=False)
-    ours = [each for each in methods_by_name() if each.name.startswith(OURS) and each.name != f"{OURS}auto"]
+    ours = [
+        each for each in methods_by_name() if each.name.startswith(OURS) and not each.name.startswith(f"{OURS}auto")
+    ]
     heads = Heads(max(4, size), max(4, size) // 2, 64)
     for mask in ("causal", f"documents {_TOKENS // 2}"):
         suite.run(Case(_TOKENS * size, heads, mask, dtype=_DTYPES[kind]), ["fwdbwd"], ours, rows)
@@ -383,12 +391,14 @@ def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
 
 def choice(mesh: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
     """Yield the predicted times of a shape, with the method that "auto" takes; a collective."""
-    dim, v_dim = heads.dims
-    found = explain(
-        mesh, seq_len=seq_len, q_heads=heads.q, kv_heads=heads.kv, head_dim=dim, v_head_dim=v_dim, quiet=True
-    )
     on_cpu = ["CPUs take the ring; predictions for GPUs:"] if mesh.device_type == "cpu" else []
-    yield Finding("auto", OK, "\n".join([*on_cpu, str(found)]))
+    yield Finding("auto", OK, "\n".join([*on_cpu, str(predicted(mesh, seq_len, heads))]))
+
+
+def nodes(mesh: DeviceMesh, flat: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
+    """Yield the findings about several nodes: their links, and the mesh to choose; a collective."""
+    yield Finding("nodes", OK, links_of_nodes(mesh, flat))
+    yield Finding("mesh", OK, mesh_to_choose(mesh, flat, seq_len, heads))
 
 
 # Facts without checks

@@ -34,6 +34,8 @@ _SPLITS: dict[str, tuple[str, str, int | None]] = {
     "nested-2": ("ring", "auto", 2),
     "nested-4": ("ring", "auto", 4),
     "auto": ("auto", "auto", None),
+    "auto-2": ("auto", "auto", 2),
+    "auto-4": ("auto", "auto", 4),
 }
 """Method, KV transport and number of ranks of the inner mesh axis (None for one axis) of this library's ways."""
 
@@ -150,7 +152,8 @@ def _ours(split: str, layout: str) -> Method:
 
     name = f"{OURS}{split} {given}".rstrip()
     own: dict[str, Any] = {"context": _backend, "shards": shards, "predicted_ms": predicted_ms}
-    return Method(name, attention, layout, by_default=not given, **own)
+    by_default = not given and not split.startswith("auto-")
+    return Method(name, attention, layout, by_default=by_default, **own)
 
 
 def _ours_flex(layout: str) -> Method:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes, release
+from cp_dtensor.tools.nodes import stand_for_nodes
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -40,16 +41,23 @@ _LIBRARIES = {
 """Libraries by a part of their kernels' names; the first that fits counts."""
 
 
-def start(program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float) -> tuple[Ranks, Device]:
+def start(
+    program: str, arguments: Sequence[str], use_gpu: bool, timeout_seconds: float, nodes: int | None = None
+) -> tuple[Ranks, Device]:
     """Join the ranks that torchrun started; return them and the device of this rank.
 
-    `program` is a module such as "-m cp_dtensor bench", with `arguments`.
+    `program` is a module such as "-m cp_dtensor bench", with `arguments`. With `nodes`, the ranks stand for those of so
+    many nodes.
     """
     if "RANK" not in os.environ:
         count = torch.cuda.device_count() if use_gpu else 2
         sys.exit(f"start with torchrun: torchrun --nproc-per-node {count} {program} {shlex.join(arguments)}".rstrip())
+    gpu = int(os.environ.get("LOCAL_RANK", 0))
+    if nodes is not None:
+        stand_for_nodes(nodes)
+        gpu %= max(torch.cuda.device_count(), 1)
     if use_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)
     device, timeout = Device(use_gpu), timedelta(seconds=timeout_seconds)
     of_device = device.torch_device if use_gpu else None
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout, device_id=of_device)

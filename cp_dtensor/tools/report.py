@@ -42,11 +42,18 @@ def versions() -> Iterator[tuple[str, str]]:
         yield from ((package.distribution, package.version) for package in PACKAGES if package.version)
 
 
-def machine_columns(count: int) -> dict[str, str]:
-    """Return the columns of a row that tell of the machine: so many of its devices, such as 8xH200, and versions."""
+def machine_columns(count: int, nodes: int | None = None) -> dict[str, str]:
+    """Return the columns of a row that tell of the machine: so many of its devices, such as 8xH200, and versions.
+
+    Of ranks that stand for `nodes` also nodes x ranks of each: "2xH200 as 2x2", where two ranks share each GPU.
+    """
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    shown = name.removeprefix("NVIDIA ").split(" ")[0]
+    stand_for = "" if nodes is None else f" as {nodes}x{count // nodes}"
+    if nodes is not None and torch.cuda.is_available():
+        count = min(count, torch.cuda.device_count())
     return {
-        "machine": f"{count}x{name.removeprefix('NVIDIA ').split(' ')[0]}",
+        "machine": f"{count}x{shown}{stand_for}",
         "versions": ", ".join(f"{what} {version}" for what, version in versions()),
     }
 

@@ -166,7 +166,7 @@ def _tiles(plan: Plan, ranks: SequenceRanks) -> Iterator[_Drawn]:
             kv_groups = plan.heads.kv_groups(ranks.rank % plan.heads.world_size, stage)
             yield from _tiles_of_ring(inner, plan.heads.query_heads(kv_groups))
     elif isinstance(plan, NestedRingPlan):
-        for number, of_step in enumerate(plan.inner):
+        for number, of_step in enumerate(plan.inner.values()):  # one group of heads
             for tile in () if of_step is None else _tiles_of_ring(of_step, (0, HEADS)):
                 yield replace(tile, step=number, inner_step=tile.step)
 

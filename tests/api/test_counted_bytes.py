@@ -42,6 +42,7 @@ from cp_dtensor import (
     select_keys,
 )
 from cp_dtensor.api.explain import Explanation
+from cp_dtensor.comm.groups import sequence_ranks
 
 TOKENS, BATCH = 61, 2
 EDGES = (0, 5, 9, 30, 33, 61)
@@ -259,3 +260,24 @@ def test_the_table_of_sparse_attention() -> None:
     assert attention.backward == pytest.approx(20e-6 + others * 4 * 576 / 330e9, rel=0.01)
     assert "chosen by" not in str(found)
     assert "indexed_attention  0.192 ms" in str(found)
+
+
+@pytest.mark.parametrize(("sizes", "names"), [(TWO, ("ring", "ulysses")), (OTHER, ("ulysses", "ring"))])
+def test_rows_cross_the_outer_axis_once(sizes: Sizes, names: tuple[str, str]) -> None:
+    """What is gathered, or summed, over all ranks: once for each rank of a node, not for each pair of ranks."""
+    outer, inner = (sizes[names.index(name)] for name in ("ring", "ulysses"))
+
+    def body(rank: int) -> None:
+        ranks = sequence_ranks(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        here, count = ranks.rank, ranks.size
+        gathered = ranks.gather(torch.tensor([[here, -here]]))
+        assert gathered.tolist() == [[[each, -each]] for each in range(count)]
+        blocks = torch.arange(count)[:, None, None] * 10.0 + here * torch.ones(1, 2)
+        assert ranks.reduce_scatter(blocks).tolist() == [[here * 10 * count + sum(range(count))] * 2]
+
+    with received_bytes() as received:
+        run_ranks(outer * inner, body)
+    rows = 16 + 8  # two integers, two floats
+    for rank in range(outer * inner):
+        assert received[rank, outer] == (outer - 1) * rows
+        assert received[rank, inner] == (inner - 1) * outer * rows

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +131,67 @@ def test_ranks_share_a_device_and_its_memory_if_torch_allows_it(allowed: bool, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="the only one"))
     obstacle = run_ranks(2, lambda rank: workspaces.probe_p2p(dist.group.WORLD, torch.device("cuda", 0)))
     assert obstacle == [None if allowed else "some ranks share a device"] * 2
+
+
+class _Domains:
+    """Stand-in for the driver calls of memory that other hosts can map; a handle is the NVLink domain of its rank."""
+
+    def __init__(self, of_ranks: list[str]) -> None:
+        self._of_ranks, self.allocations = of_ranks, list[int]()
+
+    def cuMemCreate(self, *_: Any) -> int:
+        if not self._of_ranks[dist.get_rank()]:
+            return 801  # not supported
+        self.allocations.append(1)
+        return 0
+
+    def cuMemExportToShareableHandle(self, handle: Any, *_: Any) -> int:
+        handle.raw = self._of_ranks[dist.get_rank()].encode().ljust(64)
+        return 0
+
+    def cuMemImportFromShareableHandle(self, _memory: Any, handle: bytes, _type: int) -> int:
+        if handle.decode().strip() != self._of_ranks[dist.get_rank()]:
+            return 101  # invalid device
+        self.allocations.append(1)
+        return 0
+
+    def cuMemRelease(self, _memory: Any) -> int:
+        self.allocations.append(-1)
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("domains", "mapped", "refusal"),
+    [
+        (["rack 1", "rack 1"], "", None),
+        (["rack 1", "rack 2"], "", "over NVLink: cuMemImportFromShareableHandle failed with CUDA error 101"),
+        (["rack 1", ""], "", "over NVLink: cuMemCreate failed with CUDA error 801"),
+        (["rack 1", "rack 1"], "no rendezvous", "mapping memory failed: no rendezvous"),
+    ],
+)  # fmt: skip
+def test_ranks_on_two_hosts_share_memory_if_a_trial_succeeds_on_both(
+    domains: list[str], mapped: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an NVLink domain over several hosts."""
+    driver, tried = _Domains(domains), []
+
+    def symmetric_buffer(*_: Any) -> None:
+        tried.append(dist.get_rank())
+        if mapped and dist.get_rank() == 1:
+            raise RuntimeError(mapped)
+
+    monkeypatch.setattr(workspaces.cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(workspaces, "symmetric_buffer", symmetric_buffer)
+    monkeypatch.setattr(workspaces, "uses_nccl", lambda *_: True)
+    monkeypatch.setattr(workspaces.socket, "gethostname", lambda: f"host {dist.get_rank()}")
+    monkeypatch.setattr(workspaces.SequenceRanks, "have_cpu_backend", True)  # CUDA is not there
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    uuids = (SimpleNamespace(uuid=rank) for rank in itertools.count())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: next(uuids))
+    obstacles = run_ranks(2, lambda rank: workspaces.probe_p2p(dist.group.WORLD, torch.device("cuda", 0)))
+    assert obstacles[0] == obstacles[1], "alike on every rank"
+    assert (obstacles[0] or "").endswith(refusal or "")
+    assert (obstacles[0] is None) == (refusal is None)
+    assert sorted(tried) == ([0, 1] if len({*domains}) == 1 else []), "torch's rendezvous waits for ranks that failed"
+    assert driver.allocations
+    assert sum(driver.allocations) == 0, "all that was allocated or imported is released"

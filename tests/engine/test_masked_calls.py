@@ -74,6 +74,7 @@ def test_in_stages_of_heads(shape: tuple[int, ...], names: tuple[str, ...]) -> N
         with (
             mock.patch.dict(ROTATE_METHODS, allgather=AllGather(fine(*limits)), alltoall=rings),
             mock.patch.object(planner, "head_stages", staged),
+            mock.patch.object(planner, "OUTER_TRANSPORT", replace(rings, grad_shard_bytes=limits[0])),
             rows_in_place() if in_place else nullcontext(),
         ):
             check_masked(cases, shape, names)

@@ -65,7 +65,10 @@ def test_steps_cover_every_allowed_pair_of_every_head_once(
 
 @given(planned())
 def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
-    """Of each head the own shard comes first and waits for nothing; ranks have equal transfers in one order."""
+    """Of each head the own shard comes first and waits for nothing; ranks have equal transfers in one order.
+
+    In backward of a ring, that of the last of several groups comes last.
+    """
     call, kv_heads, plans = case
     for plan in plans:
         assert plan.rows == gathered_rows(call.groups, plan.rank, call.mask)
@@ -76,6 +79,10 @@ def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
         for plan in plans:
             for head in range(kv_heads):
                 local, *remote = of_head = [step for step in steps_of(plan) if head in range(*step.heads)]
+                if local.transfer is not None:
+                    *remote, local = of_head
+                    assert (steps_of, local) == (PASSES["backward"], plan.backward[-1])
+                    assert plan.backward[0].transfer is None
                 assert (local.transfer, local.has_gaps) == (None, False)
                 assert {tile.source for tile in local.tiles} <= {plan.rank}
                 assert all(step.transfer is not None and step.transfer.heads == step.heads for step in remote)

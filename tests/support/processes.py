@@ -59,11 +59,17 @@ class Processes:
         backend: "gloo", or with one GPU a rank "nccl", which has no backend for CPU tensors, or "cpu:gloo,cuda:nccl".
             Where ranks outnumber GPUs, they share them, with gloo: NCCL refuses two ranks on one GPU, symmetric memory
             does not.
+        nodes: number of nodes that the ranks stand for. With "nccl", ranks of different nodes may share a GPU.
+        enter: called first in each process, with its rank: it may enter a network namespace.
     """
 
-    def __init__(self, world_size: int, timeout: float = 60, backend: str = "gloo") -> None:
+    def __init__(
+        self, world_size: int, timeout: float = 60, backend: str = "gloo", *, nodes: int = 1,
+        enter: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
         self.world_size = world_size
         self.backend = backend
+        self.nodes, self.enter = nodes, enter
         self.timeout = timeout
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -105,7 +111,7 @@ class Processes:
         store = str(Path(self._folder.name, "store"))
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, store, self.timeout, self.backend, theirs)
+            args = (rank, self.world_size, store, self.timeout, self.backend, theirs, self.nodes, self.enter)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -153,15 +159,27 @@ def way_to_start(backend: str) -> Any:
     return context
 
 
-def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection, nodes: int,
+    enter: Callable[[int], None] | None,
+) -> None:  # fmt: skip
     """Main loop of a process: returns (result, error, traceback) of each body, until one raises or the pipe closes."""
     gc.freeze()  # imported modules, which each garbage collection would visit
+    if enter is not None:
+        enter(rank)
     torch.set_num_threads(1)
     device = None
     if "nccl" in backend:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        if world_size > torch.cuda.device_count():
+        if nodes > 1:
+            from cp_dtensor.tools.ranks import (
+                stand_for_nodes,
+            )  # imports kernels, which `TRITON_INTERPRET` decides about
+
+            os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
+            stand_for_nodes(nodes)
+        elif world_size > torch.cuda.device_count():
             backend, os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "gloo", "1"
     dist.init_process_group(
         backend,

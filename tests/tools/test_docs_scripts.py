@@ -13,7 +13,7 @@ from support.import_rules import FLOORS
 
 from cp_dtensor import Causal, Contiguous, HeadTail, Layout, Striped
 from cp_dtensor.comm.collective import AllGather, AllToAll
-from cp_dtensor.engine.ring import RingPlan
+from cp_dtensor.engine.ring import NestedRingPlan
 from cp_dtensor.plan.partition import CallSpec, HeadPartition, LayoutPartition
 from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
@@ -106,7 +106,8 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
         for panel in methods.PANELS:
             counts = []
             for _, plan in methods.plans(panel, partition, transport):
-                rings = [plan] if isinstance(plan, RingPlan) else [ring for ring in plan.inner if ring]
+                inner = plan.inner.values() if isinstance(plan, NestedRingPlan) else getattr(plan, "inner", [plan])
+                rings = [ring for ring in inner if ring]
                 counts.append(sum(len(step.tiles) for ring in rings for step in ring.tile_plan.forward))
             found.append((min(counts), max(counts)))
         assert found == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -58,6 +59,25 @@ def test_four_ranks_have_hybrids_and_nested_rings(meshes_of_threads: None) -> No
     ((finding,), *_) = run_ranks(4, lambda rank: list(results(of_threads(), Device(use_gpu=False))))
     assert finding.status == OK
     assert finding.text.startswith("allgather, alltoall, ulysses, hybrid-2, nested-2: forward and")
+
+
+def test_ranks_of_several_nodes_are_told_their_links_and_a_mesh(
+    meshes_of_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(doctor, "mesh_of_ranks", methods.mesh_of_ranks)
+    monkeypatch.setattr(doctor, "results", lambda *_: ())
+
+    def body(rank: int) -> dict[str, Finding]:
+        return by_check(check(of_threads(), Device(use_gpu=False), 131072, Heads(32, 8)))
+
+    found = run_ranks(4, body)[0]
+    assert re.match(r"2 nodes of 2 \(.*: ranks 0 to 1; .*: ranks 2 to 3\)\n\S+ GB/s into each", found["nodes"].text)
+    start, table = found["mesh"].text.split("\n", 1)
+    assert start.startswith(
+        "init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses')), method 'hybrid': pred"
+    )
+    assert "ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in table
 
 
 def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(

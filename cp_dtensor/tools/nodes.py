@@ -1,0 +1,91 @@
+"""Several nodes: ranks of one host that stand for them, the links between them, and the mesh to choose."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_dtensor import explain
+from cp_dtensor._torch import all_gather_single
+from cp_dtensor.api.explain import Explanation
+from cp_dtensor.comm.links import link_speed
+from cp_dtensor.plan.cost import nearly_fastest
+from cp_dtensor.tools.cases import Heads
+
+_GATHERED = 4 << 20
+"""Bytes of each CPU rank in a timed all-gather."""
+
+
+def stand_for_nodes(nodes: int) -> None:
+    """Make NCCL take the ranks of this host for those of so many nodes, with TCP sockets between them.
+
+    Ranks of different nodes may share a GPU, which NCCL refuses to ranks of one node.
+    """
+    per_node = int(os.environ["WORLD_SIZE"]) // nodes
+    os.environ |= {  # NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts
+        "NCCL_HOSTID": f"node {int(os.environ['RANK']) // per_node}", "NCCL_IB_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0", "LOCAL_WORLD_SIZE": f"{per_node}",
+    }  # fmt: skip
+
+
+def predicted(mesh: DeviceMesh, seq_len: int, heads: Heads, hardware: dict[str, str] | None = None) -> Explanation:
+    """Predict the times of a shape; a collective, which measures links where no hardware is assumed."""
+    dim, v_dim = heads.dims
+    return explain(
+        mesh, seq_len=seq_len, q_heads=heads.q, kv_heads=heads.kv, head_dim=dim, v_head_dim=v_dim, quiet=True,
+        hardware=hardware,
+    )  # fmt: skip
+
+
+def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh) -> str:
+    """Name the nodes and measure the links inside of them and between them; a collective.
+
+    `mesh` has an axis across nodes and one inside of them, `flat` one axis of all ranks.
+    """
+    count, size = mesh.shape
+    hosts = [""] * flat.size()
+    dist.all_gather_object(hosts, socket.gethostname(), flat.get_group())
+    listed = "; ".join(
+        f"{', '.join(dict.fromkeys(hosts[first : first + size]))}: ranks {first} to {first + size - 1}"
+        for first in range(0, flat.size(), size)
+    )
+    between, inside = (_speed(mesh.get_group(axis), mesh.device_type) / 1e9 for axis in range(2))
+    speeds = f"{inside:.3g} GB/s into each rank from its node, {between:.3g} from other nodes, all ranks at once"
+    return f"{count} nodes of {size} ({listed})\n{speeds}"
+
+
+def mesh_to_choose(mesh: DeviceMesh, flat: DeviceMesh, seq_len: int, heads: Heads) -> str:
+    """Compare predictions over both meshes of `links_of_nodes`; a collective on GPUs. On CPUs, H200s are assumed."""
+    found = {}
+    for each in (mesh, flat):
+        names = each.mesh_dim_names or ()
+        assumed = dict.fromkeys(names, "H200") | {names[0]: "H200, InfiniBand NDR"}
+        found[each] = predicted(each, seq_len, heads, assumed if mesh.device_type == "cpu" else None)
+    seconds = {each: of_mesh.methods[of_mesh.chosen].seconds for each, of_mesh in found.items()}
+    best = nearly_fastest([*seconds], [*seconds.values()])  # two axes, if equal: fewer bytes between nodes
+    other, others = (flat, "one axis") if best is mesh else (mesh, "two axes")
+    ratio = seconds[best] / seconds[other]
+    return (
+        f"init_device_mesh({mesh.device_type!r}, {tuple(best.shape)}, mesh_dim_names={best.mesh_dim_names}), method "
+        f"{found[best].chosen!r}: predicted {ratio:.2f} of the time over {others}\n{found[mesh]}"
+    )
+
+
+def _speed(group: dist.ProcessGroup, device_type: str) -> float:
+    """Return the bytes a second into the slowest rank of a group in an all-gather; a collective."""
+    if device_type == "cuda":
+        return link_speed(group, torch.device("cuda", torch.cuda.current_device()))
+    rows, seconds = torch.zeros(_GATHERED, dtype=torch.uint8), list[float]()
+    gathered = torch.empty(group.size() * _GATHERED, dtype=torch.uint8)
+    for _ in range(3):
+        began = time.perf_counter()
+        all_gather_single(gathered, rows, group=group)
+        seconds.append(time.perf_counter() - began)
+    slowest = torch.tensor((group.size() - 1) * _GATHERED / min(seconds))
+    dist.all_reduce(slowest, dist.ReduceOp.MIN, group=group)
+    return float(slowest)

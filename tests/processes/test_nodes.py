@@ -1,0 +1,207 @@
+"""Nodes as network namespaces of one machine, with slow links between them and gloo over TCP.
+
+Skipped where the system does not permit namespaces.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.networks import Network, network, received_bytes
+from support.nodes import WAYS, attend, check, masks, mesh_over_nodes
+from support.problems import Problem
+from support.processes import Processes
+
+from cp_dtensor import Hardware, Mask, PeerError, explain
+from cp_dtensor.tools.nodes import links_of_nodes
+
+LENGTH, Q_HEADS, KV_HEADS, DIM = 384, 4, 2, 64
+MASKS = masks(LENGTH)
+PROBLEM = Problem(61, 61, 1, 4, 2, 8)
+SHORT = masks(PROBLEM.q_len)
+SPEEDS = {"100mbit": 100e6 / 8, "1gbit": 1e9 / 8}
+"""Bytes a second."""
+LARGEST_OVERHEAD = 1.08
+"""Bytes on the link over those of K/V and their gradients: headers of Ethernet, IP and TCP are 66 of 1,514 bytes, and
+each node acknowledges what comes."""
+
+
+class Nodes(NamedTuple):
+    net: Network
+    ranks: Processes
+    rate: str
+
+
+def _nodes(count: int, rate: str) -> Iterator[Nodes]:
+    with network(count, rate) as net:
+        ranks = net.processes(2, timeout=120)
+        yield Nodes(net, ranks, rate)
+        ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Nodes]:
+    """Two nodes of two ranks at 100 Mbit/s."""
+    yield from _nodes(2, "100mbit")
+
+
+@pytest.fixture(scope="module", params=["2 100mbit", "2 1gbit", "4 100mbit", "4 1gbit"])
+def several(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """Nodes of two ranks."""
+    count, rate = request.param.split()
+    yield from _nodes(int(count), rate)
+
+
+def _links(rank: int, nodes: int) -> str:
+    return links_of_nodes(mesh_over_nodes(2, "cpu", nodes), mesh_over_nodes(1, "cpu", nodes))
+
+
+@pytest.mark.slow
+def test_links_are_measured(several: Nodes) -> None:
+    """Of the doctor: both ranks of a node share its link."""
+    text = several.ranks.run(_links, len(several.net.nodes))[0]
+    numbers = re.search(r"\n(\S+) GB/s into each rank from its node, (\S+) from other nodes", text)
+    assert numbers is not None
+    inside, between = map(float, numbers.groups())
+    assert between <= 1.05 * SPEEDS[several.rate] / 2 / 1e9
+    assert several.rate != "100mbit" or inside > 2 * between
+
+
+class Traffic(NamedTuple):
+    """What one forward and backward has taken on a rank."""
+
+    received: int
+    """Bytes that came to its node."""
+    seconds: float
+    busiest: int
+    """By `explain`: bytes over the axis of nodes into the busiest rank."""
+    predicted: float
+    """By `explain`: seconds on GPUs with such links."""
+
+
+def _traffic(rank: int, way: str, mask: Mask, nodes: int, rate: str, repeats: int) -> Traffic:
+    (axes, options), size = WAYS[way], dist.get_world_size()
+    mesh, generator = mesh_over_nodes(axes, "cpu", nodes), torch.Generator().manual_seed(rank)
+    inputs = [
+        torch.randn(1, heads, LENGTH // size, DIM, generator=generator, dtype=torch.float64)
+        for heads in (Q_HEADS, KV_HEADS, KV_HEADS, Q_HEADS)
+    ]
+    seconds, received = [], 0
+    for _ in range(1 + repeats):  # the first call compares calls and makes connections
+        dist.barrier()
+        time.sleep(0.05)  # acknowledgements arrive
+        before, began = received_bytes(), time.monotonic()
+        attend(inputs, mesh, mask, LENGTH, **options)
+        dist.barrier()
+        seconds.append(time.monotonic() - began)
+        time.sleep(0.05)
+        received = received_bytes() - before
+    of_node = Hardware(100e12, 1e12, 100, SPEEDS[rate] / 2, shares_memory=False)  # the ranks of a node share its link
+    between, *inside = mesh.mesh_dim_names or ()
+    found = explain(
+        mesh, seq_len=LENGTH, q_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float64, mask=mask,
+        rotate_method=options.get("rotate_method"), quiet=True,
+        hardware={between: of_node, **dict.fromkeys(inside, "H200")},
+    ).methods[options["method"]]  # fmt: skip
+    return Traffic(received, min(seconds[1:]), found.outer_bytes, found.seconds)
+
+
+def _measured(nodes: Nodes, way: str, mask: Mask, repeats: int = 1) -> list[Traffic]:
+    found: list[Traffic] = nodes.ranks.run(_traffic, way, mask, len(nodes.net.nodes), nodes.rate, repeats)
+    return found
+
+
+def _check_bytes(nodes: Nodes, way: str, mask: Mask) -> None:
+    """Ranks of a node receive equally much in these cases, so a node receives as much as its ranks together."""
+    found = _measured(nodes, way, mask)
+    expected = 2 * found[0].busiest
+    most = max(each.received for each in found)
+    assert expected <= most <= LARGEST_OVERHEAD * expected, (most, expected)
+    # Half of them, at least, go in one direction at a time, as fast as the link is.
+    assert max(each.seconds for each in found) >= most / SPEEDS[nodes.rate] / 2, "the link is slow"
+
+
+@pytest.mark.parametrize("way", ["nested ring", "hybrid"])
+def test_bytes_on_the_link_are_those_of_explain(two: Nodes, way: str) -> None:
+    _check_bytes(two, way, MASKS["documents"])
+
+
+def test_keys_enter_a_node_once(two: Nodes) -> None:
+    """In a ring over one axis, both ranks of a node receive them."""
+    ways = ("ring by alltoall", "nested ring")
+    flat, nested = (max(each.received for each in _measured(two, way, MASKS["causal"])) for way in ways)
+    assert flat > 1.8 * nested
+
+
+@pytest.mark.parametrize(("way", "mask"), [*zip(WAYS, [*MASKS, *MASKS], strict=False)])
+def test_results_over_nodes_are_those_of_one_device(two: Nodes, way: str, mask: str) -> None:
+    two.ranks.run(check, "cpu", way, SHORT[mask], PROBLEM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_over_several_nodes(several: Nodes, way: str, mask: str) -> None:
+    several.ranks.run(check, "cpu", way, SHORT[mask], PROBLEM, len(several.net.nodes))
+    if WAYS[way][0] == 2 and mask != "window":
+        _check_bytes(several, way, MASKS[mask])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [MASKS[name] for name in ("causal", "documents")], ids=str)
+def test_times_are_in_the_predicted_order(several: Nodes, mask: Mask) -> None:
+    """Where predictions differ by half, and the link takes most of the time."""
+    if several.rate != "100mbit":
+        pytest.skip("on a faster link, CPUs take most of the time")
+    ways = [way for way in WAYS if way != "ulysses"]  # over one axis, it is predicted as if all ranks were far apart
+    found = {way: _measured(several, way, mask, repeats=3)[0] for way in ways}
+    for way, each in found.items():
+        for other in found.values():
+            assert each.predicted < 1.5 * other.predicted or each.seconds > other.seconds, (way, found)
+
+
+def _calls(rank: int, seconds: float, timeout: float) -> str:
+    """Makes calls for so long; returns the error of one that failed."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    try:
+        for _ in range(int(10 * seconds)):  # equally many on every rank
+            check(rank, "cpu", "ring by alltoall", SHORT["causal"], PROBLEM, mesh=group)
+            time.sleep(0.1)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("down", "timeout", "error"), [(2.0, 60.0, ""), (9.0, 3.0, "an exchange of rows failed")])
+def test_a_link_that_is_down(two: Nodes, down: float, timeout: float, error: str) -> None:
+    """TCP sends again what was lost in two seconds. After the timeout of the group, ranks get errors with names."""
+    begins = threading.Timer(0.5, two.net.set_link, (1, "down"))
+    ends = threading.Timer(0.5 + down, two.net.set_link, (1, "up"))
+    begins.start()
+    ends.start()
+    try:
+        found = two.ranks.run(_calls, 1.5, timeout)
+    finally:
+        ends.cancel()
+        begins.join()
+        two.net.set_link(1, "up")
+    assert all(error in each and bool(each) == bool(error) for each in found), found
+
+
+@pytest.mark.slow
+def test_packets_that_are_lost(two: Nodes) -> None:
+    """A short queue loses packets in every burst."""
+    two.net.shape("20mbit", queue="70kb")
+    try:
+        _measured(two, "nested ring", MASKS["causal"])
+        two.ranks.run(check, "cpu", "nested ring", SHORT["causal"], PROBLEM)
+    finally:
+        two.net.shape(two.rate)
