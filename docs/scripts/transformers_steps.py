@@ -260,8 +260,8 @@ def main() -> None:
             continue
         row, time_and_memory = rows[-1], f"{rows[-1]['median_ms']:8.1f} ms {rows[-1]['mib'] / 1024:5.1f} GiB"
         print(f"{row['mask']:18} {row['method']:20} {time_and_memory} {row['note']}", flush=True)
-    if options.output:
-        write_csv(options.output, rows)
+        if options.output:
+            write_csv(options.output, rows)
 
 
 if __name__ == "__main__":
