@@ -30,11 +30,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cp_dtensor.tools.report import machine_columns, times_of, write_csv
 
 RUNS = (
-    ("loop", "alone"), ("loop", "torch-cuDNN"), ("loop", "ours"), ("trainer", "torch"), ("trainer", "torch-cuDNN"),
-    ("trainer", "ours"), ("sft", "torch"), ("sft", "torch-cuDNN"), ("sft", "ours"),
+    ("loop", "ours", False), ("loop", "torch-cuDNN", False), ("trainer", "ours", False),
+    ("trainer", "torch-cuDNN", False), ("sft", "ours", False), ("sft", "torch-cuDNN", False), ("sft", "ours", True),
+    ("loop", "ours", True), ("trainer", "ours", True), ("trainer", "torch", False), ("sft", "torch", False),
+    ("loop", "alone", False), ("loop", "alone", True),
 )  # fmt: skip
-"""Programs and methods."""
-WARM_UP = 3
+"""Programs, methods, and whether documents are packed."""
+WARM_UP = 2
 """Steps that compile kernels and allocate memory."""
 LIMIT = 240
 """Seconds after which a run has failed."""
@@ -200,15 +202,15 @@ def run_here(options: argparse.Namespace) -> None:
 # The command
 
 
-def run(program: str, method: str, packed: bool, options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, program: str, method: str, packed: bool) -> dict[str, Any]:
     """Train some steps in a process for each GPU; return a row.
 
     Raises:
         RuntimeError: the processes failed.
     """
     gpus = 1 if method == "alone" else options.gpus
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)]
-    launch += ["--master-port", str(options.port), __file__, "--program", program, "--method", method]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    launch += [__file__, "--program", program, "--method", method]
     launch += ["--seq-len", str(options.seq_len), "--steps", str(options.steps), *["--packed"] * packed]
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -239,22 +241,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=WARM_UP + 5, help=f"the first {WARM_UP} are not timed")
-    parser.add_argument("--port", type=int, default=29500)
-    parser.add_argument("--packed", action="store_true", help=f"only packed documents of {DOCUMENT} tokens")
+    parser.add_argument("--steps", type=int, default=WARM_UP + 4, help=f"the first {WARM_UP} are not timed")
     parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
-    parser.add_argument("--program", choices={program for program, _ in RUNS}, help=argparse.SUPPRESS)
-    parser.add_argument("--method", choices={method for _, method in RUNS}, help=argparse.SUPPRESS)
+    for name in ("--program", "--method"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--packed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.program:
         run_here(options)
         return
     rows = []
-    causal = [(program, method, False) for program, method in RUNS] if not options.packed else []
-    documents = [(program, method, True) for program, method in RUNS if not method.startswith("torch")]
-    for program, method, packed in causal + documents:
+    for each in RUNS:
         try:
-            rows.append(run(program, method, packed, options))
+            rows.append(run(options, *each))
         except RuntimeError as error:
             print(error, flush=True)
             continue
