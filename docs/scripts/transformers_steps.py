@@ -222,7 +222,8 @@ def run(options: argparse.Namespace, program: str, method: str, packed: bool) ->
         printed, _ = processes.communicate()
     lines = [line for line in printed.splitlines() if line.startswith("FOUND ")]
     if not lines:
-        raise RuntimeError(f"{program} with {method} failed, status {processes.returncode}:\n{printed[-3000:]}")
+        errors = "\n".join([line for line in printed.splitlines() if "Error" in line][:6])
+        raise RuntimeError(f"{program} with {method} failed, status {processes.returncode}:\n{errors[:1500]}")
     found = json.loads(lines[-1].removeprefix("FOUND "))
     losses = found.pop("losses")
     packages = ("transformers", "accelerate", "trl")[: 1 if program == "loop" else 3 if program == "sft" else 2]
