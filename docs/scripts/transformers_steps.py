@@ -1,22 +1,21 @@
 """Time whole steps of a Qwen3 of 1.1B parameters in three programs, with torch's context parallel and with ours.
 
-    python docs/scripts/transformers_steps.py --gpus 2 --seq-len 32768 --output run.csv
+    torchrun --nproc-per-node 2 docs/scripts/transformers_steps.py --seq-len 32768 --output run.csv
+    torchrun --nproc-per-node 1 docs/scripts/transformers_steps.py --seq-len 32768 --output alone.csv
 
 Programs: `loop`, a training loop with FSDP2, in which ours is the provider; `trainer`, transformers' Trainer; `sft`,
 TRL's SFTTrainer, with accelerate's FSDP2. In the latter two ours is `cp_dtensor.integrations.accelerate.enable()`.
-"torch-cuDNN" is torch's context parallel where it may take cuDNN's attention first, "torch" where torch chooses; packed
+"torch-cuDNN" is torch's context parallel where cuDNN's attention comes first, "torch" where torch chooses; packed
 documents are beyond it. "alone" is one GPU without context parallelism, whose layers are checkpointed to fit. Weights,
-random tokens and learning rate are equal, so losses are comparable. Each runs in processes of its own. Prints a table.
+random tokens and learning rate are equal, so losses are comparable; those of Trainer are bfloat16. Prints a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
-import json
 import os
-import subprocess
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,24 +29,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cp_dtensor.tools.report import machine_columns, times_of, write_csv
 
 RUNS = (
-    ("loop", "ours", False), ("loop", "torch-cuDNN", False), ("trainer", "ours", False),
-    ("trainer", "torch-cuDNN", False), ("sft", "ours", False), ("sft", "torch-cuDNN", False), ("sft", "ours", True),
-    ("loop", "ours", True), ("trainer", "ours", True), ("trainer", "torch", False), ("sft", "torch", False),
-    ("loop", "alone", False), ("loop", "alone", True),
+    ("loop", "alone", False), ("loop", "alone", True), ("loop", "torch-cuDNN", False), ("sft", "torch-cuDNN", False),
+    ("trainer", "torch-cuDNN", False), ("loop", "ours", False), ("trainer", "ours", False), ("sft", "ours", False),
+    ("loop", "ours", True), ("trainer", "ours", True), ("sft", "ours", True), ("trainer", "torch", False),
+    ("sft", "torch", False),
 )  # fmt: skip
 """Programs, methods, and whether documents are packed."""
 WARM_UP = 2
 """Steps that compile kernels and allocate memory."""
-LIMIT = 240
-"""Seconds after which a run has failed."""
 DOCUMENT, VOCABULARY, LEARNING_RATE = 4096, 32000, 1e-5
 SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 20,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
-
-
-# In a process of a run
 
 
 def row_of(step: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +107,9 @@ def loop(options: argparse.Namespace, steps: Steps) -> None:
             context = partial(torch_context_parallel, mesh, **batch.buffers)
         count = (batch.shift_labels != -100).sum()
         with context():
-            logits = model(**batch.inputs, use_cache=False).logits
+            # transformers takes the positions of a shard for packed documents, unless it gets a mask.
+            ones = {"attention_mask": torch.ones_like(batch.inputs["input_ids"])} if "torch" in options.method else {}
+            logits = model(**batch.inputs, **ones, use_cache=False).logits
             loss = causal_lm_loss(logits, batch.shift_labels, mesh=mesh, num_items_in_batch=count)
             del logits
             loss.backward()
@@ -173,11 +169,11 @@ def sft_trainer(model: Any, arguments: dict[str, Any], rows: Any, callbacks: Any
     )  # fmt: skip
 
 
-def run_here(options: argparse.Namespace) -> None:
-    """Train some steps in this process; rank 0 prints times and losses as JSON."""
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train some steps; return a row, on every rank."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     steps = Steps()
     context: AbstractContextManager[Any] = nullcontext()
     if options.method == "torch-cuDNN":
@@ -193,75 +189,43 @@ def run_here(options: argparse.Namespace) -> None:
     dist.all_gather_object(by_rank, times)
     mib = torch.tensor(torch.cuda.max_memory_allocated() / 2**20, device="cuda")
     dist.all_reduce(mib, dist.ReduceOp.MAX)
-    if rank == 0:
-        found = {**times_of(by_rank), "mib": mib.item(), "losses": steps.losses}
-        print(f"\nFOUND {json.dumps(found)}", flush=True)
-    dist.destroy_process_group()
-
-
-# The command
-
-
-def run(options: argparse.Namespace, program: str, method: str, packed: bool) -> dict[str, Any]:
-    """Train some steps in a process for each GPU; return a row.
-
-    Raises:
-        RuntimeError: the processes failed.
-    """
-    gpus = 1 if method == "alone" else options.gpus
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    launch += [__file__, "--program", program, "--method", method]
-    launch += ["--seq-len", str(options.seq_len), "--steps", str(options.steps), *["--packed"] * packed]
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    processes = subprocess.Popen(launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        printed, _ = processes.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        processes.terminate()  # torchrun then ends its processes
-        printed, _ = processes.communicate()
-    lines = [line for line in printed.splitlines() if line.startswith("FOUND ")]
-    if not lines:
-        errors = "\n".join([line for line in printed.splitlines() if "Error" in line][:6])
-        raise RuntimeError(f"{program} with {method} failed, status {processes.returncode}:\n{errors[:1500]}")
-    found = json.loads(lines[-1].removeprefix("FOUND "))
-    losses = found.pop("losses")
-    packages = ("transformers", "accelerate", "trl")[: 1 if program == "loop" else 3 if program == "sft" else 2]
-    about = machine_columns(gpus)
-    about["versions"] += "".join(f", {each} {importlib.metadata.version(each)}" for each in packages)
-    return about | found | {
-        "status": "measured", "mask": f"documents of {DOCUMENT}" if packed else "causal", "layout": "HeadTail",
+    packages = {"loop": ("transformers",), "trainer": ("transformers", "accelerate")}
+    about = machine_columns(dist.get_world_size())
+    for package in packages.get(options.program, ("transformers", "accelerate", "trl")):
+        about["versions"] += f", {package} {importlib.metadata.version(package)}"
+    return about | times_of(by_rank) | {
+        "status": "measured", "mask": f"documents of {DOCUMENT}" if options.packed else "causal", "layout": "HeadTail",
         "tokens": options.seq_len, "q_heads": SIZE["num_attention_heads"], "kv_heads": SIZE["num_key_value_heads"],
-        "head_dim": SIZE["head_dim"], "method": f"{program}: {method}", "pass": "step",
-        "note": f"Qwen3 of 1.1B{', checkpointed' if method == 'alone' else ''}; losses "
-        + " ".join(f"{loss:.5f}" for loss in losses),
+        "head_dim": SIZE["head_dim"], "method": f"{options.program}: {options.method}", "pass": "step",
+        "mib": mib.item(), "note": f"Qwen3 of 1.1B{', checkpointed' if options.method == 'alone' else ''}; losses "
+        + " ".join(f"{loss:.5f}" for loss in steps.losses),
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=WARM_UP + 4, help=f"the first {WARM_UP} are not timed")
     parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
-    for name in ("--program", "--method"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--packed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.program:
-        run_here(options)
-        return
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
     rows = []
-    for each in RUNS:
-        try:
-            rows.append(run(options, *each))
-        except RuntimeError as error:
-            print(error, flush=True)
+    for options.program, options.method, options.packed in RUNS:
+        if (options.method == "alone") != (dist.get_world_size() == 1):
             continue
-        row, time_and_memory = rows[-1], f"{rows[-1]['median_ms']:8.1f} ms {rows[-1]['mib'] / 1024:5.1f} GiB"
-        print(f"{row['mask']:18} {row['method']:20} {time_and_memory} {row['note']}", flush=True)
-        if options.output:
-            write_csv(options.output, rows)
+        try:
+            rows.append(run(options))
+        except Exception as error:  # the other runs are worth their time
+            print(f"{options.program}: {options.method} failed on rank {rank}: {error!r:.500}", flush=True)
+            continue
+        if rank == 0:
+            row, time_and_memory = rows[-1], f"{rows[-1]['median_ms']:8.1f} ms {rows[-1]['mib'] / 1024:5.1f} GiB"
+            print(f"{row['mask']:18} {row['method']:20} {time_and_memory} {row['note']}", flush=True)
+            if options.output:
+                write_csv(options.output, rows)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
