@@ -29,7 +29,7 @@ from torch.nn.attention import (
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from cp_dtensor import Causal, Documents, SlidingWindow, _torch
+from cp_dtensor import Causal, Documents, SlidingWindow
 from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, mask_mod, require
 
 
@@ -240,8 +240,6 @@ _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature
 
 def varlen(is_alone: bool, case: Case, device: torch.device) -> Attention:
     """Return attention of documents or a window: of one GPU, or over K/V that are gathered from all ranks (Llama 3)."""
-    # The first since torch 2.13, which deprecates the second.
-    gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     rank, size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
     length, stages = case.seq_len // size, 1 if is_alone else min(_STAGES, case.heads.kv)
     attend, keys = _varlen(case, (rank * length, (rank + 1) * length), device)
@@ -249,11 +247,18 @@ def varlen(is_alone: bool, case: Case, device: torch.device) -> Attention:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qs, *kv = (torch.tensor_split(x[0].transpose(0, 1), stages, 1) for x in (q, k, v))  # (S, H, D)
         # All are started first; the attention of a stage waits for its own. Backward reduces and scatters gradients.
-        ks, vs = ([x if is_alone else gather(x.contiguous(), 0, dist.group.WORLD) for x in each] for each in kv)
+        ks, vs = ([x if is_alone else _gathered(x) for x in each] for each in kv)
         outs = [attend(q, k[slice(*keys)], v[slice(*keys)]) for q, k, v in zip(qs, ks, vs, strict=True)]
         return (outs[0] if stages == 1 else torch.cat(outs, 1)).transpose(0, 1).unsqueeze(0)
 
     return attention
+
+
+def _gathered(x: torch.Tensor) -> Any:
+    """Return all ranks' (T, H, D) tokens, rank after rank. Backward adds gradients in their dtype."""
+    # The first since torch 2.13, which deprecates the second.
+    gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    return gather(x.contiguous(), 0, dist.group.WORLD)
 
 
 def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:
@@ -279,27 +284,11 @@ def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[.
 
 
 # TorchTitan's main of November 2026 (torchtitan/models/common/attention/cp_attention.py): all K/V are gathered before
-# compiled FlexAttention, or heads are exchanged around FlexAttention or varlen attention. Nothing overlaps.
+# compiled FlexAttention, or heads are exchanged around FlexAttention or varlen attention. Nothing overlaps. Its
+# default adds gradients of gathered K/V in float32, which takes longer than this.
 
 _TITAN: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": False}
 """Options of Inductor with which TorchTitan compiles FlexAttention."""
-
-
-class _GatheredTokens(torch.autograd.Function):
-    """All ranks' (T, H, D) tokens, rank after rank; gradients are added in float32, as TorchTitan's default is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        gathered = x.new_empty(x.size(0) * dist.get_world_size(), *x.shape[1:])
-        _torch.all_gather_single(gathered, x.contiguous())
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        wide = grad.float().contiguous()
-        mine = wide.new_empty(wide.size(0) // dist.get_world_size(), *wide.shape[1:])
-        _torch.reduce_scatter_single(mine, wide)
-        return mine.to(grad.dtype)
 
 
 @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
@@ -321,7 +310,7 @@ def _kv_allgather_flex(case: Case, device: torch.device, rank: int) -> Attention
     flex = _titan_flex(blocks)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (_GatheredTokens.apply(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (k, v))
+        k, v = (_gathered(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (k, v))
         return flex(q, k, v)
 
     return compiled_flex(attention, device)
