@@ -10,6 +10,8 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cp_dtensor._torch.compiler import constant_in_trace, never_compiled
 from cp_dtensor._torch.tensors import is_batched
@@ -125,6 +127,24 @@ def refuse_batches(*grads: torch.Tensor) -> None:
             "attention and layers of sequence shards, and sums over ranks, take one gradient at a time, got a batch of "
             "them (is_grads_batched=True, vectorize=True or torch.vmap around a backward): go through them in a loop"
         )
+
+
+# Checkpoints
+
+open_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes that are open in this thread, selective checkpoints among them."""
+
+
+def checkpoint_keeps(operator: Any) -> bool:
+    """Return whether a selective checkpoint of eager code, open in this thread, keeps the results of an operator."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, checkpoint._CachingTorchDispatchMode):
+            policy = mode.policy_fn(checkpoint.SelectiveCheckpointContext(is_recompute=False), operator)
+            if policy in (True, checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE):
+                return True
+        elif isinstance(mode, checkpoint._CachedTorchDispatchMode) and operator in mode.storage:
+            return True
+    return False
 
 
 # State of a thread that follows a backward to the threads in which autograd runs it

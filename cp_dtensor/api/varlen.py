@@ -224,11 +224,14 @@ _torch.define_operator(
 )
 
 _OPS = torch.ops.cp_dtensor
-ATTENTION_OPS = (_OPS.attention.default, _OPS.attention.live, _OPS.documents.default, *_torch.FUSED_SDPA_OPS)
+ATTENTION_OPS = (
+    _OPS.attention.default, _OPS.attention.live, _OPS.kept_forward.default, _OPS.documents.default,
+    *_torch.FUSED_SDPA_OPS,
+)  # fmt: skip
 """Operators whose results a policy of selective activation checkpointing saves, so that attention is not recomputed.
 
-`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them. In
-compiled code, attention of sharded sequences is one of the first two, and is saved whole: a recompute neither computes
-nor communicates it. In eager code it consists of the others, tile by tile: their results are saved, and transfers and
-merges run again.
+`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them.
+Attention of sharded sequences is one of the first two in compiled code, the third in eager code. It is saved whole, out
+and log-sum-exp: a recompute does not compute it again, and only Ulysses exchanges rows again, in eager code. A policy
+without the third saves the fused operators of eager code tile by tile; transfers and merges run again.
 """

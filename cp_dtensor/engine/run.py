@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cp_dtensor import _torch
@@ -15,9 +16,9 @@ from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.merge import sinks_gradient
 from cp_dtensor.attention.modifiers import NO_MODIFIERS
 from cp_dtensor.engine.arguments import check_bias
-from cp_dtensor.engine.base import Done, Tensors, Values, modifiers_of, zeros_for_sums
+from cp_dtensor.engine.base import Done, Plan, Result, Tensors, Values, modifiers_of, zeros_for_sums
 from cp_dtensor.engine.call import Call, both_masks
-from cp_dtensor.engine.handles import value_of
+from cp_dtensor.engine.handles import handle_of, value_of
 from cp_dtensor.engine.planner import planned
 from cp_dtensor.spec.masks import Mask
 
@@ -70,10 +71,40 @@ def run(
     # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
     with no_autocast(q), _torch.below_autograd(), done:
         values = Values(modifiers_of(call, t), call.ranks, done.scale)
-        out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
+        if _torch.open_modes() and _torch.checkpoint_keeps(_KEPT):
+            out, lse, saved = _kept_forward(done.plan, q, k, v, values)
+        else:
+            out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
     if rows > 1:
         out, lse = joined_rows(out, rows), joined_rows(lse, rows) if needs_lse else lse
     return out, lse, saved, done
+
+
+def _kept_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, values: Values) -> Result:
+    """Compute a forward as one operator: a selective checkpoint keeps its results, and its recompute skips it.
+
+    What backward needs is made again in the recompute, for which Ulysses exchanges rows.
+    """
+    made: list[Saved] = []
+
+    def forward() -> tuple[Tensor, Tensor]:
+        out, lse, saved = plan.forward(q, k, v, values, True)
+        made.append(saved)
+        return out, dense_lse(lse)
+
+    with _torch.no_modes():
+        handle = handle_of(forward)
+    out, lse = _KEPT(handle)
+    if not made:
+        with _torch.no_modes():  # the checkpoint has not seen these operations in forward
+            made.append(plan.remake_saved(q, k, v, out, lse, values))
+    return out, lse, made[0]
+
+
+_torch.define_operator(
+    "kept_forward(Tensor handle) -> (Tensor out, Tensor lse)", lambda handle: value_of(handle)(), lambda _: None
+)
+_KEPT = torch.ops.cp_dtensor.kept_forward.default
 
 
 def run_backward(

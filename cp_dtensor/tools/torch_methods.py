@@ -1,4 +1,4 @@
-"""Methods of torch: its experimental context parallel of SDPA and FlexAttention, and varlen attention.
+"""Methods of torch: its experimental context parallel of SDPA and FlexAttention, varlen attention, and TorchTitan's.
 
 The only tool that uses private torch names: torch's own context parallel can only be measured through them.
 """
@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import (
     SDPBackend,
@@ -25,7 +26,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
     sdpa_kernel,
 )
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from cp_dtensor import Causal, Documents, SlidingWindow
@@ -33,7 +34,8 @@ from cp_dtensor.tools.cases import BLOCK, Attention, Case, Method, block_mask, m
 
 
 def torch_methods() -> list[Method]:
-    """Return a method for each rotation of torch's rings and each load balancer of FlexAttention, and Llama 3's.
+    """Return a method for each rotation of torch's rings and each load balancer of FlexAttention, Llama 3's, and those
+    of TorchTitan's main.
 
     Rings have torch's choice of kernels, or FlashAttention-4 in the place of its flash. The balancer PTRR balances
     blocks by the number of keys that they see.
@@ -45,7 +47,13 @@ def torch_methods() -> list[Method]:
     methods = [
         Method(f"torch-{name}", context=context, by_default="FA4" not in name, **own) for name, context in rings.items()
     ]
-    methods.append(Method("llama3-varlen", partial(varlen, False), "Contiguous", by_default=False))
+    others: dict[str, tuple[Any, str]] = {
+        "llama3-varlen": (partial(varlen, False), "Contiguous"),
+        "torch-kv-allgather-flex": (lambda case, device: _kv_allgather_flex(case, device, dist.get_rank()), "HeadTail"),
+        "torch-ulysses-flex": (_ulysses_flex, "Contiguous"),
+        "torch-ulysses-varlen": (_ulysses_varlen, "Contiguous"),
+    }
+    methods += [Method(name, *each, by_default=False) for name, each in others.items()]
     own = {"positions": _balanced_positions, "contiguous": True, "by_default": False}
     balanced = {name: partial(_flex, name) for name in ("HeadTail", "PTRR")}
     return methods + [Method(f"torch-flex {name}", flex, f"torch {name}", **own) for name, flex in balanced.items()]
@@ -232,10 +240,6 @@ _GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature
 
 def varlen(is_alone: bool, case: Case, device: torch.device) -> Attention:
     """Return attention of documents or a window: of one GPU, or over K/V that are gathered from all ranks (Llama 3)."""
-    from torch.distributed import _functional_collectives as collectives
-
-    # The first since torch 2.13, which deprecates the second.
-    gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
     rank, size = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
     length, stages = case.seq_len // size, 1 if is_alone else min(_STAGES, case.heads.kv)
     attend, keys = _varlen(case, (rank * length, (rank + 1) * length), device)
@@ -243,11 +247,18 @@ def varlen(is_alone: bool, case: Case, device: torch.device) -> Attention:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qs, *kv = (torch.tensor_split(x[0].transpose(0, 1), stages, 1) for x in (q, k, v))  # (S, H, D)
         # All are started first; the attention of a stage waits for its own. Backward reduces and scatters gradients.
-        ks, vs = ([x if is_alone else gather(x.contiguous(), 0, dist.group.WORLD) for x in each] for each in kv)
+        ks, vs = ([x if is_alone else _gathered(x) for x in each] for each in kv)
         outs = [attend(q, k[slice(*keys)], v[slice(*keys)]) for q, k, v in zip(qs, ks, vs, strict=True)]
         return (outs[0] if stages == 1 else torch.cat(outs, 1)).transpose(0, 1).unsqueeze(0)
 
     return attention
+
+
+def _gathered(x: torch.Tensor) -> Any:
+    """Return all ranks' (T, H, D) tokens, rank after rank. Backward adds gradients in their dtype."""
+    # The first since torch 2.13, which deprecates the second.
+    gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    return gather(x.contiguous(), 0, dist.group.WORLD)
 
 
 def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:
@@ -270,3 +281,85 @@ def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[.
     numbers = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in lengths]
     attend: Any = partial(varlen_attn, window_size=window, **_GQA)  # which returns out alone
     return lambda q, k, v: attend(q, k, v, *numbers, *map(max, lengths)), (mine[0][0], last)
+
+
+# TorchTitan's main of November 2026 (torchtitan/models/common/attention/cp_attention.py): all K/V are gathered before
+# compiled FlexAttention, or heads are exchanged around FlexAttention or varlen attention. Nothing overlaps. Its
+# default adds gradients of gathered K/V in float32, which takes longer than this.
+
+_TITAN: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True, "triton.cudagraphs": False}
+"""Options of Inductor with which TorchTitan compiles FlexAttention."""
+
+
+@lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
+def _kv_allgather_flex(case: Case, device: torch.device, rank: int) -> Attention:
+    """Return FlexAttention of this rank's queries to the gathered keys of all, which stay in the ranks' order."""
+    _require_one_row(case)
+    require(case.mask != "full", "the method is for masks")
+    ranks, layout = dist.get_world_size(), case.layout("HeadTail")
+    local = case.seq_len // ranks
+    require(case.seq_len % (BLOCK * ranks) == 0, f"the length is not a multiple of {BLOCK} for each rank")
+    order = torch.tensor(
+        [p for r in range(ranks) for s in layout.segments(case.seq_len, r, ranks) for p in s.positions()]
+    )
+    order, allowed = order.to(device), mask_mod(case, device)
+    blocks = create_block_mask(
+        lambda b, h, q, kv: allowed(b, h, order[q + rank * local], order[kv]), None, None, local, case.seq_len,
+        device=device, BLOCK_SIZE=BLOCK, _compile=device.type == "cuda",
+    )  # fmt: skip
+    flex = _titan_flex(blocks)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (_gathered(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (k, v))
+        return flex(q, k, v)
+
+    return compiled_flex(attention, device)
+
+
+def _titan_flex(blocks: Any) -> Attention:
+    compiled: Any = torch.compile(flex_attention, dynamic=False, options=_TITAN)
+    return lambda q, k, v: compiled(q, k, v, block_mask=blocks, enable_gqa=True)
+
+
+def _require_one_row(case: Case) -> None:
+    require(case.batch == 1 and not case.dropout, "the method is for one batch row, without dropout")
+
+
+def _exchanged(x: torch.Tensor, to_heads: bool) -> torch.Tensor:
+    """Return all tokens of some heads from (T, H, D) of this rank's tokens and all heads, or the reverse."""
+    ranks, split, join = dist.get_world_size(), int(to_heads), int(not to_heads)
+    parts = torch.stack(x.tensor_split(ranks, split)).flatten(0, 1)
+    group: Any = dist.group.WORLD
+    sent = collectives.all_to_all_single_autograd(parts, None, None, group)
+    return torch.cat(sent.chunk(ranks), join)
+
+
+def _ulysses(case: Case, attend: Attention) -> Attention:
+    """Return Ulysses around attention of (1, H, S, D)."""
+    _require_one_row(case)
+    ranks = dist.get_world_size()
+    fits = case.heads.kv % ranks == 0 and case.seq_len % ranks == 0
+    require(fits, f"kv heads or tokens are not a multiple of {ranks}")
+
+    def attention(*qkv: torch.Tensor) -> torch.Tensor:
+        whole = (_exchanged(x[0].transpose(0, 1), True).transpose(0, 1).unsqueeze(0) for x in qkv)
+        return _exchanged(attend(*whole)[0].transpose(0, 1), False).transpose(0, 1).unsqueeze(0)
+
+    return attention
+
+
+@lru_cache(maxsize=1)
+def _ulysses_flex(case: Case, device: torch.device) -> Attention:
+    require(
+        case.mask != "full" and case.seq_len % BLOCK == 0, f"the method is for masks of multiples of {BLOCK} tokens"
+    )
+    return compiled_flex(_ulysses(case, _titan_flex(block_mask(case, device))), device)
+
+
+def _ulysses_varlen(case: Case, device: torch.device) -> Attention:
+    attend, _ = _varlen(case, (0, case.seq_len), device)
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(*(x[0].transpose(0, 1) for x in (q, k, v))).transpose(0, 1).unsqueeze(0)
+
+    return _ulysses(case, packed)

@@ -109,6 +109,9 @@ PROGRAMS = {
     ),
     # Packed documents in TRL's SFTTrainer, trained and evaluated; no extra installs trl.
     "sft_two_ranks": Example("trl", "transformers.trainer", {"and weights are those of one rank": 1}),
+    "long_context_qwen3": Example(
+        "transformers", "transformers", {"loss and gradients are those of one process": 2}
+    ),
     "diffusers_four_ranks": Example(
         "diffusers", "diffusers.models.transformers", {": largest error of out and gradients ": 5}, ranks=4
     ),

@@ -334,8 +334,16 @@ def test_peak_memory_is_that_of_the_call_above_what_was_held_before_it_was_prepa
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents 50", "window 40"])
-def test_varlen_attention_of_documents_by_stages_of_heads(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one device, and on ranks that gather K/V; FlashAttention-2, which CPUs do not have, aligns at the ends."""
+def test_torchs_methods_for_packed_documents(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for FlashAttention-2, which CPUs do not have, and FlexAttention, which has no backward there."""
+    case = replace(CASE, seq_len=256, mask=mask, batch=1)
+
+    def flex_attention(q: Any, k: Any, v: Any, block_mask: Any, enable_gqa: bool) -> torch.Tensor:
+        rows, columns = torch.arange(q.size(2))[:, None], torch.arange(k.size(2))
+        allowed = block_mask.mask_mod(0, 0, rows, columns)
+        blocks = allowed.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).any(3).any(1)
+        assert torch.equal(block_mask.to_dense()[0, 0].bool(), blocks)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=enable_gqa)
 
     def varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *_: int, window_size: Any, **__: Any) -> torch.Tensor:
         outs = []
@@ -349,11 +357,14 @@ def test_varlen_attention_of_documents_by_stages_of_heads(mask: str, monkeypatch
         return torch.cat(outs)
 
     monkeypatch.setattr(torch_methods, "varlen_attn", varlen_attn)
-    case = replace(CASE, seq_len=256, mask=mask, batch=1)
-    for rows in run_suite(*methods_by_name(["ideal-varlen", "llama3-varlen"]), case=case):
+    monkeypatch.setattr(torch_methods, "flex_attention", flex_attention)
+    monkeypatch.setattr(torch_methods, "compiled_flex", lambda attention, device: attention)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    names = ["ideal-varlen", "torch-kv-allgather-flex", "llama3-varlen", "torch-ulysses-flex", "torch-ulysses-varlen"]
+    for rows in run_suite(*methods_by_name(names), case=case):
         assert [(row["method"], row["status"], row["message"]) for row in rows[1::2]] == [
-            ("ideal-varlen", MEASURED, None), ("llama3-varlen", MEASURED, None)
-        ]  # fmt: skip
+            (name, MEASURED, None) for name in names
+        ]
         assert all(row[f"error_{name}"] < 1e-6 for row in rows[1::2] for name in ERRORS)
 
 
