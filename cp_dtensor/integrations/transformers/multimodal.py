@@ -195,28 +195,46 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
     """
     if whole_call() is None:  # that for video may call that for images, which are divided by now
         return features(*args, **kwargs)
-    what, ranks, given = features.__name__, context.call.ranks, _arguments(features, args, kwargs)
-    for part in features.__self__.modules():
+    what, model, ranks = features.__name__, features.__self__, context.call.ranks
+    for part in model.modules():
         if "BatchNorm" in type(part).__name__ and part.training:
             raise NotImplementedError(f"{what}: {type(part).__name__} mixes images, which shard_images=True divides")
+    own, count = _own_images(ranks, what, _arguments(features, args, kwargs), _frames_are_apart(model))
+    with _noted(context, None):
+        out = features(**own)
+    whole: Callable[[Any], Any] = partial(_of_all_ranks, ranks, count, what)
+    if isinstance(out, (torch.Tensor, list, tuple)):
+        return whole(out)
+    # The last hidden state has all patches, and only some audio models read it.
+    names = ["pooler_output", "attention_mask", "deepstack_features"]
+    names += ["last_hidden_state"] if "audio" in what or getattr(out, "pooler_output", None) is None else []
+    found: Any = type(out)()  # of attributes, which are not always fields of its class
+    for name in names:
+        mine = getattr(out, name, None)
+        if mine is not None:
+            setattr(found, name, [*map(whole, mine)] if name == "deepstack_features" else whole(mine))
+    return found
+
+
+def _own_images(
+    ranks: SequenceRanks, what: str, given: dict[str, Any], frames_are_apart: bool
+) -> tuple[dict[str, Any], int]:
+    """Return arguments of a method of `_FEATURES` for this rank's images, and how many images it has."""
     first, values = next(iter(given.items()))
     if "pixel_attention_mask" in given and values.dim() == 5:  # (rows, images, ...), padding is zeros
-        by_image = {first: values, "pixel_attention_mask": given["pixel_attention_mask"]}
-        kept = values.flatten(2).any(-1)
-        given |= {name: None if each is None else each[kept][:, None] for name, each in by_image.items()}
-        values = given[first]
+        kept, mask = values.flatten(2).any(-1), given["pixel_attention_mask"]
+        values = given[first] = values[kept][:, None]
+        given["pixel_attention_mask"] = None if mask is None else mask[kept][:, None]
     grid = next((name for name in given if name.endswith("grid_thw")), None)
     if grid is not None:
-        if _frames_are_apart(features.__self__):
-            frames = given[grid][:, 0]
-            given[grid] = F.pad(given[grid][:, 1:], (1, 0), value=1).repeat_interleave(frames, 0)
+        if frames_are_apart:
+            each_frame = F.pad(given[grid][:, 1:], (1, 0), value=1)
+            given[grid] = each_frame.repeat_interleave(given[grid][:, 0], 0)
         patches = given[grid].prod(-1).tolist()
-        units = len(patches)
     else:
-        units = len(values)
-        sizes = [each for name, each in given.items() if name.endswith("mask") and _has(each, units)]
-        patches = sizes[0].flatten(1).sum(1).tolist() if sizes else [1] * units
-    counts = _counts(patches, ranks.size)
+        masks = [each for name, each in given.items() if name.endswith("mask") and _has(each, len(values))]
+        patches = masks[0].flatten(1).sum(1).tolist() if masks else [1] * len(values)
+    units, counts = len(patches), _counts(patches, ranks.size)
     start, stop = sum(counts[: ranks.rank]), sum(counts[: ranks.rank + 1])
     own = slice(start, stop) if start < stop else slice(0, 1)
     for name, value in given.items():
@@ -229,24 +247,7 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
                 f"{what} got {name} of shape {tuple(value.shape)}, which shard_images=True cannot divide by {units} "
                 "images"
             )
-    with _noted(context, None):
-        out = features(**given)
-    gathered = partial(_of_all_ranks, ranks, stop - start, what)
-    return gathered(out) if isinstance(out, (torch.Tensor, list, tuple)) else _Outputs(out, gathered)
-
-
-class _Outputs:
-    """Outputs of a tower, each of all ranks; gathered when the model reads it, since it does not read all."""
-
-    def __init__(self, own: Any, gathered: Callable[[Any], Any]) -> None:
-        self._own, self._gathered = own, gathered
-
-    def __getattr__(self, name: str) -> Any:
-        own = getattr(self._own, name)
-        is_by_layer = name == "deepstack_features" and own is not None
-        found = [*map(self._gathered, own)] if is_by_layer else None if own is None else self._gathered(own)
-        setattr(self, name, found)
-        return found
+    return given, stop - start
 
 
 def _has(value: Any, units: int) -> bool:
@@ -275,7 +276,7 @@ def _counts(patches: list[int], size: int) -> list[int]:
 
 
 def _of_all_ranks(ranks: SequenceRanks, units: int, what: str, own: Any) -> Any:
-    """Gather features (..., D), or a list of such, in the order of ranks; gradients are summed over ranks."""
+    """Gather features (..., D) of a rank's images, or a list of such, in the order of ranks; gradients are summed."""
     pieces = [own] if isinstance(own, torch.Tensor) else [*own]
     if len(pieces) == 1 and pieces[0].dim() == 3 and len(pieces[0]) == 1 and units > 1:
         raise NotImplementedError(f"{what} returns features of {units} images as one row: pass shard_images=False")
