@@ -21,9 +21,9 @@ from cp_dtensor._torch import (
 from cp_dtensor._torch.autograd import RankFunction, differentiated_once, refuse_batches, refuse_traced_transforms
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.streams import Shared
-from cp_dtensor._torch.tensors import indexable, no_autocast, wide_dtype
+from cp_dtensor._torch.tensors import content_hash, indexable, no_autocast, wide_dtype
 from cp_dtensor.api.buffers import take_shard
-from cp_dtensor.api.context import local_sdpa
+from cp_dtensor.api.context import entered, local_sdpa
 from cp_dtensor.api.dtensor_attention import from_local, local_beside, refuse_other_place, to_local
 from cp_dtensor.api.explain import Assumed, Explanation, check_numbers, cluster_of_mesh, counted_ranks, shortened
 from cp_dtensor.api.functional import cast_by_autocast, takes_options
@@ -83,7 +83,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
     # contexts of models, and masks that travel through them as tensors
     "ContextHook", "hooks_held", "register_context_hook", "gathered_shards", "positions_of",
-    "seen_positions",
+    "seen_positions", "entered", "content_hash",
     "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
     "Call", "CallMask", "is_handle", "handle_of", "value_of",
     # calls of layers: what ranks share, their lengths, and what ranks compare

@@ -224,7 +224,10 @@ def lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 def check_multihead_attention(need_weights: bool, extra_keys: bool) -> None:
     """Refuse `nn.MultiheadAttention` that does not end in SDPA of the shards."""
-    if not (need_weights or extra_keys) or current() is None:
+    if not (need_weights or extra_keys):
+        return
+    context = current()
+    if context is None or queries_alone(context) is not None:
         return
     if extra_keys:
         raise NotImplementedError(

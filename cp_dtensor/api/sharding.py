@@ -255,10 +255,12 @@ class _Unshard(RankFunction):
         return own[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
 
 
-def gathered_shards(shard: torch.Tensor, layout: Layout, ranks: SequenceRanks, what: str) -> torch.Tensor:
-    """Return the whole of a tensor (B, S, ...) that has no gradient, on every rank; errors name it as `what`."""
-    with torch.no_grad():
-        whole: torch.Tensor = _Unshard.apply(shard, 1, layout, ranks, False, what)
+def gathered_shards(
+    shard: torch.Tensor, layout: Layout, ranks: SequenceRanks, what: str, *, dim: int = 1, has_gradient: bool = False
+) -> torch.Tensor:
+    """Return the whole of a tensor on every rank; errors name it as `what`. A gradient is summed over the ranks."""
+    with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):
+        whole: torch.Tensor = _Unshard.apply(shard, dim, layout, ranks, has_gradient, what)
     return whole
 
 

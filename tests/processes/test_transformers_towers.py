@@ -1,4 +1,4 @@
-"""Models of transformers with vision and audio towers on 2 ranks: what is refused, and embeddings made before."""
+"""Models of transformers with towers, whose tokens are buffers of 2 ranks: images are refused, text is right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import assert_gradients_sum_to, gradients
-from support.multimodal import PLACEHOLDER, ROWS, batch_of, tiny_multimodal
+from support.multimodal import PLACEHOLDER, ROWS, processed, tiny_multimodal
 from support.processes import Processes
 from torch import nn
 
@@ -19,6 +19,13 @@ from cp_dtensor.integrations.transformers import causal_lm_loss, check_model, re
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
 NAMES = ("LLaVA", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3", "PaliGemma", "Idefics", "Qwen2-Audio", "Whisper")
+
+
+def batch_of(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Token ids, and images or sounds."""
+    given = processed(name, "images")
+    assert given is not None
+    return given.pop("input_ids"), {key: each for key, each in given.items() if key[:5] in ("pixel", "image", "input")}
 
 
 def positions_and_labels(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,43 +79,9 @@ def text_alone(rank: int, name: str, attention: str) -> None:
     assert_equal(model, loss, alone, expected)
 
 
-def embeddings_before(rank: int, name: str, attention: str) -> None:
-    """The steps in docs/models.md."""
-    register()
-    world: Any = dist.group.WORLD
-    ids, others = batch_of(name)
-    is_image = ids == PLACEHOLDER
-    positions, labels = positions_and_labels(ids)
-    alone, model = tiny_multimodal(name, "sdpa"), tiny_multimodal(name, attention)
-    types = {"mm_token_type_ids": is_image.long()} if "Qwen" in name else {}
-    logits = alone(input_ids=ids, **others, **types, use_cache=False).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    expected.backward()
-
-    images = model.get_image_features(**others)
-    embeddings = model.get_input_embeddings()(ids)
-    embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat([*images.pooler_output]))
-    if "Qwen" in name:
-        positions, _ = model.model.get_rope_index(ids, **types, image_grid_thw=others["image_grid_thw"])
-    deep = [torch.zeros_like(embeddings).masked_scatter(is_image[..., None], torch.cat([*each]))
-            for each in getattr(images, "deepstack_features", None) or ()]  # fmt: skip
-    embeddings, *deep = context_parallel_shard(world, [embeddings, *deep], [1] * (1 + len(deep)))
-    with context_parallel(world, buffers=[positions, labels, is_image], buffer_seq_dims=[-1, 1, 1]):
-        given = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
-        if deep:
-            more = {"visual_pos_masks": is_image, "deepstack_visual_embeds": [each[is_image] for each in deep]}
-            logits = model.lm_head(model.model.language_model(**given, **more).last_hidden_state)
-        else:
-            logits = model(**given).logits
-        loss = causal_lm_loss(logits, labels, gradients="sum")
-    loss.backward()
-    assert_equal(model, loss, alone, expected)
-
-
 CASES = [
     *[(with_images, name) for name in NAMES],
     *[(text_alone, name) for name in NAMES if name != "Idefics"],  # which always takes images
-    *[(embeddings_before, name) for name in ("LLaVA", "Qwen2.5-VL", "Qwen3-VL")],
     *[pytest.param((in_compiled_models, name), marks=pytest.mark.slow) for name in ("LLaVA", "Qwen2.5-VL")],
 ]
 

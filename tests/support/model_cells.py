@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from cp_dtensor import Layout, context_parallel
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
 from support.models import LENGTH, ROWS, VOCABULARY, assert_gradients_sum_to, gradients, tiny_model
+from support.multimodal import processed, tiny_multimodal
 
 COLUMNS = {
     "plain": "plain context",
@@ -99,6 +100,77 @@ def _run_cell(family: str, column: str, layout: Layout | None, device: str) -> s
         if not isinstance(error, _NAMED) and (column != "compiled" or "NotImplementedError" not in repr(error)):
             raise
         return _reason(str(error))
+    assert_gradients_sum_to(model, grads, _TOLERANCE)
+    torch.testing.assert_close(found.detach(), loss, rtol=_TOLERANCE, atol=_TOLERANCE, check_dtype=False)
+    return "right"
+
+
+MULTIMODAL_COLUMNS = {
+    "plain images": "plain context, images",
+    "text": "text alone",
+    "image": "one image",
+    "images": "images of several sizes, video",
+    "divided": "`shard_images=True`",
+    "checkpointed images": "checkpointed",
+    "packed": "packed",
+    "padded": "padded",
+}
+"""Names of the columns of models with towers, and their titles: all but the first are with the provider."""
+_KINDS = {"images": ("images", "video"), "divided": ("image", "images", "video")}
+
+
+Alone = tuple[torch.Tensor, list[torch.Tensor]]
+"""Loss and gradients of one process."""
+
+
+def run_multimodal_cell(
+    rank: int, name: str, column: str, layout: Layout | None = None, alone: dict[str, Alone] | None = None
+) -> str:
+    """As `run_cell`, for a model that gets what its processor returns; `alone`: of one process, by kind of batch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore")
+        words = column.split()
+        for kind in kinds_of(name, column):
+            expected = multimodal_alone(name, kind) if alone is None else alone[kind]
+            reason = _run_multimodal(name, kind, words[0], expected, layout)
+            if reason != "right":
+                return reason
+    return "right"
+
+
+def kinds_of(name: str, column: str) -> list[str]:
+    """Kinds of batches of which a cell consists."""
+    word = column.split()[-1]
+    return [kind for kind in _KINDS.get(word, (word,)) if processed(name, kind) is not None]
+
+
+def multimodal_alone(name: str, kind: str) -> Alone:
+    """Loss and gradients of one process."""
+    model, given = tiny_multimodal(name, "sdpa"), processed(name, kind)
+    assert given is not None
+    labels = F.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
+    with recurrences_in_float64(model):
+        logits = model(**given, use_cache=False).logits
+    loss = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten())
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def _run_multimodal(name: str, kind: str, column: str, expected: Alone, layout: Layout | None) -> str:
+    given, model = processed(name, kind), tiny_multimodal(name, "sdpa" if column == "plain" else register())
+    assert given is not None
+    batch = ModelBatch.from_processor(given, shard_images=column in ("divided", "checkpointed"))
+    assert batch.shift_labels is not None
+    if column == "checkpointed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    world: Any = dist.group.WORLD
+    try:
+        with context_parallel(world, **batch.buffers, layout=layout):
+            found = causal_lm_loss(model(**batch.inputs, use_cache=False).logits, batch.shift_labels, gradients="sum")
+            found.backward()
+    except _NAMED as error:
+        return _reason(str(error))
+    loss, grads = expected
     assert_gradients_sum_to(model, grads, _TOLERANCE)
     torch.testing.assert_close(found.detach(), loss, rtol=_TOLERANCE, atol=_TOLERANCE, check_dtype=False)
     return "right"

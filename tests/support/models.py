@@ -142,10 +142,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def is_in_this_version(family: str) -> bool:
-    """Return whether this version of transformers has the model class of a family."""
+    """Return whether this version of transformers has the model class of a family, or a class of this name."""
     import transformers
 
-    return hasattr(transformers, FAMILIES[family][0])
+    return hasattr(transformers, FAMILIES.get(family, (family,))[0])
 
 
 def _sizes_of(config_class: Any, others: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from cp_dtensor.api.extension import OpenContext
 from cp_dtensor.integrations.transformers.layers import (
     by_class,
     counts_positions,
@@ -25,14 +26,15 @@ from cp_dtensor.integrations.transformers.layers import (
     layer_patches,
     sharding_context,
 )
+from cp_dtensor.integrations.transformers.multimodal import WholeCall
 from cp_dtensor.integrations.transformers.private import CACHE_UTILS, INDEXED, PROVIDER, SEEN, implementation_of
 
 missing_positions: Any = WeakKeyDictionary()
 """By model: makes the position ids (1, tokens) that its calls lack now. Others without position ids are refused."""
 OWN_TOKENS = (
     "makes tokens of images or sound, which attention inside of context_parallel would take for shards of the "
-    "sequence: call it before the context, put the results into inputs_embeds, and give the language model shards of "
-    "these (context_parallel_shard) and position_ids; docs/models.md has an example"
+    "sequence: give the model the whole inputs by cp_dtensor.integrations.transformers.ModelBatch.from_processor, or "
+    "call a tower before the context and shard what it returns; docs/models.md has an example"
 )
 
 
@@ -150,8 +152,8 @@ def unseen(implementation: str | None) -> str:
 _problems: WeakKeyDictionary[nn.Module, tuple[Any, list[str]]] = WeakKeyDictionary()
 
 
-def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a call of a model that would be wrong in the open context.
+def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> WholeCall | None:
+    """Refuse a call of a model that would be wrong in the open context; return a call with the whole sequence.
 
     Raises:
         NotImplementedError: layers that are wrong; images or sound of which the model makes tokens of its own.
@@ -170,8 +172,12 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
-    _check_arguments(model, _given(model, args, kwargs))
+    given = _given(model, args, kwargs)
+    whole = _whole_call(model, given, context)
+    if whole is None:
+        _check_arguments(model, given)
     layer_patches.replace(model)
+    return whole
 
 
 def _given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -285,6 +291,40 @@ def _is_tower_of(model: nn.Module, part: nn.Module) -> bool:
     # The body of a model with a head has the configuration of the whole.
     is_body, inputs = type(part.config) is type(getattr(model, "config", None)), _inputs_of(type(part))
     return inputs.is_tower or (bool(inputs.own) and not is_body)
+
+
+def is_tower(module: nn.Module) -> bool:
+    """Return whether a model takes images or sound only."""
+    return _inputs_of(type(module)).is_tower
+
+
+def _whole_call(model: Any, given: dict[str, Any], context: OpenContext) -> WholeCall | None:
+    """Return the call of a model that takes images or sound, if its tokens are no shards; None for another call.
+
+    Raises:
+        ValueError: shards among the other arguments; labels that the model would shift.
+    """
+    inputs, tokens = _inputs_of(type(model)), given.get("input_ids", given.get("inputs_embeds"))
+    if inputs.is_tower or not any(map(_INPUTS.search, inputs.names)) or not isinstance(tokens, torch.Tensor):
+        return None
+    buffers, text = {id(each.buffer.tensor) for each in context.buffers}, type(model.config.get_text_config())
+    if id(tokens) in buffers:
+        return None
+    if text is type(model.config) or tokens.dim() < 2 or tokens.size(1) not in context.call.lengths:
+        return None
+    for name, value in given.items():
+        if name != "shift_labels" and id(value) in buffers:
+            raise ValueError(
+                f"{type(model).__name__} got the whole sequence, and a shard of {name}, which is a buffer of "
+                "context_parallel: expected the whole of all inputs but shift_labels"
+            )
+    if "labels" in given:
+        raise ValueError(
+            f"{type(model).__name__} got labels of the whole sequence inside of context_parallel, where its logits are "
+            "those of this rank's tokens: compute cp_dtensor.integrations.transformers.causal_lm_loss(logits, "
+            "batch.shift_labels) instead"
+        )
+    return WholeCall(context, tokens, text)
 
 
 def _attends(module: nn.Module) -> bool:

@@ -30,8 +30,9 @@ from cp_dtensor.api.extension import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import check_call, is_model, mark_caches, unseen
+from cp_dtensor.integrations.transformers.checks import check_call, is_model, is_tower, mark_caches, unseen
 from cp_dtensor.integrations.transformers.layers import (
+    attention_is_left,
     facts_of,
     is_caught,
     layer_patches,
@@ -39,6 +40,7 @@ from cp_dtensor.integrations.transformers.layers import (
     shards_are_seen,
 )
 from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of, without_documents
+from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES, whole_call
 from cp_dtensor.integrations.transformers.private import (
     GENERATION_UTILS,
     INDEXED,
@@ -103,10 +105,15 @@ def _models_checked(utils: Any) -> AbstractContextManager[None]:
     check, mark = never_compiled(check_call, _UNCOMPILED), never_compiled(mark_caches, _UNCOMPILED)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_traced, shard_images = torch.compiler.is_compiling(), kwargs.pop(SHARD_IMAGES, False)
         if not shards_are_seen():
-            return nn.Module.__call__(self, *args, **kwargs)
-        is_traced = torch.compiler.is_compiling()
-        (check if is_traced else check_call)(self, args, kwargs)
+            whole = None if is_traced else whole_call()
+            if whole is None:
+                return nn.Module.__call__(self, *args, **kwargs)
+            return whole.run_part(self, args, kwargs, is_tower(self))
+        whole = (check if is_traced else check_call)(self, args, kwargs)
+        if whole is not None:
+            return whole.run(self, args, kwargs, shard_images)
         out = nn.Module.__call__(self, *args, **kwargs)
         (mark if is_traced else mark_caches)(args, kwargs, out)
         return out
@@ -212,10 +219,16 @@ def _of_shards(make: Callable[..., Any]) -> Callable[..., Any]:
 
     def mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
-        is_ours = implementation_of(config) == PROVIDER or shards_are_seen()
+        is_ours = implementation_of(config) == PROVIDER or shards_are_seen() or _is_of_whole_call(config)
         return uncompiled(original, *args, **kwargs) if is_ours else original(*args, **kwargs)
 
     return mask
+
+
+def _is_of_whole_call(config: Any) -> bool:
+    """Return whether a model asks for a mask of the whole sequence, for its language model."""
+    whole = None if torch.compiler.is_compiling() else whole_call()
+    return whole is not None and type(config) is whole.config_class
 
 
 def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -226,6 +239,9 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     cache, encoder = given.get("cache", given.get("past_key_values")), given.get("encoder_hidden_states")
     if implementation_of(config) not in SEEN:
         raise NotImplementedError(unseen(implementation_of(config)))
+    is_whole = context is None and _is_of_whole_call(config)
+    if context is None and not is_whole and attention_is_left():
+        return original(*args, **kwargs)  # a tower's
     if context is not None:
         given["position_ids"] = None  # documents are found in the position ids of all ranks
     is_done, padding, packed, q_len, kv_len, q_offset, kv_offset = original(*bound.args, **bound.kwargs)
@@ -243,7 +259,7 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         kv_len = q_len if encoder is None else encoder.size(1)
     # transformers passes the padding on, as an argument of its mask function.
     carrier = embeds.new_ones(embeds.size(0), kv_len, dtype=torch.bool) if padding is None else padding[:]
-    setattr(carrier, _ASKED, ModelMask(config, positions, padding, cache is not None, is_cached, context))
+    setattr(carrier, _ASKED, ModelMask(config, positions, padding, cache is not None, is_cached, context, is_whole))
     return False, carrier, packed, q_len, kv_len, q_offset, kv_offset
 
 
@@ -283,6 +299,7 @@ def _model_mask(
         )
     return asked and replace(
         asked, function=without_documents(kwargs["mask_function"]), batch_size=kwargs["batch_size"],
+        with_documents=kwargs["mask_function"],
         local=(kwargs["q_length"], kwargs["kv_length"]), device=torch.device(kwargs.get("device", "cpu")),
         size=kwargs.get("local_size"), use_vmap=bool(kwargs.get("use_vmap")),
         alone=partial(original, *args, **{**kwargs, "attention_mask": asked.padding}), _found={},

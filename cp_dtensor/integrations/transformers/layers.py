@@ -58,6 +58,12 @@ def shards_are_seen() -> bool:
     return sharding_context() is not None
 
 
+def attention_is_left() -> bool:
+    """Return whether a context leaves attention to each rank now."""
+    context = innermost()
+    return context is not None and queries_alone(context) is not None
+
+
 # Kernels: functions that take the original first and the kernel's arguments
 
 

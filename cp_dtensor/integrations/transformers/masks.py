@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import Batched, Causal, Documents, Full, Mask, SlidingWindow
@@ -66,7 +67,9 @@ class ModelMask:
     has_cache: bool = False  # then position ids do not tell which tokens are a document
     is_cached: bool = False  # there are keys of other calls, which only attention of one process takes
     context: OpenContext | None = None  # which remembers its latest position ids
+    is_whole: bool = False  # all facts are those of the whole sequence
     function: MaskFunction = lambda *_: None  # of (batch row, head, query, key), without padding
+    with_documents: MaskFunction = lambda *_: None  # the same, in documents that transformers found
     batch_size: int = 1
     local: Span = (0, 0)  # this rank's numbers of queries and keys
     device: Any = "cpu"  # of the model's tensors
@@ -109,7 +112,7 @@ def _rows(asked: ModelMask, whole: Gathered) -> Iterator[Mask]:
         if (here, left) not in found:
             found[here, left] = _known(asked, row, here, left)
         mask = found[here, left]
-        if positions is not None:
+        if positions is not None and not (asked.is_whole and mask is None):
             mask = _inside_documents(asked, mask, positions[row].tolist())
         elif mask is None:
             mask = _evaluated(asked, row, whole)
@@ -126,6 +129,9 @@ def _gathered(asked: ModelMask, call: Call) -> Gathered:
         ValueError: parts that are not of one batch; on every rank alike.
     """
     ranks, layout, padding, positions, context = call.ranks, call.layout, asked.padding, asked.positions, asked.context
+    if asked.is_whole:
+        positions = None if positions is None else positions.expand(asked.batch_size, -1).cpu()
+        return Gathered(asked.local, [asked.local[0]], [asked.local[1]], _kept(padding), positions)
     latest, whole = (None, None) if context is None else _latest.get(context, (None, None))
     if positions is not None:
         if positions.dim() != 2:
@@ -152,7 +158,7 @@ def _gathered(asked: ModelMask, call: Call) -> Gathered:
                 f"{kv_len} keys: make it one of the context's buffers (buffer_seq_dims 1), or pass the whole one on "
                 "every rank"
             )
-        kept = None if bool(padding.all()) else [_kept_ranges(row) for row in padding.tolist()]
+        kept = _kept(padding)
     if positions is not None:
         if whole is None or 0 in knows:
             whole = gathered_shards(positions.contiguous(), layout, ranks, "position_ids").cpu()
@@ -182,6 +188,8 @@ def _refuse_counted_positions(
 ) -> None:
     """Refuse position ids (B, S) that ranks counted in their shards, unless each rank has its own in a buffer."""
     length, size = whole.size(1), call.ranks.size
+    if context is not None and "whole inputs" in context.seen:
+        return
     by_rank = [call.layout.segments(length, rank, size, 0) for rank in range(size)]
     parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
     # The first rank's part of arange(seq_len) is what its model would have counted.
@@ -222,14 +230,21 @@ def _check_positions(asked: ModelMask, whole: torch.Tensor) -> None:
         )
 
 
-def _kept_ranges(row: list[bool]) -> list[Span]:
-    """Return ranges of True.
+def _kept(padding: torch.Tensor | None) -> list[list[Span]] | None:
+    return None if padding is None or bool(padding.all()) else _kept_ranges(padding)
 
-    >>> _kept_ranges([True, True, False, True])
-    [(0, 2), (3, 4)]
+
+def _kept_ranges(rows: torch.Tensor) -> list[list[Span]]:
+    """Return ranges of True in each row.
+
+    >>> _kept_ranges(torch.tensor([[True, True, False, True], [False, False, False, False]]))
+    [[(0, 2), (3, 4)], []]
     """
-    edges = [index for index in range(len(row) + 1) if (index and row[index - 1]) != (index < len(row) and row[index])]
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    ranges: list[list[Span]] = [[] for _ in rows]
+    edges = F.pad(rows.to(torch.int8), (1, 1)).diff(dim=1).nonzero().tolist()
+    for (row, start), (_, stop) in zip(edges[::2], edges[1::2], strict=True):
+        ranges[row].append((start, stop))
+    return ranges
 
 
 # Functions as mask values
@@ -272,21 +287,22 @@ def _known(asked: ModelMask, row: int, here: int, left: int) -> Mask | None:
     edges = {0} if size is None else {0, size // 2, *(start + n * size for start in (0, here) for n in (0, 1, 2))}
     places = sorted({max(edge + step, 0) for edge in edges for step in (-1, 0, 1, 2)} | {2 * max(edges) + 8})
     at = torch.tensor(places, device=asked.device)
-    seen = _values(asked, row, at, at)
+    seen = _values(asked.function, asked, row, at, at).tolist()
     return next((whole for mask, whole in pairs if _pairs_at(mask, tuple(places)) == seen), None)
 
 
-def _values(asked: ModelMask, row: int, queries: torch.Tensor, keys: torch.Tensor) -> list[list[bool]]:
-    """Return the function's value at each pair."""
-    function, zero = asked.function, torch.zeros((), dtype=torch.int64, device=asked.device)
+def _values(
+    function: MaskFunction, asked: ModelMask, row: int, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """Return the function's value at each pair, (queries, keys)."""
+    zero = torch.zeros((), dtype=torch.int64, device=asked.device)
     if asked.use_vmap:
         for dims in ((None, None, None, 0), (None, None, 0, None)):
             function = torch.vmap(function, in_dims=dims)
         seen = function(zero + row, zero, queries, keys)
     else:
         seen = function(zero + row, zero, queries[:, None], keys[None])
-    values: list[list[bool]] = seen.expand(len(queries), len(keys)).tolist()
-    return values
+    return torch.as_tensor(seen).expand(len(queries), len(keys))
 
 
 @lru_cache(maxsize=64)
@@ -320,7 +336,8 @@ def _inside_documents(asked: ModelMask, mask: Mask | None, positions: list[int])
 
 def _evaluated(asked: ModelMask, row: int, whole: Gathered) -> Mask:
     """Return the mask of a function by its value at each pair; refuse one that reads tensors of this rank only."""
-    function, (q_len, kv_len), of_ranks = asked.function, whole.lengths, {*whole.queries, *whole.keys}
+    function = asked.with_documents if asked.is_whole else asked.function
+    (q_len, kv_len), of_ranks = whole.lengths, {*whole.queries, *whole.keys}
     for name, value in _captured(function) if of_ranks != {*whole.lengths} else ():
         # A tensor of the batch's shape has each row's left padding, which another rank's shard does not have.
         if isinstance(value, torch.Tensor) and (
@@ -337,7 +354,7 @@ def _evaluated(asked: ModelMask, row: int, whole: Gathered) -> Mask:
         )
     keys = torch.arange(kv_len, device=asked.device)
     parts = torch.arange(q_len, device=asked.device).split(max((1 << 24) // max(kv_len, 1), 1))
-    rows = [_kept_ranges(each) for queries in parts for each in _values(asked, row, queries, keys)]
+    rows = [each for queries in parts for each in _kept_ranges(_values(function, asked, row, queries, keys))]
     most = max(map(len, rows), default=0)
     if most > _MOST_RANGES:
         raise NotImplementedError(

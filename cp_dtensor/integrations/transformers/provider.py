@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.integrations.transformers.chosen import Latents, attention_to_chosen
 from cp_dtensor.integrations.transformers.layers import refuse_arguments, shards_are_seen
+from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES
 from cp_dtensor.integrations.transformers.private import PROVIDER, table_of
 
 
@@ -144,8 +146,9 @@ class ModelBatch:
     position_ids: torch.Tensor | None = None
     ignore_index: int = -100
     others: dict[str, torch.Tensor] = field(default_factory=dict)
-    inputs: dict[str, torch.Tensor] = field(init=False)
+    inputs: dict[str, Any] = field(init=False)
     shift_labels: torch.Tensor | None = field(init=False)
+    is_whole: bool = field(init=False, default=False)  # the model takes whole inputs, which are no buffers
 
     def __post_init__(self) -> None:
         given = {"input_ids": self.input_ids, "inputs_embeds": self.inputs_embeds}
@@ -170,11 +173,43 @@ class ModelBatch:
                     f"ModelBatch expects {each} of shape ({rows}, {length}, ...), got {tuple(tensor.shape)}"
                 )
 
+    @classmethod
+    def from_processor(
+        cls, inputs: Mapping[str, Any], *, shard_images: bool = False, ignore_index: int = -100
+    ) -> ModelBatch:
+        """Return a batch of a model that takes images, video or sound, from what its processor returns.
+
+        The model makes embeddings, positions and masks of the whole inputs by its own code, and its language model gets
+        this rank's shards of them. So logits are those of this rank's tokens, and gradients reach the towers.
+
+        Args:
+            inputs: arguments of the model by name, whole and equal on every rank: `input_ids` (B, S), `labels` (B, S),
+                not shifted, `pixel_values` and others. Packed documents need the model's own position ids.
+            shard_images: True divides images, frames and sounds over the ranks by their patches, and gathers the
+                embeddings; False: every rank computes all.
+            ignore_index: label that does not count.
+
+        Raises:
+            ValueError: no `input_ids`, or tensors that do not fit.
+
+        >>> ids, image = torch.tensor([[5, 9, 9, 7]]), torch.zeros(1, 3, 8, 8)
+        >>> batch = ModelBatch.from_processor({"input_ids": ids, "labels": ids, "pixel_values": image})
+        >>> [*batch.inputs], batch.shift_labels.tolist(), batch.buffers["seq_len"]
+        (['input_ids', 'pixel_values'], [[9, 9, 7, -100]], 4)
+        """
+        given = {name: value for name, value in inputs.items() if value is not None}
+        batch = cls(given.get("input_ids"), labels=given.pop("labels", None), ignore_index=ignore_index)
+        batch.inputs = {**given, **({SHARD_IMAGES: True} if shard_images else {})}
+        batch.is_whole = True
+        return batch
+
     @property
     def buffers(self) -> dict[str, Any]:
-        """`buffers` and `buffer_seq_dims` of `context_parallel`."""
-        tensors = [*self.inputs.values(), *([] if self.shift_labels is None else [self.shift_labels])]
-        return {"buffers": tensors, "buffer_seq_dims": [1] * len(tensors)}
+        """`buffers` and others of the arguments of `context_parallel`."""
+        tensors = [] if self.is_whole else [*self.inputs.values()]
+        tensors += [] if self.shift_labels is None else [self.shift_labels]
+        lengths = {"seq_len": self.inputs["input_ids"].size(1)} if self.is_whole else {}
+        return {"buffers": tensors, "buffer_seq_dims": [1] * len(tensors), **lengths}
 
 
 def causal_lm_loss(

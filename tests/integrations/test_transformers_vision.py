@@ -1,0 +1,165 @@
+"""Models of transformers that take images, video or sound, with whole inputs of their processors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.model_cells import Alone, kinds_of, multimodal_alone, run_multimodal_cell
+from support.models import is_in_this_version
+from support.multimodal import MULTIMODAL, processed, tiny_multimodal
+from support.ranks import run_ranks
+from torch import nn
+
+from cp_dtensor import Contiguous, Layout, MirroredBatch, Striped, context_parallel
+from cp_dtensor.integrations.transformers import ModelBatch, multimodal, register
+
+pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
+
+FAMILIES = [name for name, (_, form, _) in MULTIMODAL.items() if form]
+CASES: list[tuple[str, str, Layout | None]] = [
+    *[(name, "divided", None) for name in FAMILIES],
+    *[(name, "packed", None) for name in ("Qwen3-VL", "Qwen3.5", "Gemma 3", "LLaVA")],
+    *[(name, "padded", None) for name in ("Qwen2.5-VL", "Qwen3.5", "Gemma 4", "PaliGemma", "Qwen2.5-Omni")],
+    *[(name, "plain images", None) for name in ("Qwen3-VL", "Gemma 4", "LFM2-VL")],
+    *[(name, column, None) for name in ("Qwen2.5-VL", "Gemma 3") for column in ("text", "checkpointed images")],
+    *[("Qwen3-VL", "divided", layout) for layout in (Contiguous(), Striped(3), MirroredBatch())],
+]
+
+
+def whole_world() -> Any:
+    return dist.group.WORLD
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], Alone]:
+    """Loss and gradients of one process, by family and kind of batch."""
+    return {}
+
+
+@pytest.mark.parametrize(("name", "column", "layout"), CASES, ids=str)
+def test_loss_and_gradients_are_those_of_one_process(
+    alone: dict[tuple[str, str], Alone], name: str, column: str, layout: Layout | None
+) -> None:
+    if not is_in_this_version(MULTIMODAL[name][0]):
+        pytest.skip(f"this version of transformers has no {name}")
+    kinds = kinds_of(name, column)
+    for kind in kinds:
+        if (name, kind) not in alone:
+            alone[name, kind] = multimodal_alone(name, kind)
+    expected = {kind: alone[name, kind] for kind in kinds}
+    assert {*run_ranks(2, run_multimodal_cell, name, column, layout, expected)} == {"right"}
+
+
+def test_three_ranks_of_which_some_have_no_image() -> None:
+    expected = {kind: multimodal_alone("Qwen3-VL", kind) for kind in kinds_of("Qwen3-VL", "divided")}
+    assert {*run_ranks(3, run_multimodal_cell, "Qwen3-VL", "divided", None, expected)} == {"right"}
+
+
+# What the towers compute
+
+
+def patches_of_ranks(rank: int, name: str, kind: str, shard_images: bool) -> int:
+    """Rows that the tower of this rank gets."""
+    model, given, seen = tiny_multimodal(name, "sdpa"), processed(name, kind), list[int]()
+    assert given is not None
+    tower = model.model.visual
+    tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    batch = ModelBatch.from_processor(given, shard_images=shard_images)
+    with context_parallel(whole_world(), **batch.buffers):
+        model(**batch.inputs, use_cache=False)
+    return sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("images", [16, 16]), ("video", [16 + 8, 16 + 16]), ("image", [16, 16])]
+)
+def test_images_and_frames_are_divided_by_patches(kind: str, expected: list[int]) -> None:
+    """Images of 16, 8 and 8 patches, and 3 frames of 8; of one image, the other rank computes it for nothing."""
+    assert run_ranks(2, patches_of_ranks, "Qwen3-VL", kind, True) == expected
+
+
+def test_every_rank_computes_all_images_by_default() -> None:
+    assert run_ranks(2, patches_of_ranks, "Qwen3-VL", "images", False) == [32, 32]
+
+
+# Refusals
+
+
+def call(rank: int, name: str, case: str) -> None:
+    register()
+    model, given = tiny_multimodal(name, "cp_dtensor"), processed(name, "images")
+    assert given is not None
+    labels, more = given["labels"], dict[str, Any]()
+    batch = ModelBatch.from_processor(given, shard_images=True)
+    buffers = batch.buffers
+    if case == "labels":
+        more["labels"] = labels
+    if case == "a shard beside":
+        padding = torch.ones_like(labels)
+        more["attention_mask"] = padding
+        buffers["buffers"].append(padding)
+        buffers["buffer_seq_dims"].append(1)
+    if case == "other tokens":
+        batch.inputs["input_ids"] = batch.inputs["input_ids"] + rank * (batch.inputs["input_ids"] == 7)
+    if case == "an unknown argument":
+        more["per_token"] = torch.zeros(5, 5)
+    if case == "tokens are a buffer":
+        buffers["buffers"].append(batch.inputs["input_ids"])
+        buffers["buffer_seq_dims"].append(1)
+    if case == "mixes images":
+        model.model.multi_modal_projector.add_module("norm", nn.BatchNorm1d(4))
+    if case == "compiled":
+        model = torch.compile(model, backend="eager")
+    with context_parallel(whole_world(), **buffers):
+        model(**batch.inputs, **more, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "error", "message"),
+    [
+        ("LLaVA", "labels", ValueError, "got labels of the whole sequence .* batch.shift_labels"),
+        ("LLaVA", "a shard beside", ValueError, "a shard of attention_mask.*the whole of all inputs"),
+        (
+            "Qwen3-VL",
+            "other tokens",
+            ValueError,
+            r"other tokens on each rank .*\[\(2, 64\), \(2, 64\)",
+        ),
+        ("LLaVA", "an unknown argument", NotImplementedError, r"got per_token of shape \(5, 5\)"),
+        ("LLaVA", "tokens are a buffer", NotImplementedError, "makes tokens .*ModelBatch.from_processor"),
+        ("LLaVA", "mixes images", NotImplementedError, "BatchNorm1d mixes images"),
+    ],
+)
+def test_refusals(name: str, case: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run_ranks(2, call, name, case)
+
+
+def after_an_error(rank: int) -> None:
+    given = processed("LLaVA", "images")
+    assert given is not None
+    model = tiny_multimodal("LLaVA", "sdpa")
+    batch = ModelBatch.from_processor(given, shard_images=True)
+    with pytest.raises(NotImplementedError), context_parallel(whole_world(), **batch.buffers):
+        model(**batch.inputs, per_token=torch.zeros(5, 5), use_cache=False)
+    assert "get_image_features" not in vars(model.model)
+    with context_parallel(whole_world(), **batch.buffers):
+        assert multimodal.whole_call() is None
+        assert model(**batch.inputs, use_cache=False).logits.size(1) == 32
+
+
+def test_a_failed_call_leaves_nothing() -> None:
+    run_ranks(2, after_an_error)
+
+
+def test_one_process_takes_the_same_batch() -> None:
+    register()
+    given = processed("LLaVA", "images")
+    assert given is not None
+    batch = ModelBatch.from_processor(given, shard_images=True)
+    del given["labels"]
+    found = tiny_multimodal("LLaVA", "cp_dtensor")(**batch.inputs, use_cache=False).logits
+    torch.testing.assert_close(found, tiny_multimodal("LLaVA", "sdpa")(**given, use_cache=False).logits)
