@@ -28,7 +28,8 @@ from cp_dtensor.api.extension import (
     wide_dtype,
 )
 from cp_dtensor.layers.call import SequenceCall
-from cp_dtensor.layers.chosen import attend_chosen_reference, check_numbers, chosen_gradients_reference
+from cp_dtensor.layers.chosen import check_numbers
+from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
 from cp_dtensor.layers.exchange import rows_of, tables_on
 from cp_dtensor.layers.indexer import select_reference
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer

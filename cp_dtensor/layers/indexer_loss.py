@@ -49,7 +49,7 @@ class IndexerLoss(MaskedLayer):
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q_index, k_index, weights, q, k, indices, *_ = tensors
-        seen = [] if indices is not None else [each.to(q.device) for _, each in self.queries(call, q.size(0))]
+        seen = [] if indices is not None else [each.on_device for each in self.queries(call, q.size(0), q.device)]
         return _Loss.apply(q_index, k_index, weights, call, q, k, indices, self.scale, seen), None
 
 

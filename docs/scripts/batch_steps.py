@@ -48,8 +48,9 @@ class Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map (1, S, WIDTH) to (1, S, WIDTH)."""
-        heads = self.qkv(hidden).unflatten(2, (-1, 128)).transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        heads = self.qkv(hidden).unflatten(2, (-1, 128)).transpose(1, 2)
+        q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
         gate, up = self.up(hidden).chunk(2, -1)
         return hidden + self.down(F.silu(gate) * up)
