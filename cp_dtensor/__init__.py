@@ -27,7 +27,7 @@ from cp_dtensor.layers.sparse import (
     select_blocks,
     select_keys,
 )
-from cp_dtensor.plan.cost import GPUS, LINKS, Hardware
+from cp_dtensor.plan.cluster import GPUS, LINKS, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped

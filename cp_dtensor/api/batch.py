@@ -17,7 +17,8 @@ from cp_dtensor.engine.arguments import expect
 from cp_dtensor.engine.choose import estimates
 from cp_dtensor.engine.planner import call_spec
 from cp_dtensor.plan.batch import RankGroup, plan_steps
-from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Tier
+from cp_dtensor.plan.cluster import Cluster, Hardware, Tier
+from cp_dtensor.plan.cost import BACKWARD
 from cp_dtensor.plan.partition import LayoutPartition
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.cache import lru_cached

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,15 +13,15 @@ from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ran
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.engine.arguments import expect
 from cp_dtensor.engine.call import Call, checked_mask
-from cp_dtensor.engine.choose import Estimate, counted, estimates, fastest
+from cp_dtensor.engine.choose import SPLIT, Estimate, counted, estimates, fastest, with_bytes
 from cp_dtensor.engine.contexts import inherited
 from cp_dtensor.engine.planner import call_spec
-from cp_dtensor.plan.cost import GPUS, NETWORK, NODE, TOLERANCE, Cluster, Hardware, Tier, named
+from cp_dtensor.plan.cluster import GPUS, NETWORK, TOLERANCE, Cluster, Hardware, Tier, named
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Causal, Full, Mask, interval_sets_of, is_integer
 
-_CHOSEN = f'* chosen by method="auto": the first row within {TOLERANCE - 1:.0%} of the fastest, with backward'
 _SENT = f"K/V by: symm_mem if ranks share memory, else the first of allgather and alltoall within {TOLERANCE - 1:.0%}"
+_SPLIT = 'split: over two axes, hosts and the ranks of a host, into which only "auto" splits the one of the mesh'
 Assumed = Hardware | str
 
 
@@ -35,10 +35,13 @@ class Explanation:
     axes: tuple[str, ...]
     """Names of the axes, the outer one first."""
     methods: dict[str, Estimate]
-    """Predictions by the value of `method=`. With latents also "expanded ring" and so on, which only "auto" takes: each
-    rank expands its own latents, and K/V are sent."""
+    """Predictions by the value of `method=`. Only "auto" takes others: with latents "expanded ring" and so on, where
+    each rank expands its own latents, and K/V are sent; for an axis over several hosts "split ring" and "split hybrid",
+    the methods of a mesh of two axes, hosts and the ranks of a host."""
     chosen: str
     """The method that `method="auto"` takes on such hardware; "" for functions that have none."""
+    tolerance: float = TOLERANCE
+    """The ratio within which it takes the first."""
 
     def __str__(self) -> str:
         over_axes = [f"over {name}" for name in self.axes]
@@ -49,9 +52,11 @@ class Explanation:
             times = f"{1e3 * each.forward:.3g} ms", f"{1e3 * each.seconds:.3g} ms"
             memory = [f"{count / 2**20:.0f} MiB" for count in (*of_axes, each.memory)]
             rows.append((name + " *" * (name == self.chosen), each.transport, *times, *memory))
-        rules = [_CHOSEN, _SENT]
+        within = f"within {self.tolerance - 1:.0%} of the fastest"
+        chosen = f'* chosen by method="auto": the first row {within}, with backward'
+        rules = [chosen, _SENT] + [_SPLIT] * any(name.startswith(SPLIT) for name in self.methods)
         if all(each.transport == "-" for each in self.methods.values()):  # no rings
-            rows, rules = [(row[0], *row[2:]) for row in rows], [_CHOSEN] * bool(self.chosen)
+            rows, rules = [(row[0], *row[2:]) for row in rows], [chosen] * bool(self.chosen)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join((self.call, self.assumption, *lines, *rules))
@@ -77,8 +82,8 @@ def explain(
         latent_dims: R and Dr of `context_parallel_mla`; `head_dim` is Dn + Dr then, and `kv_heads` None.
         hardware: the GPUs and links to assume: a `Hardware`, or the name of a GPU in `GPUS` ("H100"), with one of
             `LINKS` if wanted ("H100, InfiniBand NDR"); or a mapping from the name of each mesh axis to one of these.
-            Where no link is named, nodes have 8 GPUs with NVLink, and InfiniBand NDR is between nodes. None takes the
-            mesh's GPUs, whose links are measured once (a collective); on CPUs it is "H200".
+            Where no link is named, nodes have 8 GPUs with NVLink (72 of GB200 and GB300), and InfiniBand NDR is between
+            nodes. None takes the mesh's GPUs, whose links are measured once (a collective); on CPUs it is "H200".
         quiet: True prints nothing.
 
     Returns:
@@ -123,14 +128,20 @@ def explain(
     )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    found = estimates(spec, cluster, call.transport)
+    is_split = ranks.inner is None and len(cluster.tiers) == 2
+    found = estimates(spec, cluster, call.transport, one_axis=is_split)
+    if is_split:
+        found = {name: with_bytes(each) for name, each in found.items()}
+        names = f"{names[0]}, between hosts", "within"
+    else:
+        found = counted(found, spec, *(tier.ranks for tier in reversed(cluster.tiers)))
     *inner, outer = (tier.ranks for tier in cluster.tiers)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
     sizes = " x ".join(map(str, (outer, *inner)))
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {counted_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
         f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {shortened(call.layout)}",
-        assumption, names, counted(found, spec, outer, *inner), fastest(found),
+        assumption, names, found, fastest(found, cluster.tolerance), cluster.tolerance,
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)
@@ -166,15 +177,23 @@ def cluster_of_mesh(
     if hardware is None and on_gpus:
         device = torch.device("cuda", torch.cuda.current_device())
         cluster = cluster_of(ranks, device, itemsize)
+        of_tiers = names if len(names) == len(cluster.tiers) else (f"{names[0]}, between hosts", "within")
         assumption = f"measured: {torch.cuda.get_device_name(device)}; " + "; ".join(
-            f"{name}: {tier.speed / 1e9:.0f} GB/s, {'' if tier.shares_memory else 'no '}shared memory"
-            for name, tier in zip(names, reversed(cluster.tiers), strict=True)
+            f"{name}: {tier.speed / 1e9:.3g} GB/s, {'' if tier.shares_memory else 'no '}shared memory"
+            for name, tier in zip(of_tiers, reversed(cluster.tiers), strict=True)
         )
         return cluster, names, assumption
     if isinstance(hardware, Mapping) and not {*names} <= {*hardware} <= {*axis_names(mesh)}:
         expected, received = ", ".join(axis_names(mesh)), ", ".join(map(str, hardware)) or "none"
         raise ValueError(f"expected hardware of each mesh axis, {expected}; got that of {received}")
     by_axis = hardware if isinstance(hardware, Mapping) else dict.fromkeys(names, hardware or "H200")
+    if len(names) == 1 and isinstance(gpu := by_axis[names[0]], str) and named(gpu)[1] is None:
+        node = GPUS[named(gpu)[0]].node
+        if ranks.size > node and ranks.size % node == 0:
+            cluster = Cluster(gpu, nodes=ranks.size // node)
+            links = f"{GPUS[named(gpu)[0]].link}, and {NETWORK}, {cluster.tiers[1].speed / 1e9:.3g} GB/s, between them"
+            hosts = f"hosts of {node} {named(gpu)[0]}, {links}"
+            return replace(cluster, gpu=cluster.gpu.of_itemsize(itemsize)), names, f"assumed: {names[0]}: {hosts}"
     tiers, lines, across = [], [], 1
     for name, group in zip(reversed(names), ranks.groups, strict=True):
         across *= group.size()
@@ -193,7 +212,7 @@ def _assumed(hardware: Assumed, across: int) -> tuple[Hardware, str]:
     if not isinstance(hardware, str):
         raise TypeError(f"expected hardware to be a Hardware, the name of one, or a mapping to these, got {hardware!r}")
     gpu, link = named(hardware)
-    text = f"{gpu}, {link or (GPUS[gpu].link if across <= NODE else NETWORK)}"
+    text = f"{gpu}, {link or (GPUS[gpu].link if across <= GPUS[gpu].node else NETWORK)}"
     return Hardware.of(text), text
 
 

@@ -61,7 +61,8 @@ from cp_dtensor.engine.choose import Estimate, fastest
 from cp_dtensor.engine.contexts import OpenContext, around, current, inherited, innermost, queries_alone
 from cp_dtensor.engine.handles import Keys, Parts, handle_of, is_handle, made_of, parts_of, value_of
 from cp_dtensor.engine.run import CallMask
-from cp_dtensor.plan.cost import BACKWARD, Cluster, Hardware, Step, seconds
+from cp_dtensor.plan.cluster import Cluster, Hardware
+from cp_dtensor.plan.cost import Step, seconds
 from cp_dtensor.plan.plan import ring_plan
 from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Segment
@@ -91,7 +92,7 @@ __all__ = [  # noqa: RUF022, grouped by purpose
     "LENGTH", "Signature",
     "begin_pass",
     # cost of the methods of a layer, and its table
-    "BACKWARD", "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
+    "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
     "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
     # tensors, DTensors and casts of a layer
     "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",

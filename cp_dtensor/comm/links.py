@@ -1,18 +1,24 @@
-"""Measured links: the bandwidth of each tier of ranks, one number for all of them."""
+"""Hosts of ranks, and measured links: the bandwidth of each tier of ranks, one number for all of them."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import all_gather_single, name_of_group, prepared
+from cp_dtensor._torch import all_gather_single, group_timeout, name_of_group, prepared
 from cp_dtensor._torch.cache import GroupCache, refuse_capture
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
-from cp_dtensor.plan.cost import Cluster, Hardware, Tier
+from cp_dtensor.plan.cluster import PACKAGE_KERNELS, Cluster, Hardware, Tier
 
 _GATHERED_BYTES = 256 << 20
 """0.4 ms and more over NVLink 4, longer than the host takes to submit an all-gather."""
@@ -20,15 +26,70 @@ _PART = 4096
 """Bytes of which the parts of the ranks are multiples: NCCL is slow with others."""
 _REPEATS = 4
 
+_PACKAGES = ("flash-attn-4", "nvidia-cudnn-frontend")
 _BY_CAPABILITY = {8: Hardware.of("A100"), 9: Hardware.of("H200"), 10: Hardware.of("B200")}
 """Hardware by the major CUDA compute capability."""
 
 _clusters = GroupCache[Cluster]()
 """By the outer group and the name of the inner one."""
+_splits = GroupCache[SequenceRanks | None]()
+
+
+def split_over_hosts(ranks: SequenceRanks, device: torch.device) -> SequenceRanks | None:
+    """Return ranks along one axis as those along two: hosts, and the ranks of a host. They keep their order.
+
+    None for ranks along two axes, of one host, that share memory over several, or that are not neighbours and equally
+    many on each host. The first call for an axis is a collective; it makes the process groups of the two axes.
+
+    Raises:
+        RuntimeError: the first call is in the capture of a CUDA graph.
+    """
+    if ranks.inner is not None or ranks.size < 4:
+        return None
+
+    def split() -> SequenceRanks | None:
+        refuse_capture('"auto" has to compare the hosts of this group', "name a method, or run one call")
+        return prepared(lambda: _split(ranks, device))
+
+    return _splits.get(ranks.outer, device.type, split)
+
+
+def _split(ranks: SequenceRanks, device: torch.device) -> SequenceRanks | None:
+    size = neighbours(ranks.gather_objects(_host(), device))
+    if size is None or p2p_obstacle(ranks.outer, device) is None:
+        return None
+    members = dist.get_process_group_ranks(ranks.outer)
+    host, place = divmod(ranks.rank, size)
+    timeout = timedelta(seconds=group_timeout(ranks.outer, device))
+    inner, outer = (  # the ranks of one group only take part
+        dist.new_group(each, timeout=timeout, use_local_synchronization=True)
+        for each in (members[host * size : (host + 1) * size], members[place::size])
+    )
+    return SequenceRanks(outer, inner, members=tuple(members))
+
+
+def _host() -> tuple[str, str, str | None]:
+    """Return what tells this host from others. NCCL goes by NCCL_HOSTID, too."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # different for different hosts that have the same hostname
+    return socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("NCCL_HOSTID")
+
+
+def neighbours(hosts: Sequence[object]) -> int | None:
+    """Return the ranks of each host, if they are neighbours and equally many, at least 2 on at least 2 hosts.
+
+    >>> neighbours("aabb"), neighbours("abab"), neighbours("aaab"), neighbours("aaaa"), neighbours("abcd")
+    (2, None, None, None, None)
+    """
+    count = len(set(hosts))
+    size = len(hosts) // count
+    fits = 1 < count < len(hosts) and all(host == hosts[rank - rank % size] for rank, host in enumerate(hosts))
+    return size if fits and size * count == len(hosts) else None
 
 
 def cluster_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> Cluster:
     """Return the GPUs and the links of some ranks, each value the smallest of any rank, so equal on all of them.
+
+    Ranks along one axis that `split_over_hosts` splits have the two tiers of that.
 
     The first call for some ranks is a collective, which measures the links: milliseconds over NVLink, up to a second
     over Ethernet.
@@ -39,7 +100,7 @@ def cluster_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> Clu
 
     def measure() -> Cluster:
         refuse_capture('"auto" has to measure the links of this group', "name a transport, or run one call")
-        return prepared(lambda: _measured(ranks, device))
+        return prepared(lambda: _measured(split_over_hosts(ranks, device) or ranks, device))
 
     inner = None if ranks.inner is None else name_of_group(ranks.inner)
     cluster = _clusters.get(ranks.outer, inner, measure)
@@ -48,13 +109,15 @@ def cluster_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> Clu
 
 def _measured(ranks: SequenceRanks, device: torch.device) -> Cluster:
     properties = torch.cuda.get_device_properties(device)
-    mine = [float(properties.major), float(properties.multi_processor_count)]
+    mine = [float(properties.major), float(properties.multi_processor_count), float(all(map(_is_installed, _PACKAGES)))]
     for group in ranks.groups:
         mine += [link_speed(group, device), float(p2p_obstacle(group, device) is None)]
     # Other ranks are in other groups, which have measured other values.
     weakest = ranks.gather(torch.tensor(mine, dtype=torch.float64, device=device)).amin(0)
-    capability, multiprocessors, *links = weakest.tolist()
+    capability, multiprocessors, has_packages, *links = weakest.tolist()
     gpu = _BY_CAPABILITY[min(max(int(capability), min(_BY_CAPABILITY)), max(_BY_CAPABILITY))]
+    if has_packages and capability in (9, 10):
+        gpu = gpu.with_kernels(PACKAGE_KERNELS)
     return Cluster(
         replace(gpu, multiprocessors=int(multiprocessors)),
         tuple(
@@ -62,6 +125,14 @@ def _measured(ranks: SequenceRanks, device: torch.device) -> Cluster:
             for group, speed, shares in zip(ranks.groups, links[::2], links[1::2], strict=True)
         ),
     )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def link_speed(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -15,7 +15,8 @@ from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
-from cp_dtensor.plan.cost import Cluster, Passes, nearly_fastest, ring_work, slowest
+from cp_dtensor.plan.cluster import Cluster, Hosts, Place
+from cp_dtensor.plan.cost import Passes, nearly_fastest, ring_work, slowest
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
@@ -41,7 +42,7 @@ class Auto(TransportMethod):
             log_once("comm", logging.INFO, f"K/V by symm_mem over {group.size()} ranks, which share memory")
             return SymmetricMemory()
         cluster = cluster_of(SequenceRanks(group), device, spec.itemsize)
-        chosen = choose(spec, cluster)
+        chosen = choose(spec, cluster.flat, cluster.hosts)
         log_once(
             "comm", logging.INFO,
             f"K/V by {chosen.name} over {group.size()} ranks at {cluster.tiers[0].speed / 1e9:.3g} GB/s: predicted "
@@ -51,23 +52,24 @@ class Auto(TransportMethod):
 
 
 @lru_cached
-def choose(spec: CallSpec, cluster: Cluster) -> KVTransport:
-    """Return symmetric memory if the ranks of the only tier share it, else the transport that is predicted fastest.
+def choose(spec: CallSpec, cluster: Cluster, place: Place = 0) -> KVTransport:
+    """Return symmetric memory if the ranks of the first tier share it, else the transport that is predicted fastest.
 
-    The time is that of forward and backward on the slowest rank.
+    The time is that of forward and backward on the slowest rank. `place` is the tier of transfers, 0 for the ranks of
+    several hosts if it is `Hosts`.
     """
-    (tier,) = cluster.tiers
+    tier = cluster.tiers[0]
     if tier.shares_memory:  # never slower by prediction, which takes as long as planning the call
         return SymmetricMemory()
     transports: list[KVTransport] = [AllGather(), AllToAll()]  # the first, if equal: larger tiles
-    works = [ring_works(each, spec, tier.ranks) for each in transports]
+    works = [ring_works(each, spec, tier.ranks, place if isinstance(place, Hosts) else 0) for each in transports]
     return nearly_fastest(transports, [sum(slowest(each, cluster)) for each in works])
 
 
-def ring_works(transport: KVTransport, spec: CallSpec, ranks: int, tier: int = 0) -> list[Passes]:
-    """Return the work of a ring over a tier on each of the ranks that may be the slowest."""
+def ring_works(transport: KVTransport, spec: CallSpec, ranks: int, place: Place = 0) -> list[Passes]:
+    """Return the work of a ring over a tier or several hosts on each of the ranks that may be the slowest."""
     plans = plans_of_some_ranks(transport, spec, ranks)
-    return [ring_work(plan, spec, tier, int(transport.slows_compute)) for plan in plans]
+    return [ring_work(plan, spec, place, int(transport.slows_compute)) for plan in plans]
 
 
 @lru_cached

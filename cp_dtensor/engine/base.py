@@ -124,6 +124,13 @@ class Done(NamedTuple):
     """Those that count the passes; none for a rank that has all rows."""
     rows: int = 1
     """Batch rows that make up the one row of packed tensors."""
+    split: SequenceRanks | None = None
+    """The ranks along two axes, if the plan is over these and those of the call are along one."""
+
+    @property
+    def ranks(self) -> SequenceRanks:
+        """Those of the plan."""
+        return self.split or self.call.ranks
 
     def begin(self, x: Tensor, *, backward: bool = False) -> None:
         """Count a pass before it exchanges anything (see `Calls.begin`); `x` is a tensor of the pass."""
@@ -134,7 +141,7 @@ class Done(NamedTuple):
         return
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        for group in () if error is None else self.call.ranks.groups:  # a pass that raises leaves nothing in flight
+        for group in () if error is None else self.ranks.groups:  # a pass that raises leaves nothing in flight
             abandon(group)
         if error is not None and issubclass(error, PeerError):
             for calls in self.calls:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.comm.transports import choose, plans_of_some_ranks, ring_works
 from cp_dtensor.engine.latent import EXPANDED_BYTES
+from cp_dtensor.plan.cluster import NETWORK_TOLERANCE, TOLERANCE, Cluster, Hosts, Place, Tier
 from cp_dtensor.plan.cost import (
-    Cluster,
     Passes,
     Step,
-    Tier,
     Work,
     expansion,
     nearly_fastest,
-    over,
     rows_read,
     seconds,
     slowest,
-    transfer_bytes,
+    slowest_work,
+    transferred,
 )
 from cp_dtensor.plan.partition import (
     CallSpec,
@@ -41,6 +41,8 @@ from cp_dtensor.spec.layouts import Span
 
 EXPANDED = "expanded "
 """Prefix of a method that sends K/V, where ranks have latents."""
+SPLIT = "split "
+"""Prefix of a method over two axes, hosts and the ranks of a host, where the mesh has one axis of all of them."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +60,67 @@ class Estimate:
     """Bytes that the busiest rank receives over the outer axis in both passes; 0 until `counted`."""
     inner_bytes: int = 0
     """Bytes over the inner axis; those of Ulysses, if there is one axis."""
+    work: Passes = field(default=((), ()), compare=False, repr=False)
+    """Of the slowest rank."""
+
+    @classmethod
+    def of(cls, transport: str, works: Sequence[Passes], cluster: Cluster, memory: float) -> Estimate:
+        """Return the estimate of some ranks' work."""
+        work, times = slowest_work(works, cluster)
+        return cls(transport, *times, memory, work=work)
 
     @property
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward + self.backward
 
+    def bytes_over(self, tier: int) -> float:
+        """Return the bytes over a tier in both passes, on the slowest rank."""
+        return sum(
+            sum(bytes_of[tier : tier + 1])
+            for steps in self.work for step in steps for bytes_of in (step.received, step.sent)
+        )  # fmt: skip
 
-def estimates(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> dict[str, Estimate]:
+
+def estimates(
+    spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, *, one_axis: bool = False
+) -> dict[str, Estimate]:
     """Return an estimate for each method that the tiers allow; the first is preferred if times are equal.
 
     For latents also of each method (with the prefix `EXPANDED`) if ranks expand their own latents and send K/V: that is
     n times fewer rows to expand on n ranks, and none again in backward.
+
+    Args:
+        one_axis: True if all ranks are along one axis; two tiers are its hosts and the ranks of a host then. Methods
+            over two axes have the prefix `SPLIT`.
     """
-    by_heads = ulysses_estimate(spec, cluster, transport_method)
-    if len(cluster.tiers) == 1:
-        found = {"ring": ring_estimate(spec, cluster, transport_method), "ulysses": by_heads}
-    else:
-        found = {"hybrid": by_heads, "ring": nested_ring_estimate(spec, cluster, transport_method)}
+    found = _estimates(spec, cluster, transport_method)
+    if one_axis and isinstance(cluster.hosts, Hosts):
+        along_one = _estimates(spec, cluster.flat, transport_method, cluster.hosts)
+        found = {SPLIT + name: each for name, each in found.items()} | along_one
     if spec.latent_dims is not None:
         own_rows = rows_in_order(spec.partition.groups()[0].kv_by_rank).longest
         expanding = seconds((expansion(own_rows, spec, 1),), cluster)
-        for name, each in estimates(expanded(spec), cluster, transport_method).items():
+        of_expanded = estimates(expanded(spec), cluster, transport_method, one_axis=one_axis)
+        for name, each in of_expanded.items():
             forward, backward = each.forward + expanding, each.backward + 2 * expanding
             found[EXPANDED + name] = replace(each, forward=forward, backward=backward)
     return found
+
+
+def _estimates(
+    spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, hosts: Hosts | None = None
+) -> dict[str, Estimate]:
+    if hosts is not None or len(cluster.tiers) == 1:
+        return {
+            "ring": ring_estimate(spec, cluster, transport_method, hosts or 0),
+            "ulysses": ulysses_estimate(spec, cluster, transport_method, hosts),
+        }
+    found = {
+        "ring": nested_ring_estimate(spec, cluster, transport_method),
+        "hybrid": ulysses_estimate(spec, cluster, transport_method),
+    }
+    return found if cluster.tolerance == NETWORK_TOLERANCE else dict(reversed(found.items()))
 
 
 def expanded(spec: CallSpec) -> CallSpec:
@@ -90,26 +128,34 @@ def expanded(spec: CallSpec) -> CallSpec:
     return spec if spec.latent_dims is None else replace(spec, kv_heads=spec.q_heads, latent_dims=None)
 
 
-def fastest(found: dict[str, Estimate]) -> str:
+def fastest(found: dict[str, Estimate], tolerance: float = TOLERANCE) -> str:
     """Return the first method whose predicted time is (nearly) the least."""
-    return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()])
+    return nearly_fastest(list(found), [estimate.seconds for estimate in found.values()], tolerance)
 
 
-def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
-    """Return the estimate of a ring over the only tier."""
-    name, works, memory = _ring(spec, cluster, transport_method)
-    return Estimate(name, *slowest(works, cluster), memory)
+def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: Place = 0) -> Estimate:
+    """Return the estimate of a ring over the first tier, or over all ranks of several hosts."""
+    name, works, memory = _ring(spec, cluster, transport_method, place)
+    return Estimate.of(name, works, cluster, memory)
 
 
-def ulysses_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
-    """Return the estimate by heads over the inner tier, as a ring over the outer one if there is one."""
+def ulysses_estimate(
+    spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, hosts: Hosts | None = None
+) -> Estimate:
+    """Return the estimate by heads over the inner tier, as a ring over the outer one unless all ranks are in the inner.
+
+    Args:
+        hosts: of all ranks; then the outer tier is that between hosts.
+    """
     inner, *outer = cluster.tiers
+    if hosts is not None:
+        outer = []
     stages = head_stages(spec, inner.ranks, publishes=inner.shares_memory and not outer)
     heads = partition_call(spec, inner.ranks, stages)
     merged = replace(spec, partition=MergedPartition(spec.partition, inner.ranks))
     stage = with_heads(merged, heads, heads.kv_groups(0, 0))  # of the first rank, which has the most heads
     around = replace(cluster, tiers=tuple(outer or (replace(inner, ranks=1),)))
-    name, rings, memory = _ring(stage, around, transport_method, tier=1)
+    name, rings, memory = _ring(stage, around, transport_method, 1)
     group = spec.partition.groups()[0]
     queries, keys = (
         rows_in_order(by_rank).longest * spec.batch_size * spec.itemsize
@@ -120,37 +166,47 @@ def ulysses_estimate(spec: CallSpec, cluster: Cluster, transport_method: Transpo
     hides = hides_exchanges(spec, inner.shares_memory)
     works = [
         (
-            _by_heads(forward, q + kv, out, heads.stages, inner, hides),
-            _by_heads(backward, out, q + kv, heads.stages, inner, hides),
+            _by_heads(forward, q + kv, out, heads.stages, inner, hides, hosts),
+            _by_heads(backward, out, q + kv, heads.stages, inner, hides, hosts),
         )
         for forward, backward in rings
     ]
     # Exchanged tensors are saved for backward; with shared memory they are in symmetric buffers, too.
     memory += (q + kv + out) * (2 if inner.shares_memory else 1)
-    return Estimate(name if outer else "-", *slowest(works, cluster), memory)
+    return Estimate.of(name if outer else "-", works, cluster, memory)
 
 
-def _by_heads(ring: Work, towards: float, away: float, stages: int, tier: Tier, hides: bool) -> Work:
+def _by_heads(
+    ring: Work, towards: float, away: float, stages: int, tier: Tier, hides: bool, hosts: Hosts | None = None
+) -> Work:
     """Return the work of a pass whose rows are exchanged for heads, stage by stage.
 
     Args:
         ring: a stage after its exchange.
         towards, away: bytes of this rank's tensors, exchanged for heads and back for rows.
         hides: see `hides_exchanges`; if False, all stages wait for one exchange.
+        hosts: of the ranks of the tier, if there are several.
     """
-    copies, part = (2 if tier.shares_memory else 4), (tier.ranks - 1) / tier.ranks
+    copies = 2 if tier.shares_memory else 4
+    near = tier.ranks if hosts is None else hosts.ranks
+    parts = (near - 1) / tier.ranks, (tier.ranks - near) / tier.ranks  # within a host, and between hosts
+
+    def exchange(size: float) -> tuple[float, ...]:
+        return tuple(part * size for part in parts[: 1 if hosts is None else 2])
+
     exchanges = stages if hides else 1
-    arriving = Step(moved=copies * towards / exchanges, received=over(0, part * towards / exchanges))
-    leaving = Step(moved=copies * away / exchanges, sent=over(0, part * away / exchanges))
-    launching = Step(launches=1)
+    arriving = Step(moved=copies * towards / exchanges, received=exchange(towards / exchanges))
+    leaving = Step(moved=copies * away / exchanges, sent=exchange(away / exchanges))
+    call, *others = ring
     work: list[Step] = []
     for index in range(stages):
-        steps = [ring[0] + launching, *ring[1:]]
+        # What the outer ring sends has arrived before.
+        steps = [replace(call, launches=1.0 + (call.launches if index == 0 else 0.0)), *others]
         if hides or index == 0:
             steps[0] += arriving
         if hides or index == stages - 1:
             steps[-1] += leaving
-        work += [*steps, launching]
+        work += [*steps, Step(launches=1)]
     return tuple(work)
 
 
@@ -167,27 +223,27 @@ def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: Tra
             name, rings, held = _ring(replace(spec, partition=partition), within, transport_method)
             memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
             ring, back = max(rings, key=lambda passes: sum(slowest([passes], within)))
-            arriving = () if step.transfer is None else over(1, transfer_bytes(step.transfer, plan, spec))
+            arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, 1)[0]
             forward += [ring[0] + Step(received=arriving), *ring[1:]]
             backward += [back[0] + Step(received=arriving), *back[1:]]
             backward[-1] += Step(sent=arriving)  # gradients
         works.append((tuple(forward), tuple(backward)))
-    return Estimate(name, *slowest(works, cluster), memory)
+    return Estimate.of(name, works, cluster, memory)
 
 
 def _ring(
-    spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, tier: int = 0
+    spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: Place = 0
 ) -> tuple[str, list[Passes], float]:
-    """Return the transport, the work on some ranks, and the memory of a ring over the only tier."""
-    (links,) = cluster.tiers
+    """Return the transport, the work on some ranks, and the memory of a ring over the first tier or several hosts."""
+    links = cluster.tiers[0]
     needs_memory = isinstance(transport_method, SymmetricMemory)
     if links.ranks == 1 or (needs_memory and not links.shares_memory):
         transport: KVTransport = AllGather()
     else:
-        transport = transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster)
+        transport = transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster, place)
     plans = plans_of_some_ranks(transport, spec, links.ranks)
     memory = max(_ring_memory(plan, spec, transport) for plan in plans)
-    return transport.name, ring_works(transport, spec, links.ranks, tier), memory
+    return transport.name, ring_works(transport, spec, links.ranks, place), memory
 
 
 def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:
@@ -220,6 +276,11 @@ def counted(
     """Add bytes to the estimates of a call, by the plans of all ranks; `inner_size` is None if there is one axis."""
     by_method = {name: attention_bytes(spec, name, outer_size, inner_size) for name in found}
     return {name: replace(found[name], outer_bytes=o, inner_bytes=i) for name, (o, i) in by_method.items()}
+
+
+def with_bytes(found: Estimate) -> Estimate:
+    """Add the bytes over two tiers of the slowest rank, of which a call along one axis makes no difference."""
+    return replace(found, outer_bytes=int(found.bytes_over(1)), inner_bytes=int(found.bytes_over(0)))
 
 
 def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None = None) -> Span:

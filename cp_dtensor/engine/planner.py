@@ -28,13 +28,13 @@ from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.head_exchange import CollectiveHeads, HeadRows
 from cp_dtensor.comm.head_exchange_symm_mem import obstacle_to_shared_memory, shared_memory_heads
-from cp_dtensor.comm.links import cluster_of
+from cp_dtensor.comm.links import cluster_of, split_over_hosts
 from cp_dtensor.comm.transport import KVTransport, TransportMethod
 from cp_dtensor.engine.agreement import agreed_pair, warn_of_zeros_and_ones
 from cp_dtensor.engine.arguments import check_batch_size
 from cp_dtensor.engine.base import Done, Plan, Tensors
 from cp_dtensor.engine.call import Call, plan_fields
-from cp_dtensor.engine.choose import EXPANDED, estimates, expanded, fastest
+from cp_dtensor.engine.choose import EXPANDED, SPLIT, estimates, expanded, fastest
 from cp_dtensor.engine.latent import ExpandedPlan, LatentRingPlan
 from cp_dtensor.engine.ring import NestedRingPlan, Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
@@ -58,7 +58,7 @@ from cp_dtensor.spec.masks import Full, Mask, as_plain
 
 _WIDE_GRADIENTS_FROM = 4
 """Fewest ranks whose gradients of own tiles stay float32. With fewer, the slower kernel costs 10% of backward."""
-_Planned = tuple[Plan, tuple[int, int], Signature, tuple[Calls, ...]]
+_Planned = tuple[Plan, tuple[int, int], Signature, tuple[Calls, ...], SequenceRanks | None]
 _plans: WeakKeyDictionary[dist.ProcessGroup, LRUCache[_Planned]] = WeakKeyDictionary()
 
 
@@ -92,9 +92,9 @@ def planned(
                 warn_of_zeros_and_ones(t.bias)
             if not capturing():  # ranks compare nothing then, so a later call must not find the plan
                 plans.add(key, found)
-    plan, pair, signature, calls = found
+    plan, pair, signature, calls, split = found
     scale = 1.0 / math.sqrt(q.size(3)) if call.scale is None else call.scale
-    return Done(call, plan, pair, scale, signature, calls, rows)
+    return Done(call, plan, pair, scale, signature, calls, rows, split)
 
 
 def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], allowed: Allowed) -> _Planned:
@@ -103,7 +103,8 @@ def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], all
     spec = call_spec(call.partition(pair, q_shape[0]), mask, *properties)
     if spec.deterministic:
         spec = masked_by_shape(spec, allowed)
-    plan = plan_call(spec, call.method, call.transport, choose_backend(expanded(spec), allowed), ranks)
+    method, split = _method(spec, call, ranks)
+    plan = plan_call(spec, method, call.transport, choose_backend(expanded(spec), allowed), split or ranks)
     # What is equal on all ranks and decides what they exchange.
     signature = Signature(
         f"attention of {pair[0]:,} queries to {pair[1]:,} keys, batch {spec.batch_size}, {spec.q_heads}:"
@@ -114,7 +115,7 @@ def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], all
         sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
         how = f"{_described(plan)} (rotate_method {call.transport.name!r})"
         log_once("engine", logging.INFO, f"{signature.text}, on {sizes} ranks: {how}")
-    return plan, pair, signature, () if _is_alone(spec) else calls_of(ranks)
+    return plan, pair, signature, () if _is_alone(spec) else calls_of(ranks), split
 
 
 def _is_alone(spec: CallSpec) -> bool:
@@ -153,43 +154,55 @@ def call_spec(
     )  # fmt: skip
 
 
+def _method(spec: CallSpec, call: Call, ranks: SequenceRanks) -> tuple[str, SequenceRanks | None]:
+    """Return the method of a call, and its ranks along two axes if "auto" splits the one of the call over hosts.
+
+    "auto" takes what is predicted to be fastest. It may expand latents before K/V are sent, as a rank that is alone
+    does; other methods send latents.
+    """
+    if call.method != "auto":
+        return call.method, None
+    if _is_alone(spec):
+        return "ring" if spec.latent_dims is None else EXPANDED + "ring", None
+    if spec.masking is Masking.INTERVALS_UNBROKEN:
+        return "ring", None  # by heads, the rows of a bias would have to travel
+    device = torch.device(spec.device)
+    with on_device(device):
+        split = split_over_hosts(ranks, device)
+        method = _predicted_fastest(spec, call.transport, ranks, split)
+    return method.replace(SPLIT, ""), split if SPLIT in method else None
+
+
+def _predicted_fastest(
+    spec: CallSpec, transport: TransportMethod, ranks: SequenceRanks, split: SequenceRanks | None
+) -> str:
+    if spec.device_type != "cuda":  # the cost model is of GPUs
+        method = ("ring" if split is None else SPLIT + "ring") if ranks.inner is None else "hybrid"
+        log_once("engine", logging.INFO, f'"auto" takes {method}, as always on CPUs')
+        return method
+    cluster = cluster_of(ranks, torch.device(spec.device), spec.itemsize)
+    found = estimates(spec, cluster, transport, one_axis=ranks.inner is None)
+    chosen = fastest(found, cluster.tolerance)
+    times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
+    within = f"the first within {cluster.tolerance - 1:.0%} of the fastest"
+    log_once("engine", logging.INFO, f'"auto" takes {chosen}, {within}: {times}')
+    return chosen
+
+
 def plan_call(
     spec: CallSpec, method: str, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
 ) -> Plan:
-    """Return the plan for a method that fits the ranks; "auto" takes the one that is predicted to be fastest.
-
-    Of latents, "auto" may expand them before K/V are sent, as a rank that is alone does; other methods send latents.
-    """
-    if _is_alone(spec) and method == "auto" and spec.latent_dims is not None:
-        method = EXPANDED + "ring"
-    elif _is_alone(spec):
-        return plan_ring(spec, transport, backend, None, 0)
-    if method == "auto" and spec.masking is Masking.INTERVALS_UNBROKEN:
-        method = "ring"  # by heads, the rows of a bias would have to travel
-    if method == "auto":
-        method = _predicted_fastest(spec, transport, ranks)
+    """Return the plan for a method that fits the ranks; with the prefix `EXPANDED`, ranks expand their own latents."""
     if method.startswith(EXPANDED):
         inner = plan_call(expanded(spec), method.removeprefix(EXPANDED), transport, backend, ranks)
         return ExpandedPlan(inner, inner.saves_rows_of_others)
+    if _is_alone(spec):
+        return plan_ring(spec, transport, backend, None, 0)
     if method != "ring":
         return plan_ulysses(spec, transport, backend, ranks)
     if ranks.inner is None:
         return plan_ring(spec, transport, backend, ranks.outer, ranks.rank)
     return plan_nested_ring(spec, transport, backend, ranks)
-
-
-def _predicted_fastest(spec: CallSpec, transport: TransportMethod, ranks: SequenceRanks) -> str:
-    if spec.device_type != "cuda":  # the cost model is of GPUs
-        method = "ring" if ranks.inner is None else "hybrid"
-        log_once("engine", logging.INFO, f'"auto" takes {method}, as always on CPUs')
-        return method
-    device = torch.device(spec.device)
-    with on_device(device):
-        cluster = cluster_of(ranks, device, spec.itemsize)
-    found = estimates(spec, cluster, transport)
-    times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
-    log_once("engine", logging.INFO, f'"auto" takes {fastest(found)}, the first within 5% of the fastest: {times}')
-    return fastest(found)
 
 
 def plan_ring(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from cp_dtensor.api.extension import BACKWARD, Cluster, Estimate, Hardware, Step, seconds
+from cp_dtensor.api.extension import Cluster, Estimate, Hardware, Step, seconds
 from cp_dtensor.layers.chunked import Rows, token_bytes
 from cp_dtensor.layers.rows import Relayout, SequenceLayout, rows_over_axes
 from cp_dtensor.layers.scan import scan_plan
@@ -17,15 +17,17 @@ CHUNK = 64
 _BLOCK = 64
 """Columns of the state that a thread block of the kernels has."""
 # Fitted to one H200 and fla-core 0.6 (layers-hybrid in docs/benchmarks/measured.csv), within 13%.
-_LAUNCHES = 1.25
+_LAUNCHES = 1.4
 """Host time of the kernels of a run in forward, in launches."""
+_BACKWARD = 3.0
+"""FLOPs and launches of backward over those of forward."""
 _CHUNK_SECONDS = 1.4e-6
 """Seconds of a chunk in forward, in a thread block that passes a state from chunk to chunk."""
 _TRAFFIC = {"none": (3.3, 11.0), "by head": (6.1, 14.7), "by channel": (14.1, 58.0)}
 """Bytes that all kernels of forward and of backward take the time of, over those of q, k, v and the output, by the
 decays of a delta rule. "none", for no delta rule, is counted from the tensors that kernels read and write, at the speed
 of "by head"."""
-_COMPOSING_LAUNCHES = 0.25
+_COMPOSING_LAUNCHES = 0.28
 """Host time to compose one map, in launches."""
 
 
@@ -100,7 +102,7 @@ def kernels(rows: Rows, tokens: int, longest: int, heads: int, columns: int, gpu
     forward, backward = _TRAFFIC[kind]
     return (
         Step(flops=flops, moved=forward * moved, launches=_LAUNCHES),
-        Step(flops=BACKWARD * flops, moved=backward * moved, launches=BACKWARD * _LAUNCHES),
+        Step(flops=_BACKWARD * flops, moved=backward * moved, launches=_BACKWARD * _LAUNCHES),
     )
 
 

@@ -240,7 +240,7 @@ class LinearRecurrence(SequenceLayer):
         cluster = cluster_of(ranks, v.device, v.dtype.itemsize)
         found = recurrence_estimates(rows, sequence, cluster, one_axis=axis_of_heads(ranks) is not None)
         times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
-        log_once("engine", logging.INFO, f'{call.owner}: "auto" takes {fastest(found)}, the first within 5%: {times}')
+        log_once("engine", logging.INFO, f'{call.owner}: "auto" takes {fastest(found)}, the first within 2%: {times}')
         return fastest(found)
 
     def _is_predicted(self, v: Tensor, ranks: SequenceRanks) -> bool:

@@ -17,7 +17,8 @@ from cp_dtensor.api import explain as api
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import Estimate, _by_heads, attention_bytes, estimates, ring_estimate
-from cp_dtensor.plan.cost import Cluster, Hardware, Step, Tier, seconds
+from cp_dtensor.plan.cluster import Cluster, Hardware, Tier
+from cp_dtensor.plan.cost import Step, seconds
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, head_stages
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.layouts import Contiguous, HeadTail
@@ -164,7 +165,10 @@ def test_explain_assumes_a_network_between_nodes_of_eight() -> None:
     flat = explained(16, names=("cp",), **call, hardware="h100")
     named = explained(2, 8, **call, hardware={"ring": "h200, ethernet 100g", "ulysses": "H200"})
     assert default.assumption == "assumed: ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s"
-    assert flat.assumption == "assumed: cp: H100, InfiniBand NDR, 36.7 GB/s"
+    assert flat.assumption == ("assumed: cp: hosts of 8 H100, NVLink 4, and InfiniBand NDR, 36.7 GB/s, between them")
+    assert set(flat.methods) == {"split ring", "split hybrid", "ring", "ulysses"}
+    assert flat.methods["split ring"].outer_bytes < flat.methods["ring"].outer_bytes / 4
+    assert "split: over two axes" in str(flat)
     assert "ring: H200, Ethernet 100G, 9.17 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in named.assumption
     for found in (default, named):
         assert found.methods["hybrid"].transport in ("allgather", "alltoall")

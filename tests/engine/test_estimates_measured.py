@@ -2,79 +2,190 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from statistics import median
+from typing import NamedTuple
 
-import pytest
-from support.measured import Case, measured
+from support.measured import MEASURED, Case, measured
 
+from cp_dtensor import Causal, Documents, SlidingWindow
 from cp_dtensor.comm.transports import ROTATE_METHODS
-from cp_dtensor.engine.choose import estimates, ring_estimate
-from cp_dtensor.plan.cost import Cluster, Hardware, Tier
+from cp_dtensor.engine.choose import Estimate, estimates, fastest, ring_estimate, ulysses_estimate
+from cp_dtensor.plan.cluster import PACKAGE_KERNELS, TORCH_KERNELS, Cluster, Hardware, Hosts, Tier
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
+from cp_dtensor.spec.layouts import HeadTail
+from cp_dtensor.spec.masks import Mask
 
-FEW_RANKS = ["2xH200", "2xH200-mha", "2xH200-graphs", "4xH200", "4xH200-mha", "4xH200-graphs"]
-EIGHT_RANKS = ["8xH200", "8xH200-mha", "8xH200-graphs"]
-MASKS = ["2xH200-masks", "4xH200-masks", "8xH200-masks-flex"]
 LAYOUTS = ("HeadTail", "Contiguous", "Balanced")
+METHODS = ("symm_mem", "alltoall", "allgather", "ulysses")
 AUTO = ROTATE_METHODS["auto"]
+WITHIN = {True: 0.07, False: 0.10}
+"""Largest error by whether the mask is causal."""
+OFF = MEASURED.parents[2] / "tests" / "engine" / "estimates_off.txt"
+"""Cells with a larger error: alltoall over NVLink, whose NCCL kernels reach a part of the links; slow hosts of 8 GPUs
+in forward; tiles of few blocks; and cells of the trial. It gets shorter only."""
 
 
-def ratios(case: Case, launch: float, kind: str = "") -> dict[tuple[str, str], float]:
-    """Return the predicted over the measured time, by method and pass."""
+class Cell(NamedTuple):
+    """A measured time and its prediction."""
+
+    name: str
+    is_causal: bool
+    ratio: float
+    """Predicted over measured."""
+    host: float
+    """The host's part of the predicted time."""
+
+
+def spec_of(mask: Mask, layout: object, tokens: int, ranks: int, heads: tuple[int, int], head_dim: int) -> CallSpec:
+    partition = LayoutPartition(layout, tokens, tokens, 1, ranks)  # type: ignore[arg-type]
+    masking = masking_of(partition, mask)
+    return CallSpec(partition, mask, 1, *heads, head_dim, head_dim, "bfloat16", masking)
+
+
+def estimate_of(method: str, spec: CallSpec, cluster: Cluster) -> Estimate:
+    if method == "ulysses":
+        return ulysses_estimate(spec, cluster, AUTO)
+    return ring_estimate(spec, cluster, ROTATE_METHODS[method])
+
+
+@cache
+def estimated(case: Case) -> dict[str, tuple[Estimate, Cluster]]:
+    """By method, without launches for graphs."""
     mask, layout = case.values()
-    partition = LayoutPartition(layout, case.tokens, case.tokens, 1, case.ranks)
-    spec = CallSpec(
-        partition, mask, 1, case.q_heads, case.kv_heads, case.head_dim, case.head_dim, "bfloat16",
-        masking_of(partition, mask),
-    )  # fmt: skip
-    gpu = Hardware(**{**vars(Hardware.of("H200")), "launch": launch})
-    cluster = Cluster(gpu, (Tier.of(gpu, case.ranks),))
-    found = {
-        "ours-symm_mem": ring_estimate(spec, cluster, AUTO),
-        "ours-alltoall": ring_estimate(spec, cluster, ROTATE_METHODS["alltoall"]),
-        "ours-ulysses": estimates(spec, cluster, AUTO)["ulysses"],
-    }
-    times = measured()[case]
-    return {
-        (method, name): 1e3 * seconds / times[method + kind, name]
-        for method, each in found.items()
-        for name, seconds in (("fwd", each.forward), ("fwdbwd", each.seconds))
-        if (method + kind, name) in times
-    }
+    spec = spec_of(mask, layout, case.tokens, case.ranks, (case.q_heads, case.kv_heads), case.head_dim)
+    kernels = PACKAGE_KERNELS if "packages" in case.table else TORCH_KERNELS
+    gpu = replace(Hardware.of("H200").with_kernels(kernels), launch=launch_of(case))
+    found = {}
+    for kind, launch in (("", gpu.launch), (" graph", 0.0)):
+        cluster = Cluster(replace(gpu, launch=launch), (Tier.of(gpu, case.ranks),))
+        for method in METHODS:
+            if (f"ours-{method}{kind}", "fwdbwd") in measured()[case]:
+                found[method + kind] = estimate_of(method, spec, cluster), cluster
+    return found
 
 
-def cases(tables: list[str], shortest: int, longest: int = 1 << 20) -> list[Case]:
-    return [
-        case for case in measured()
-        if case.table in tables and case.layout in LAYOUTS and shortest <= case.tokens <= longest
-    ]  # fmt: skip
+def launches(found: Estimate) -> tuple[float, float]:
+    """Return those of forward and of both passes."""
+    forward, backward = (sum(step.launches for step in steps) for steps in found.work)
+    return forward, forward + backward
 
 
-@pytest.mark.parametrize("case", cases(FEW_RANKS, 32768), ids=str)
-def test_long_calls_take_what_was_measured(case: Case) -> None:
-    for key, ratio in ratios(case, Hardware.launch).items():
-        assert 0.74 < ratio < 1.17, (key, ratio)
+@cache
+def launch_of_tables() -> dict[str, float]:
+    """Seconds of the host for a launch, by table and by machine: those of short calls over the model's launches."""
+    taken: dict[str, list[float]] = {}
+    for case, times in measured().items():
+        for method in METHODS if case.tokens <= 8192 and case.layout in LAYOUTS and case.mask == "causal" else ():
+            if host := times.get((f"ours-{method}", "fwd host")):
+                spec = spec_of(*case.values(), case.tokens, case.ranks, (case.q_heads, case.kv_heads), case.head_dim)
+                cluster = Cluster(Hardware.of("H200"), (Tier.of(Hardware.of("H200"), case.ranks),))
+                each = estimate_of(method, spec, cluster)
+                for name in (case.table, case.machine):
+                    taken.setdefault(name, []).append(host / 1e3 / launches(each)[0])
+    return {name: median(each) for name, each in taken.items()}
 
 
-@pytest.mark.parametrize("case", cases(["2xH200-graphs", "8xH200-graphs"], 8192, 131072), ids=str)
-def test_graphs_take_what_was_measured_without_launches(case: Case) -> None:
-    found = ratios(case, 0.0, " graph")
-    assert len(found) == 4
-    for key, ratio in found.items():
-        assert 0.85 < ratio < 1.1, (key, ratio)
+def launch_of(case: Case) -> float:
+    return launch_of_tables().get(case.table, launch_of_tables()[case.machine])
+
+
+@cache
+def compared() -> list[Cell]:
+    found = []
+    for case, times in measured().items():
+        for method, (each, cluster) in estimated(case).items() if case.layout in LAYOUTS else ():
+            for name, seconds, count in zip(
+                ("fwd", "fwdbwd"), (each.forward, each.seconds), launches(each), strict=True
+            ):
+                if taken := times.get((f"ours-{method}", name)):
+                    ratio, host = 1e3 * seconds / taken, cluster.gpu.launch * count / seconds
+                    found.append(Cell(f"{case} of {case.head_dim} {method} {name}", case.mask == "causal", ratio, host))
+    return found
+
+
+def listed(table: str) -> set[str]:
+    """Return the cells that are listed, those of the trial or others."""
+    return {line for line in OFF.read_text().splitlines() if line.startswith("nodes-trial") is bool(table)}
+
+
+def test_calls_that_do_not_wait_for_the_host_take_what_was_measured() -> None:
+    """On 2, 4 and 8 GPUs: within 7% for causal masks, and within 10% for others."""
+    cells = [each for each in compared() if each.host < 0.5]
+    off = {each.name for each in cells if abs(each.ratio - 1) > WITHIN[each.is_causal]}
+    assert len(cells) > 590
+    assert off == listed("")
+    assert len(off) <= 60
+    errors = [abs(math.log(each.ratio)) for each in cells]
+    assert median(errors) < 0.03
+    assert max(errors) < 0.35
 
 
 def test_short_calls_are_launched_in_about_the_time_that_was_measured() -> None:
-    """The speed of the hosts of the rented machines differed by more than a half."""
-    short = cases(FEW_RANKS + EIGHT_RANKS, 2048, 8192)
-    found = [math.log(ratio) for case in short for ratio in ratios(case, Hardware.launch).values()]
-    assert abs(median(found)) < math.log(1.15)
-    assert max(map(abs, found)) < math.log(2.0)
+    """The host's time of one call differs by a half from run to run."""
+    errors = [math.log(each.ratio) for each in compared() if each.host >= 0.5]
+    assert len(errors) > 100
+    assert abs(median(errors)) < math.log(1.1)
+    assert max(map(abs, errors)) < math.log(1.75)
 
 
-@pytest.mark.parametrize("case", [case for case in cases(MASKS, 65536) if case.mask != "causal"], ids=str)
-def test_times_under_masks_are_near_what_was_measured(case: Case) -> None:
-    """In forward on 8 ranks, the slowest of the hosts decides."""
-    for (method, name), ratio in ratios(case, Hardware.launch).items():
-        assert (0.68 if name == "fwd" else 0.86) < ratio < 1.13, (method, name, ratio)
+# The trial of two nodes: "nodes-trial" of measured.csv
+
+TRIAL_MASKS = {
+    "causal": lambda tokens: Causal(), "window 4096": lambda tokens: SlidingWindow(4095, 0),
+    "documents of 2048": lambda tokens: Causal() & Documents(range(0, tokens + 1, 2048)),
+}  # fmt: skip
+TRIAL_METHODS = {"ulysses": "ours-ulysses", "split ring": "ours-nested-2", "split hybrid": "ours-hybrid-2"}
+# Two ranks share a GPU, and the 2.8 GB/s of their node.
+SHARED = Hardware.of("H200")
+SHARED = replace(SHARED, flops=SHARED.flops / 2, memory_speed=SHARED.memory_speed / 2)
+TRIAL = Cluster(SHARED, (Tier.of(SHARED, 2), Tier(2, 2.8e9 / 2, SHARED.link_latency, shares_memory=False)))
+
+
+def trial() -> Iterator[tuple[str, dict[str, Estimate], dict[tuple[str, str], float]]]:
+    """Yield the cells: estimates by method, and milliseconds by method and pass."""
+    with MEASURED.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["table"] == "nodes-trial"]
+    for tokens, mask in dict.fromkeys((int(row["tokens"]), row["mask"]) for row in rows):
+        spec = spec_of(TRIAL_MASKS[mask](tokens), HeadTail(), tokens, 4, (32, 8), 128)
+        of_case = [row for row in rows if (int(row["tokens"]), row["mask"]) == (tokens, mask)]
+        times = {(row["method"], row["pass"]): float(row["median_ms"]) for row in of_case}
+        found = estimates(spec, TRIAL, AUTO, one_axis=True)
+        found |= {
+            name: ring_estimate(spec, TRIAL.flat, ROTATE_METHODS[name], Hosts(2)) for name in ("alltoall", "allgather")
+        }
+        yield f"{tokens} {mask}", found, times
+
+
+def test_auto_is_the_fastest_of_the_trial() -> None:
+    """Along one axis and along two, forward and both, in all cells: within 10%."""
+    compared = 0
+    for name, found, times in trial():
+        of_one_axis = {method: each for method, each in found.items() if method not in ("alltoall", "allgather")}
+        of_two = {method: each for method, each in found.items() if method.startswith("split")}
+        for methods in (of_one_axis, of_two):
+            chosen = TRIAL_METHODS[fastest(methods, TRIAL.tolerance)]
+            for pass_name in ("fwd", "fwdbwd"):
+                least = min(ms for (_, each), ms in times.items() if each == pass_name)
+                assert times[chosen, pass_name] <= 1.1 * least, (name, chosen)
+                compared += 1
+    assert compared == 16
+
+
+def test_the_trial_takes_what_was_predicted() -> None:
+    """Within 15%, but for the cells that are listed. Processes that share a GPU take turns of milliseconds, of which
+    the model knows nothing: what is short or waits often took longer, up to 6 times in the window by allgather."""
+    off, count = set(), 0
+    for name, found, times in trial():
+        for method, each in found.items():
+            row = TRIAL_METHODS.get(method, f"ours-{method}")
+            for pass_name, seconds in (("fwd", each.forward), ("fwdbwd", each.seconds)) if method != "ring" else ():
+                count += 1
+                if abs(1e3 * seconds / times[row, pass_name] - 1) > 0.15:
+                    off.add(f"nodes-trial {name} {method} {pass_name}")
+    assert count == 40
+    assert off == listed("nodes-trial")

@@ -34,7 +34,7 @@ from cp_dtensor.engine.base import Tensors, Values
 from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.choose import EXPANDED, Estimate, attention_bytes, estimates, fastest
 from cp_dtensor.engine.latent import ExpandedPlan
-from cp_dtensor.plan.cost import Cluster, Hardware, Tier
+from cp_dtensor.plan.cluster import Cluster, Hardware, Tier
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 
 H200 = Hardware.of("H200")

@@ -21,7 +21,8 @@ from cp_dtensor.layers.chunked import Rows
 from cp_dtensor.layers.cost import kernels, recurrence_estimates
 from cp_dtensor.layers.layer import LinearRecurrence
 from cp_dtensor.layers.rows import SequenceLayout
-from cp_dtensor.plan.cost import Cluster, Hardware, Tier, seconds
+from cp_dtensor.plan.cluster import Cluster, Hardware, Tier
+from cp_dtensor.plan.cost import seconds
 
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "measured.csv"
 NVLINK, NETWORK = Hardware.of("H200"), Hardware.of("H200, InfiniBand NDR")

@@ -16,18 +16,8 @@ from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.comm.transport import KVTransport
 from cp_dtensor.comm.transports import choose, plans_of_some_ranks, ring_works
-from cp_dtensor.plan.cost import (
-    TOLERANCE,
-    TRANSFER_TAX,
-    Cluster,
-    Hardware,
-    Step,
-    Tier,
-    nearly_fastest,
-    ring_work,
-    seconds,
-    slowest,
-)
+from cp_dtensor.plan.cluster import TOLERANCE, Cluster, Hardware, Tier
+from cp_dtensor.plan.cost import TRANSFER_TAX, Step, nearly_fastest, ring_work, seconds, slowest
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.documents import Documents
@@ -86,13 +76,14 @@ def test_the_host_launches_ahead() -> None:
 
 
 def test_steps_add_up() -> None:
-    first, second = Step(1, 2, (3,), (), 4), Step(10, 20, (30, 40), (50,), 60)
-    assert first + second == Step(11, 22, (33, 40), (50,), 64)
+    first, second = Step(1, 2, (3,), (), 4, (5,), 6), Step(10, 20, (30, 40), (50,), 60, (70, 80), 90)
+    assert first + second == Step(11, 22, (33, 40), (50,), 64, (75, 80), 96)
 
 
 def test_nearly_equal_choices_are_the_first() -> None:
-    assert nearly_fastest(["ring", "ulysses"], [1.04, 1.0]) == "ring"
-    assert nearly_fastest(["ring", "ulysses"], [1.06, 1.0]) == "ulysses"
+    assert nearly_fastest(["ring", "ulysses"], [1.01, 1.0]) == "ring"
+    assert nearly_fastest(["ring", "ulysses"], [1.03, 1.0]) == "ulysses"
+    assert nearly_fastest(["ring", "ulysses"], [1.03, 1.0], 1.05) == "ring"
 
 
 # Rings

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 @cache
 def measured() -> dict[Case, dict[tuple[str, str], float]]:
-    """Milliseconds by case, and of a case by method and pass."""
+    """Milliseconds by case, and of a case by method and pass; passes with " host" are the host's time."""
     found: dict[Case, dict[tuple[str, str], float]] = {}
     with MEASURED.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -47,5 +47,7 @@ def measured() -> dict[Case, dict[tuple[str, str], float]]:
                 continue  # of another program, or of two head dims
             numbers = (int(row[name]) for name in ("q_heads", "kv_heads", "head_dim"))
             case = Case(row["table"], row["machine"], int(row["tokens"]), row["mask"], row["layout"], *numbers)
-            found.setdefault(case, {})[row["method"], row["pass"]] = float(row["median_ms"])
+            times = found.setdefault(case, {})
+            times[row["method"], row["pass"]] = float(row["median_ms"])
+            times[row["method"], row["pass"] + " host"] = float(row["host_us"]) / 1e3
     return found
