@@ -111,7 +111,7 @@ class Chosen:
 
 def attention_to_chosen(
     attend: Function, is_sharded: bool, beside: Mapping[str, Any], module: Any, query: Tensor, key: Any, value: Any,
-    mask: Any, indices: Tensor | None = None, block_indices: Tensor | None = None, **kwargs: Any,
+    attention_mask: Any, indices: Tensor | None = None, block_indices: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention over selected keys as a function of transformers; leave other attention to `attend`.
 
@@ -121,17 +121,17 @@ def attention_to_chosen(
         beside: more arguments of `indexed_attention` and `block_attention`; other attention has them in `kwargs`.
         query: (B, H, T, D).
         key, value: (B, Hkv, T, D) and (B, Hkv, T, Dv), or `Latents`.
-        mask: of transformers, or `Chosen`.
+        attention_mask: of transformers, or `Chosen`.
         indices: (B, T, K), -1 for none.
         block_indices: (B, Hkv, T, N), -1 for none.
     """
-    indices = mask.indices if isinstance(mask, Chosen) else indices
+    indices = attention_mask.indices if isinstance(attention_mask, Chosen) else indices
     if indices is None and isinstance(key, Latents):
         key, value = key.expand(key.latent, key.rotary)
     if indices is None and block_indices is None:
-        return attend(module, query, key, value, mask, **kwargs)
+        return attend(module, query, key, value, attention_mask, **kwargs)
     if not is_sharded:
-        made = _mask_uncompiled(module, query, key, mask, indices, block_indices, kwargs.get("position_ids"))
+        made = _mask_uncompiled(module, query, key, attention_mask, indices, block_indices, kwargs.get("position_ids"))
         return attend(module, query, key, value, made, **kwargs)
     name, refused = type(module).__name__, kwargs.keys() - PASSED_ON - {"scaling", *(["s_aux"] if beside else [])}
     _check_selected(name)
@@ -140,7 +140,7 @@ def attention_to_chosen(
             raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
     options = {"mesh": CONTEXT, "scale": kwargs.get("scaling"), **beside}
     if indices is None:
-        out = _blocks_uncompiled(module, query, key, value, block_indices, mask, options)
+        out = _blocks_uncompiled(module, query, key, value, block_indices, attention_mask, options)
     elif isinstance(key, Latents):
         out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
     else:  # blocks of one key, the same for each head
