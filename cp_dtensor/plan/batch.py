@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 Seconds = Callable[[Sequence[int], int], float]
 """Predicted time of a group: from the lengths of its documents and its number of ranks."""
@@ -18,6 +19,8 @@ _Groups = tuple[tuple[int, ...], ...]
 """The documents, by index, of each group of a step."""
 _TARGETS = 16
 """Lengths of a step that are tried, between the shortest possible and all work at once."""
+_DIVISIONS = 24
+"""Divisions of the ranks into groups that are tried, from one group on."""
 _TRIED = 3_000
 """Most moves of documents that are tried, so that the plan of a large batch stays cheap."""
 
@@ -49,7 +52,7 @@ def plan_steps(lengths: Sequence[int], ranks: int, tokens_per_rank: int, seconds
     """
     search = _Search(lengths, ranks, tokens_per_rank, seconds)
     begun = [search.first_fit(target) for target in search.targets()]
-    begun += [search.first_fit(float("inf"), size) for size in range(1, ranks + 1) if ranks % size == 0]
+    begun += map(search.balanced, islice(_divisions(ranks, ranks), _DIVISIONS))
     begun.sort(key=search.total)
     return tuple(map(search.placed, min(map(search.improved, begun), key=search.total)))
 
@@ -107,7 +110,7 @@ class _Search:
         for index in range(_TARGETS):
             yield least * (max(most, least) / least) ** (index / (_TARGETS - 1))
 
-    def first_fit(self, target: float, least_size: int = 1) -> list[_Groups]:
+    def first_fit(self, target: float) -> list[_Groups]:
         """Return steps of groups that take at most the target, where their longest document alone does."""
         groups: list[tuple[tuple[int, ...], int]] = []
         rooms: list[int] = []  # tokens for which each group has memory
@@ -121,7 +124,7 @@ class _Search:
                     rooms[index] -= self.lengths[document]
                     break
             else:
-                size = max(least_size, self._size_within(document, target))
+                size = self._size_within(document, target)
                 groups.append(((document,), size))
                 rooms.append(size * self.tokens_per_rank - self.lengths[document])
         steps: list[tuple[_Groups, int]] = []
@@ -134,6 +137,27 @@ class _Search:
                 steps.append(((documents,), size))
         return [others for others, _ in steps]
 
+    def balanced(self, sizes: tuple[int, ...]) -> list[_Groups]:
+        """Return steps of groups of these sizes: each document goes to the group with the least time that has memory."""
+        groups: list[tuple[float, int, tuple[int, ...], int]] = []  # time, index, documents, tokens that fit
+        ranks: list[int] = []
+        for document in self.by_length:
+            length = self.lengths[document]
+            if all(length > room for *_, room in groups):
+                fits = length <= sizes[0] * self.tokens_per_rank
+                ranks += sizes if fits else (self.ranks,)
+                groups += [(0.0, at, (), ranks[at] * self.tokens_per_rank) for at in range(len(groups), len(ranks))]
+            _, at, documents, room = min(group for group in groups if group[3] >= length)
+            documents = _with(documents, document)
+            groups[at] = self.seconds(documents, ranks[at]), at, documents, room - length
+        steps, used = list[_Groups](), self.ranks
+        for (_, _, documents, _), size in zip(groups, ranks, strict=True):
+            if used == self.ranks:
+                steps.append(())
+                used = 0
+            steps[-1], used = (*steps[-1], documents), used + size
+        return [tuple(documents for documents in groups if documents) for groups in steps]
+
     def _size_within(self, document: int, target: float) -> int:
         """Return the fewest ranks with which a document takes at most the target, else the number that is fastest."""
         sizes = range(self.least_ranks((document,)), self.ranks + 1)
@@ -143,8 +167,7 @@ class _Search:
     def improved(self, steps: list[_Groups]) -> list[_Groups]:
         """Move documents, one at a time or two in exchange, as long as that makes the sum of the steps less."""
         while change := self._better(steps):
-            steps = [change.get(index, groups) for index, groups in enumerate(steps)]
-            steps = [groups for groups in steps if groups]
+            steps = _changed(steps, change)
         return steps
 
     def _better(self, steps: list[_Groups]) -> dict[int, _Groups] | None:
@@ -159,25 +182,42 @@ class _Search:
         return None
 
     def _changes(self, steps: list[_Groups]) -> Iterator[dict[int, _Groups]]:
-        """Yield changed steps, by index: one document of a slowest group is elsewhere, alone or in exchange."""
+        """Yield changed steps, by index: one document is elsewhere, alone or in exchange. Slow groups come first."""
         order = sorted(range(len(steps)), key=lambda index: -self.step(steps[index])[0])
-        for here in order:
-            sizes = self.step(steps[here])[1]
-            slowest = max(zip(steps[here], sizes, strict=True), key=lambda group: self.seconds(*group))[0]
-            for document in slowest:
-                rest = _without(slowest, document)
-                left = _replaced(steps[here], {slowest: rest})
+        timed = [
+            (self.seconds(group, size), here, group)
+            for here in order
+            for group, size in zip(steps[here], self.step(steps[here])[1], strict=True)
+        ]
+        for _, here, source in sorted(timed, key=lambda each: -each[0]):
+            for document in source:
+                rest = _without(source, document)
+                left = _replaced(steps[here], {source: rest})
                 for there in order:
                     others = left if there == here else steps[there]
                     yield {here: left, there: (*others, (document,))}
                     for group in steps[there]:
-                        if group == slowest:
+                        if group == source:
                             continue
                         yield {here: left, there: _replaced(others, {group: _with(group, document)})}
                         for exchanged in group:
                             mine, theirs = _with(rest, exchanged), _with(_without(group, exchanged), document)
-                            both = {slowest: mine, group: theirs}
+                            both = {source: mine, group: theirs}
                             yield {here: _replaced(steps[here], both), there: _replaced(steps[there], both)}
+
+
+def _divisions(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield descending sizes of groups that add up to the ranks, each at most `most`."""
+    if not ranks:
+        yield ()
+    for size in range(min(ranks, most), 0, -1):
+        for rest in _divisions(ranks - size, size):
+            yield (size, *rest)
+
+
+def _changed(steps: list[_Groups], change: Mapping[int, _Groups]) -> list[_Groups]:
+    """Return the steps that are left after a change."""
+    return [groups for groups in (change.get(index, groups) for index, groups in enumerate(steps)) if groups]
 
 
 def _with(documents: tuple[int, ...], document: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cp_dtensor.plan.batch import plan_steps
@@ -68,7 +68,8 @@ batches = st.tuples(st.integers(2, 4), st.sampled_from([4096, 8192])).flatmap(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@example(([148, 148, 148], 3, 4096))  # an idle rank would make a group slower
+@settings(max_examples=60, deadline=None)
 @given(batches)
 def test_small_batches_are_within_5_percent_of_the_best(batch: tuple[list[int], int, int]) -> None:
     lengths, ranks, tokens_per_rank = batch
