@@ -25,7 +25,7 @@ _BYTES = 512 << 20
 """Limit for the scores of a block of queries, unless one has more. The package's top-k takes twice as many."""
 _DIM, _HEADS, _MOST_KEYS = 128, (16, 32, 64), 2048
 """What the kernels take: values of a key, heads, and keys of a query."""
-_FEWEST_COLUMNS = 4096
+_FEWEST_COLUMNS = 8192
 _FEW = 148
 """Most queries of the package's top-k for few of them."""
 _SCORES, _TOP_K = (
