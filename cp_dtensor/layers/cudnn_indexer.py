@@ -21,11 +21,13 @@ from cp_dtensor.api.extension import quiet, wrong_result
 from cp_dtensor.layers.masked import in_intervals, largest_seen
 from cp_dtensor.layers.package_kernels import PackageKernels, hopper_or_blackwell
 
-_BYTES = 512 << 20
-"""Limit for the scores of a block of queries, unless one has more. The package's top-k takes twice as many."""
+_BYTES, _FEWEST_QUERIES = 256 << 20, 512
+"""Limit for the scores of a block of queries, and fewest queries of one, which fill a GPU of 132 multiprocessors. The
+package's top-k takes twice as many bytes."""
 _DIM, _HEADS, _MOST_KEYS = 128, (16, 32, 64), 2048
 """What the kernels take: values of a key, heads, and keys of a query."""
-_FEWEST_COLUMNS = 4096
+_FEWEST_COLUMNS = 8192
+"""Of the package's top-k, which is compiled for powers of 2. That for 4,096 selected wrong keys in a check."""
 _FEW = 148
 """Most queries of the package's top-k for few of them."""
 _SCORES, _TOP_K = (
@@ -54,7 +56,6 @@ def select_by_kernel(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, seen: T
         if first >= last:
             out[at] = -1
             continue
-        # The package compiles top-k for powers of two: few of them.
         columns = min(k.size(0) - first, max(_FEWEST_COLUMNS, 1 << (last - first - 1).bit_length()))
         ends = on_device[:, 1, at].amax(0).int() - first
         # Query i gets scores of the keys up to `offset` + i.
@@ -80,7 +81,7 @@ def _blocks(seen: Tensor, topk: int, keys: int) -> Iterator[tuple[int, int, bool
     [(0, 2, False), (2, 4, True), (4, 6, False), (6, 7, True)]
     """
     lo, hi = seen.unbind(1)
-    total, step = lo.size(1), max(1, _BYTES // (4 * max(keys, 1)))
+    total, step = lo.size(1), max(_FEWEST_QUERIES, _BYTES // (4 * max(keys, 1)))
     runs = [(True, total)]
     if seen.size(0) == 1:
         begins, counts = torch.where(hi[0] - lo[0] > topk, lo[0], -1).unique_consecutive(return_counts=True)

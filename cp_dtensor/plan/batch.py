@@ -138,7 +138,7 @@ class _Search:
         return [others for others, _ in steps]
 
     def balanced(self, sizes: tuple[int, ...]) -> list[_Groups]:
-        """Return steps of groups of these sizes: each document goes to the group with the least time that has memory."""
+        """Return steps of groups of these sizes: each document goes to the fastest so far that has memory."""
         groups: list[tuple[float, int, tuple[int, ...], int]] = []  # time, index, documents, tokens that fit
         ranks: list[int] = []
         for document in self.by_length:

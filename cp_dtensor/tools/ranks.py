@@ -36,7 +36,7 @@ _LIBRARIES = {
     "attention_forward_kernel": "ours", "attention_dq_kernel": "ours", "attention_dkv_kernel": "ours",
     "FlashAttentionForward": "FlashAttention-4", "FlashAttentionBackward": "FlashAttention-4",
     "cudnnflex_attention": "cuDNN's FlexAttention", "cudnn": "cuDNN", "pytorch_flash": "FlashAttention-2",
-    "fmha_cutlass": "efficient", "nccl": "NCCL",
+    "fmha_cutlass": "efficient", "nccl": "NCCL", "sparse_attn_fwd": "FlashMLA", "nvjet": "cuBLAS",
 }  # fmt: skip
 """Libraries by a part of their kernels' names; the first that fits counts."""
 

@@ -285,6 +285,7 @@ def test_keys_by_kernels(mask: Mask | None, is_causal: bool, step: int) -> None:
                 mock.patch.object(cudnn_indexer, "_top_k_serves", return_value=serves_top_k),
                 mock.patch.object(cudnn_indexer, "_module", cudnn),
                 mock.patch.object(cudnn_indexer, "_BYTES", step),
+                mock.patch.object(cudnn_indexer, "_FEWEST_QUERIES", 1),
                 mock.patch.object(cudnn_indexer, "_FEWEST_COLUMNS", 8),
             ):
                 found = selected(sequence, given, 6, mask=mask, is_causal=is_causal)
