@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor.api.extension import RankFunction, differentiated_once, refuse_batches, wide_dtype
@@ -23,7 +25,8 @@ from cp_dtensor.layers.masked import MaskedLayer, in_intervals
 from cp_dtensor.spec.masks import Mask
 
 _BYTES = 64 << 20
-"""Limit for the products, the logits and the chosen keys of a block of queries, unless one has more."""
+"""Limit for the products, the logits and the chosen keys of a block of queries, unless one has more. The keys of a loss
+over all of them are in float32 besides."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,10 @@ class _Loss(RankFunction):
             d_weights[batch, at] = (block.products.relu() @ d_scores.unsqueeze(2)).squeeze(2)
             d_products = d_scores.unsqueeze(1) * of_head.unsqueeze(2)
             d_products.masked_fill_(block.products <= 0, 0.0)
-            dq[batch, at] = d_products @ block.index_keys
-            if seen:  # all keys
-                d_keys[batch, :length] += d_products.flatten(0, 1).T @ of_query.flatten(0, 1)
-            else:
-                d_keys[batch].index_add_(0, block.positions.flatten(), (d_products.mT @ of_query).flatten(0, 1))
+            keys_d, positions = f"{block.subscripts}d", block.positions
+            dq[batch, at] = torch.einsum(f"rhn,{keys_d}->rhd", d_products, block.index_keys)
+            of_keys = torch.einsum(f"rhn,rhd->{keys_d}", d_products, of_query)
+            d_keys[batch].index_add_(0, positions.flatten(), of_keys.flatten(0, -2))
         d_index_keys = None
         if ctx.needs_input_grad[1]:
             sequences = ctx.call.sequences(q_index.size(0))
@@ -105,12 +107,14 @@ class _Block(NamedTuple):
 
     batch: int
     at: slice
+    subscripts: str
+    """Of keys in einsum: "n" if all queries have the same, else "rn"."""
     positions: Tensor
-    """(r or 1, n) of keys; chosen ones that are none stand for a row of zeros behind the others."""
+    """Of keys, (n,) or (r, n); no key stands for a row of zeros behind the others."""
     is_key: Tensor
     """(r, n), False for keys that the query does not see."""
     index_keys: Tensor
-    """(r or 1, n, D)."""
+    """(n, D) or (r, n, D)."""
     products: Tensor
     """(r, H, n) of the indexer."""
     log_found: Tensor
@@ -125,27 +129,28 @@ def _blocks(
 ) -> Iterator[_Block]:  # fmt: skip
     """Yield blocks of queries, whose numbers are computed in float32 or wider."""
     (batch_size, count, index_heads, dim), (length, groups, width) = q_index.shape, keys.shape[1:]
-    wide, keys_of_query = wide_dtype(q_index), length if indices is None else indices.size(2)
-    widest = max(index_heads, q.size(2), dim, groups * width)
-    step = max(1, _BYTES // (max(1, keys_of_query) * widest * wide.itemsize))
-    everything = torch.arange(length, device=q.device).unsqueeze(0)
-    for batch in range(batch_size):
-        padded = [torch.cat((x[batch], x.new_zeros((1, *x.shape[2:])))) for x in (index_keys, keys)]
-        for start in range(0, count, step):
-            at = slice(start, min(start + step, count))
-            if indices is None:
-                index, is_key = everything, in_intervals(seen[batch][:, :, at], everything)
-            else:
-                is_key = indices[batch, at] >= 0
-                index = indices[batch, at].long().masked_fill(~is_key, length)
-            of_index, of_attention = (
-                x.index_select(0, index.flatten()).unflatten(0, index.shape).to(wide) for x in padded
-            )
-            products = q_index[batch, at].to(wide) @ of_index.mT
-            scores = (weights[batch, at].to(wide).unsqueeze(1) @ products.relu()).squeeze(1)
-            log_found = scores.masked_fill_(~is_key, float("-inf")).log_softmax(1).masked_fill_(~is_key, 0.0)
-            q_block = q[batch, at].to(wide).unflatten(1, (groups, -1))
-            logits = (q_block @ of_attention.permute(0, 2, 3, 1)).flatten(1, 2).mul_(scale)
-            attention = logits.masked_fill_(~is_key.unsqueeze(1), float("-inf")).softmax(2).mean(1)
-            attention.masked_fill_(~is_key, 0.0)
-            yield _Block(batch, at, index, is_key, of_index, products, log_found, attention)
+    wide, chosen_values = wide_dtype(q_index), () if indices is None else (dim, groups * width)
+    of_key = max(index_heads, q.size(2), *chosen_values)
+    keys_of_query = length if indices is None else indices.size(2)
+    step = max(1, _BYTES // (max(1, keys_of_query) * of_key * wide.itemsize))
+    everything = torch.arange(length, device=q.device)
+    padded = F.pad(index_keys, (0, 0, 0, 1)), F.pad(keys, (0, 0, 0, 0, 0, 1))
+    for batch, start in product(range(batch_size), range(0, count, step)):
+        at = slice(start, min(start + step, count))
+        if indices is None:
+            subscripts, positions = "n", everything
+            is_key = in_intervals(seen[batch][:, :, at], positions)
+        else:
+            subscripts, is_key = "rn", indices[batch, at] >= 0
+            positions = indices[batch, at].long().masked_fill(~is_key, length)
+        of_index, of_attention = (
+            x[batch].index_select(0, positions.flatten()).unflatten(0, positions.shape).to(wide) for x in padded
+        )
+        products = torch.einsum(f"rhd,{subscripts}d->rhn", q_index[batch, at].to(wide), of_index)
+        scores = (weights[batch, at].to(wide).unsqueeze(1) @ products.relu()).squeeze(1)
+        log_found = scores.masked_fill_(~is_key, float("-inf")).log_softmax(1).masked_fill_(~is_key, 0.0)
+        q_block = q[batch, at].to(wide).unflatten(1, (groups, -1))
+        logits = torch.einsum(f"rghd,{subscripts}gd->rghn", q_block, of_attention).flatten(1, 2).mul_(scale)
+        attention = logits.masked_fill_(~is_key.unsqueeze(1), float("-inf")).softmax(2).mean(1)
+        attention.masked_fill_(~is_key, 0.0)
+        yield _Block(batch, at, subscripts, positions, is_key, of_index, products, log_found, attention)

@@ -127,7 +127,8 @@ def indexer_loss(
     check_dims(owner, _DIMS, given)
     _check_index(owner, q_index, k_index, weights)
     check_dims(owner, _DIMS_OF_TARGET, {"q": q, "k": k, "indices": indices})
-    if q.shape[:3:2] != q_index.shape[:2] or q.dtype != k.dtype or not q.is_floating_point() or q.size(1) % k.size(1):
+    fits = (q.size(0), q.size(2)) == q_index.shape[:2] and k.size(1) and q.size(1) % k.size(1) == 0
+    if not fits or q.dtype != k.dtype or not q.is_floating_point():
         raise ValueError(
             f"{owner} expects q of the batch and the tokens of q_index, {tuple(q_index.shape[:2])}, with a multiple of "
             f"the heads of k, both of one floating dtype; got q {q.dtype} {tuple(q.shape)}, k {k.dtype} "
