@@ -126,8 +126,6 @@ class _Tables(NamedTuple):
     """(T,) the first blocks of their documents."""
     part: Tensor
     """(T,) of each token, the number of its part."""
-    seen: Tensor
-    """The first block that each token sees, and the end of those that it sees, (1, 2, T), on the CPU."""
 
 
 class _Key(NamedTuple):
@@ -148,8 +146,7 @@ def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
         depth = at - document[part]
         before = (counts > 0).cumsum(0).repeat_interleave(counts)  # a block before each part that has any
         found = in_document * blocks.size, number + before, at, depth, first[part], part
-        seen = torch.stack((first[part], first[part] + (depth + 1) // blocks.size)).unsqueeze(0)
-        return _Tables._make((*(each.to(device) for each in found), seen))
+        return _Tables(*(each.to(device) for each in found))
 
     return tables_on(device, _Key(blocks, rank), made)
 
@@ -234,9 +231,11 @@ class SelectPooled(_OfBlocks):
         blocks, tables = self.blocks(call, q.size(0), q.device)
         self.check_pooled(call, pooled, tables)
         keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
+        on_host = _tables(blocks, call.ranks.rank, torch.device("cpu"))
+        seen = torch.stack((on_host.first, on_host.first + (on_host.depth + 1) // self.size)).unsqueeze(0)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            select_reference(out[row], q[row], keys[row], weights[row], tables.seen)
+            select_reference(out[row], q[row], keys[row], weights[row], seen)
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
