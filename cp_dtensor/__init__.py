@@ -23,6 +23,7 @@ from cp_dtensor.layers.sparse import (
     indexed_attention,
     indexer_loss,
     pooled_attention,
+    pooled_indexer_loss,
     select_blocks,
     select_keys,
 )
@@ -83,6 +84,7 @@ __all__ = [
     "mamba2",
     "pool_blocks",
     "pooled_attention",
+    "pooled_indexer_loss",
     "relayout",
     "ring_attention",
     "select_blocks",

@@ -127,6 +127,10 @@ class _Tables(NamedTuple):
     part: Tensor
     """(T,) of each token, the number of its part."""
 
+    def seen(self, size: int) -> Tensor:
+        """Return the first block that each token sees, and the end of those that it sees, (1, 2, T)."""
+        return torch.stack((self.first, self.first + (self.depth + 1) // size)).unsqueeze(0)
+
 
 class _Key(NamedTuple):
     blocks: Blocks
@@ -151,7 +155,7 @@ def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
     return tables_on(device, _Key(blocks, rank), made)
 
 
-class _OfBlocks(SequenceLayer):
+class LayerOfBlocks(SequenceLayer):
     """An operation on blocks of `size` tokens."""
 
     size: int
@@ -176,7 +180,7 @@ class _OfBlocks(SequenceLayer):
 
 
 @dataclass(frozen=True)
-class PoolBlocks(_OfBlocks):
+class PoolBlocks(LayerOfBlocks):
     """Pooled rows of this rank's blocks, (B, n, D), and the positions of these in their documents, (n,).
 
     The tensors are x (B, T, C), gate (B, T, C) or None for means, and bias (size, C) or None. With `overlap` C is 2 D:
@@ -215,7 +219,7 @@ class PoolBlocks(_OfBlocks):
 
 
 @dataclass(frozen=True)
-class SelectPooled(_OfBlocks):
+class SelectPooled(LayerOfBlocks):
     """Numbers of the blocks that score best, (B, T, topk), or the positions of their tokens and of the rest.
 
     The tensors are q (B, T, H, D), weights (B, T, H), and pooled keys (B, n, D).
@@ -231,8 +235,7 @@ class SelectPooled(_OfBlocks):
         blocks, tables = self.blocks(call, q.size(0), q.device)
         self.check_pooled(call, pooled, tables)
         keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
-        on_host = _tables(blocks, call.ranks.rank, torch.device("cpu"))
-        seen = torch.stack((on_host.first, on_host.first + (on_host.depth + 1) // self.size)).unsqueeze(0)
+        seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
             select_reference(out[row], q[row], keys[row], weights[row], seen)
@@ -249,7 +252,7 @@ class SelectPooled(_OfBlocks):
 
 
 @dataclass(frozen=True)
-class PooledAttention(_OfBlocks):
+class PooledAttention(LayerOfBlocks):
     """Attention over a window of tokens and pooled keys, which are values too.
 
     The tensors are q (B, H, T, D), kv (B, T, D), numbers of blocks (B, T, K), or None for all that a query sees, pooled

@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor.api.extension import RankFunction, differentiated_once, refuse_batches, wide_dtype
+from cp_dtensor.api.extension import RankFunction, SequenceRanks, differentiated_once, refuse_batches, wide_dtype
+from cp_dtensor.layers.blocks import LayerOfBlocks
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
 from cp_dtensor.layers.exchange import whole_rows
 from cp_dtensor.layers.layer import Inputs, Result
 from cp_dtensor.layers.masked import MaskedLayer, in_intervals
+from cp_dtensor.layers.rows import SequenceLayout
+from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.masks import Mask
 
 _BYTES = 64 << 20
@@ -53,7 +56,32 @@ class IndexerLoss(MaskedLayer):
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q_index, k_index, weights, q, k, indices, *_ = tensors
         seen = [] if indices is not None else [each.to(q.device) for _, each in self.queries(call, q.size(0))]
-        return _Loss.apply(q_index, k_index, weights, call, q, k, indices, self.scale, seen), None
+        place = call.sequences(q.size(0)), call.ranks
+        return _Loss.apply(q_index, k_index, weights, *place, q, k, indices, self.scale, seen), None
+
+
+@dataclass(frozen=True)
+class PooledIndexerLoss(LayerOfBlocks):
+    """The same over pooled keys, of chosen blocks or without indices of all that a query sees.
+
+    The tensors are q_index (B, T, H, D), weights (B, T, H), q (B, T, J, E), indices (B, T, N) or None, and this rank's
+    pooled index keys (B, n, D) and pooled keys (B, n, E).
+    """
+
+    of_tokens = 6
+    size: int
+    scale: float
+
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
+        q_index, weights, q, indices, pooled_index, pooled = tensors
+        blocks, tables = self.blocks(call, q.size(0), q.device)
+        self.check_pooled(call, pooled, tables)
+        if indices is not None:
+            check_numbers(call.owner, indices, f"the last of {blocks.seq_len} blocks", blocks.seq_len)
+        place = [((0, q.size(0)), blocks)], call.ranks
+        seen = [] if indices is not None else [tables.seen(self.size)] * q.size(0)
+        target = q, pooled.unsqueeze(2), indices, self.scale, seen
+        return _Loss.apply(q_index, pooled_index, weights, *place, *target), None
 
 
 class _Loss(RankFunction):
@@ -61,12 +89,11 @@ class _Loss(RankFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, q_index: Tensor, k_index: Tensor, weights: Tensor, call: SequenceCall, q: Tensor, k: Tensor,
-        indices: Tensor | None, scale: float, seen: Sequence[Tensor],
+        ctx: Any, q_index: Tensor, k_index: Tensor, weights: Tensor, sequences: Sequence[tuple[Span, SequenceLayout]],
+        ranks: SequenceRanks, q: Tensor, k: Tensor, indices: Tensor | None, scale: float, seen: Sequence[Tensor],
     ) -> Tensor:  # fmt: skip
-        sequences = call.sequences(q.size(0))
-        index_keys, keys = (whole_rows(x, sequences, call.ranks) for x in (k_index, k))
-        ctx.call, ctx.options = call, (scale, seen)
+        index_keys, keys = (whole_rows(x, sequences, ranks) for x in (k_index, k))
+        ctx.place, ctx.options = (sequences, ranks), (scale, seen)
         ctx.save_for_backward(q_index, index_keys, weights, q, keys, indices)
         loss = q_index.new_empty(q_index.shape[:2], dtype=wide_dtype(q_index))
         for block in _blocks(q_index, index_keys, weights, q, keys, indices, scale, seen):
@@ -97,8 +124,7 @@ class _Loss(RankFunction):
             d_keys[batch].index_add_(0, positions.flatten(), of_keys.flatten(0, -2))
         d_index_keys = None
         if ctx.needs_input_grad[1]:
-            sequences = ctx.call.sequences(q_index.size(0))
-            d_index_keys = whole_rows(d_keys[:, :-1], sequences, ctx.call.ranks, transposed=True).to(q_index.dtype)
+            d_index_keys = whole_rows(d_keys[:, :-1], *ctx.place, transposed=True).to(q_index.dtype)
         return dq, d_index_keys, d_weights, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
