@@ -2,8 +2,8 @@
 
 Blocks begin with documents. A block that its document does not fill is none: its tokens are in the window alone. Each
 block is pooled by the rank that has its last token, which fetches the others. The pooled keys of all ranks are a
-sequence of their own. Attention has one list of keys, the window's and then pooled ones, as kernels of packages take it;
-two attentions merged by their log-sum-exp would need the gradients of both.
+sequence of their own. Attention has one list of keys, the window's and then pooled ones, as kernels of packages take
+it; two attentions merged by their log-sum-exp would need the gradients of both.
 
 Source: DeepSeek-V4, sections 2.3.1 and 2.3.2.
 """
