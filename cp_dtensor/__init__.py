@@ -24,6 +24,7 @@ from cp_dtensor.layers.sparse import (
     indexed_attention,
     indexer_loss,
     pooled_attention,
+    pooled_indexer_loss,
     select_blocks,
     select_keys,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "plan_batch",
     "pool_blocks",
     "pooled_attention",
+    "pooled_indexer_loss",
     "relayout",
     "ring_attention",
     "select_blocks",

@@ -2,7 +2,8 @@
 
 Blocks begin with documents. A block that its document does not fill is none: its tokens are in the window alone. Each
 block is pooled by the rank that has its last token, which fetches the others. The pooled keys of all ranks are a
-sequence of their own.
+sequence of their own. Attention has one list of keys, the window's and then pooled ones, as kernels of packages take
+it; two attentions merged by their log-sum-exp would need the gradients of both.
 
 Source: DeepSeek-V4, sections 2.3.1 and 2.3.2.
 """
@@ -10,10 +11,10 @@ Source: DeepSeek-V4, sections 2.3.1 and 2.3.2.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -127,8 +128,10 @@ class _Tables(NamedTuple):
     """(T,) the first blocks of their documents."""
     part: Tensor
     """(T,) of each token, the number of its part."""
-    seen: Tensor
-    """The first block that each token sees, and the end of those that it sees, (1, 2, T), on the CPU."""
+
+    def seen(self, size: int) -> Tensor:
+        """Return the first block that each token sees, and the end of those that it sees, (1, 2, T)."""
+        return torch.stack((self.first, self.first + (self.depth + 1) // size)).unsqueeze(0)
 
 
 class _Key(NamedTuple):
@@ -149,13 +152,12 @@ def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
         depth = at - document[part]
         before = (counts > 0).cumsum(0).repeat_interleave(counts)  # a block before each part that has any
         found = in_document * blocks.size, number + before, at, depth, first[part], part
-        seen = torch.stack((first[part], first[part] + (depth + 1) // blocks.size)).unsqueeze(0)
-        return _Tables._make((*(each.to(device) for each in found), seen))
+        return _Tables(*(each.to(device) for each in found))
 
     return tables_on(device, _Key(blocks, rank), made)
 
 
-class _OfBlocks(SequenceLayer):
+class LayerOfBlocks(SequenceLayer):
     """An operation on blocks of `size` tokens."""
 
     size: int
@@ -180,7 +182,7 @@ class _OfBlocks(SequenceLayer):
 
 
 @dataclass(frozen=True)
-class PoolBlocks(_OfBlocks):
+class PoolBlocks(LayerOfBlocks):
     """Pooled rows of this rank's blocks, (B, n, D), and the positions of these in their documents, (n,).
 
     The tensors are x (B, T, C), gate (B, T, C) or None for means, and bias (size, C) or None. With `overlap` C is 2 D:
@@ -219,7 +221,7 @@ class PoolBlocks(_OfBlocks):
 
 
 @dataclass(frozen=True)
-class SelectPooled(_OfBlocks):
+class SelectPooled(LayerOfBlocks):
     """Numbers of the blocks that score best, (B, T, topk), or the positions of their tokens and of the rest.
 
     The tensors are q (B, T, H, D), weights (B, T, H), and pooled keys (B, n, D).
@@ -235,9 +237,10 @@ class SelectPooled(_OfBlocks):
         blocks, tables = self.blocks(call, q.size(0), q.device)
         self.check_pooled(call, pooled, tables)
         keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
+        seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            select_reference(out[row], q[row], keys[row], weights[row], tables.seen)
+            select_reference(out[row], q[row], keys[row], weights[row], seen)
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
@@ -251,7 +254,7 @@ class SelectPooled(_OfBlocks):
 
 
 @dataclass(frozen=True)
-class PooledAttention(_OfBlocks):
+class PooledAttention(LayerOfBlocks):
     """Attention over a window of tokens and pooled keys, which are values too.
 
     The tensors are q (B, H, T, D), kv (B, T, D), numbers of blocks (B, T, K), or None for all that a query sees, pooled
@@ -286,9 +289,10 @@ class _PooledAttention(RankFunction):
         before = rows_of(kv, 1, Extended(window - 1), blocks.tokens, ranks)
         rows = torch.cat((before, rows_of(pooled, 1, Whole(), blocks, ranks)), 1).unsqueeze(2)
         ctx.options = blocks, tables, ranks, window, scale
-        parts = _seen_rows(indices, blocks, tables, window, before.size(1), q.size(0))
-        done = [attend_chosen_reference(q[:, :, at], rows, index, sink, q.size(3), scale) for at, index in parts]
-        out, lse = (torch.cat(each, 2) for each in zip(*done, strict=True))
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+        for row, at, index in _seen_rows(indices, blocks, tables, window, before.shape):
+            given = q[row, :, at], rows[row], index, sink, q.size(3), scale
+            out[row, :, at], lse[row, :, at] = attend_chosen_reference(*given)
         ctx.save_for_backward(q, rows, indices, sink, out, lse)
         return out
 
@@ -301,13 +305,13 @@ class _PooledAttention(RankFunction):
         count = rows.size(1) - blocks.seq_len
         dq, d_rows = torch.empty_like(q), torch.zeros_like(rows, dtype=wide_dtype(rows))
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
-        for at, index in _seen_rows(indices, blocks, tables, window, count, q.size(0)):
-            of_part = [each[:, :, at] for each in (grad_out, q, out, lse)]
-            given = *of_part[:2], rows, index, sink, *of_part[2:], scale
-            dq[:, :, at], d_rows_of_part, d_sink_of_part = chosen_gradients_reference(*given)
-            d_rows += d_rows_of_part
-            if d_sink_of_part is not None:
-                d_sink += d_sink_of_part
+        for row, at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
+            of_part = [each[row, :, at] for each in (grad_out, q, out, lse)]
+            given = *of_part[:2], rows[row], index, sink, *of_part[2:], scale
+            dq[row, :, at], d_keys, of_sink = chosen_gradients_reference(*given)
+            d_rows[row] += d_keys
+            if of_sink is not None:
+                d_sink += of_sink
         maps = (Extended(window - 1), blocks.tokens), (Whole(), blocks)
         d_kv, d_pooled = (
             rows_of(d_rows[:, part, 0], 1, *each, ranks, transposed=True).to(rows.dtype)
@@ -317,25 +321,24 @@ class _PooledAttention(RankFunction):
 
 
 def _seen_rows(
-    indices: Tensor | None, blocks: Blocks, tables: _Tables, window: int, rows: int, batch_size: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield parts of the queries, and rows of tokens and then of pooled keys that they see, (B, T, 1, N), -1 for none.
+    indices: Tensor | None, blocks: Blocks, tables: _Tables, window: int, before: Sequence[int]
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield a batch row, a part of its queries, and the rows that they see, (1, T, 1, N), -1 for none.
 
-    Args:
-        rows: number of the rows of tokens, of `Extended`.
+    Rows are those of `Extended`, whose shape begins with `before`, and then pooled keys.
     """
-    count, device = len(tables.at), tables.at.device
+    (batch_size, rows), count, device = before[:2], len(tables.at), tables.at.device
     everything, back = torch.arange(blocks.seq_len, device=device), torch.arange(window - 1, -1, -1, device=device)
     keys = window + (blocks.seq_len if indices is None else indices.size(2))
-    step = max(1, _BYTES // (8 * batch_size * keys))
+    step = max(1, _BYTES // (8 * keys))
     own = torch.arange(count, device=device) + (window - 1) * (tables.part + 1)
-    for start in range(0, max(count, 1), step):
+    for start, row in product(range(0, count, step), range(batch_size)):
         at = slice(start, min(start + step, count))
         depth, first = tables.depth[at].unsqueeze(1), tables.first[at].unsqueeze(1)
-        near = (own[at].unsqueeze(1) - back).masked_fill(back > depth, -1).expand(batch_size, -1, -1)
+        near = (own[at].unsqueeze(1) - back).masked_fill(back > depth, -1)
         if indices is None:
             is_seen = (first <= everything) & (everything < first + (depth + 1) // blocks.size)
-            far = (everything + rows).masked_fill(~is_seen, -1).expand(batch_size, -1, -1)
+            far = (everything + rows).masked_fill(~is_seen, -1)
         else:
-            far = (indices[:, at] + rows).masked_fill(indices[:, at] < 0, -1)
-        yield at, torch.cat((near, far), 2).unsqueeze(2)
+            far = (indices[row, at] + rows).masked_fill(indices[row, at] < 0, -1)
+        yield slice(row, row + 1), at, torch.cat((near, far), 1).unsqueeze(1).unsqueeze(0)

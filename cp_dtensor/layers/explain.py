@@ -112,7 +112,7 @@ def explain_recurrence(
 
 
 def explain_sparse(
-    mesh: Mesh, *, seq_len: int, latent_dims: tuple[int, int] = (512, 64), index_dim: int = 128, batch_size: int = 1,
+    mesh: Mesh, *, seq_len: int, row_dim: int = 576, index_dim: int = 128, batch_size: int = 1,
     dtype: torch.dtype = torch.bfloat16, layout: Layout | None = None,
     hardware: Assumed | Mapping[str, Assumed] | None = None, quiet: bool = False,
 ) -> Explanation:  # fmt: skip
@@ -121,8 +121,8 @@ def explain_sparse(
     Args:
         mesh: the ranks that share the sequence, as for `select_keys`.
         seq_len: the global number of tokens.
-        latent_dims: R and Dr of `indexed_attention`; for `block_attention` the values of all keys and of all values of
-            a token, (Hkv D, Hkv Dv).
+        row_dim: values of a token that attention gathers: R + Dr of `indexed_attention`, Hkv (D + Dv) of
+            `block_attention`.
         index_dim: D of k_index.
         layout: the tokens of each rank. None takes the layout of the context around the call, if that is over
             these ranks, else `HeadTail()`.
@@ -140,7 +140,7 @@ def explain_sparse(
 
         explain_sparse(mesh, seq_len=131072, hardware="H100").methods["indexed_attention"].outer_bytes
     """
-    check_numbers(dtype, index_dim=index_dim, batch_size=batch_size, R=latent_dims[0], Dr=latent_dims[1])
+    check_numbers(dtype, row_dim=row_dim, index_dim=index_dim, batch_size=batch_size)
     checked_length(seq_len)
     call = inherited("explain_sparse", Call.of(mesh, layout=layout), layout=layout is None, mask=False)
     ranks, size = call.ranks, call.ranks.size
@@ -172,16 +172,16 @@ def explain_sparse(
         memory = batch_size * (seq_len * (there + back) + rows * (back or there))
         return Estimate("-", forward, backward, memory, *received(there, back))
 
-    wide, latent = max(dtype.itemsize, 4), sum(latent_dims)
+    narrow, wide = dtype.itemsize, max(dtype.itemsize, 4)
     found = {
-        "select_keys": estimate(index_dim * dtype.itemsize, 0),
-        "indexed_attention": estimate(latent * dtype.itemsize, latent * wide),
-        "indexer_loss": estimate((index_dim + latent) * dtype.itemsize, index_dim * wide),
+        "select_keys": estimate(index_dim * narrow, 0),
+        "indexed_attention": estimate(row_dim * narrow, row_dim * wide),
+        "indexer_loss": estimate((index_dim + row_dim) * narrow, index_dim * wide),
     }
     explanation = Explanation(
-        f"exchanges of sparse attention of {seq_len:,} tokens on {counted_ranks(str(size))}, latents of "
-        f"{latent_dims[0]} + {latent_dims[1]}, index keys of {index_dim}, batch {batch_size}, {dtype}, "
-        f"{shortened(call.layout)}", assumption, names, found, "",
+        f"exchanges of sparse attention of {seq_len:,} tokens on {counted_ranks(str(size))}, {row_dim} values a token, "
+        f"{index_dim} of index keys, batch {batch_size}, {dtype}, {shortened(call.layout)}",
+        assumption, names, found, "",
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)

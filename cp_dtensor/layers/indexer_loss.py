@@ -9,21 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor.api.extension import RankFunction, differentiated_once, refuse_batches, wide_dtype
+from cp_dtensor.api.extension import RankFunction, SequenceRanks, differentiated_once, refuse_batches, wide_dtype
+from cp_dtensor.layers.blocks import LayerOfBlocks
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
 from cp_dtensor.layers.exchange import whole_rows
 from cp_dtensor.layers.layer import Inputs, Result
 from cp_dtensor.layers.masked import MaskedLayer, in_intervals
+from cp_dtensor.layers.rows import SequenceLayout
+from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.masks import Mask
 
 _BYTES = 64 << 20
-"""Limit for the products, the logits and the chosen keys of a block of queries, unless one has more."""
+"""Limit for the products, the logits and the chosen keys of a block of queries, unless one has more. The keys of a loss
+over all of them are in float32 besides."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,32 @@ class IndexerLoss(MaskedLayer):
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q_index, k_index, weights, q, k, indices, *_ = tensors
         seen = [] if indices is not None else [each.on_device for each in self.queries(call, q.size(0), q.device)]
-        return _Loss.apply(q_index, k_index, weights, call, q, k, indices, self.scale, seen), None
+        place = call.sequences(q.size(0)), call.ranks
+        return _Loss.apply(q_index, k_index, weights, *place, q, k, indices, self.scale, seen), None
+
+
+@dataclass(frozen=True)
+class PooledIndexerLoss(LayerOfBlocks):
+    """The same over pooled keys, of chosen blocks or without indices of all that a query sees.
+
+    The tensors are q_index (B, T, H, D), weights (B, T, H), q (B, T, J, E), indices (B, T, N) or None, and this rank's
+    pooled index keys (B, n, D) and pooled keys (B, n, E).
+    """
+
+    of_tokens = 6
+    size: int
+    scale: float
+
+    def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
+        q_index, weights, q, indices, pooled_index, pooled = tensors
+        blocks, tables = self.blocks(call, q.size(0), q.device)
+        self.check_pooled(call, pooled, tables)
+        if indices is not None:
+            check_numbers(call.owner, indices, f"the last of {blocks.seq_len} blocks", blocks.seq_len)
+        place = [((0, q.size(0)), blocks)], call.ranks
+        seen = [] if indices is not None else [tables.seen(self.size)] * q.size(0)
+        target = q, pooled.unsqueeze(2), indices, self.scale, seen
+        return _Loss.apply(q_index, pooled_index, weights, *place, *target), None
 
 
 class _Loss(RankFunction):
@@ -58,12 +89,11 @@ class _Loss(RankFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, q_index: Tensor, k_index: Tensor, weights: Tensor, call: SequenceCall, q: Tensor, k: Tensor,
-        indices: Tensor | None, scale: float, seen: Sequence[Tensor],
+        ctx: Any, q_index: Tensor, k_index: Tensor, weights: Tensor, sequences: Sequence[tuple[Span, SequenceLayout]],
+        ranks: SequenceRanks, q: Tensor, k: Tensor, indices: Tensor | None, scale: float, seen: Sequence[Tensor],
     ) -> Tensor:  # fmt: skip
-        sequences = call.sequences(q.size(0))
-        index_keys, keys = (whole_rows(x, sequences, call.ranks) for x in (k_index, k))
-        ctx.call, ctx.options = call, (scale, seen)
+        index_keys, keys = (whole_rows(x, sequences, ranks) for x in (k_index, k))
+        ctx.place, ctx.options = (sequences, ranks), (scale, seen)
         ctx.save_for_backward(q_index, index_keys, weights, q, keys, indices)
         loss = q_index.new_empty(q_index.shape[:2], dtype=wide_dtype(q_index))
         for block in _blocks(q_index, index_keys, weights, q, keys, indices, scale, seen):
@@ -88,15 +118,13 @@ class _Loss(RankFunction):
             d_weights[batch, at] = (block.products.relu() @ d_scores.unsqueeze(2)).squeeze(2)
             d_products = d_scores.unsqueeze(1) * of_head.unsqueeze(2)
             d_products.masked_fill_(block.products <= 0, 0.0)
-            dq[batch, at] = d_products @ block.index_keys
-            if seen:  # all keys
-                d_keys[batch, :length] += d_products.flatten(0, 1).T @ of_query.flatten(0, 1)
-            else:
-                d_keys[batch].index_add_(0, block.positions.flatten(), (d_products.mT @ of_query).flatten(0, 1))
+            keys_d, positions = f"{block.subscripts}d", block.positions
+            dq[batch, at] = torch.einsum(f"rhn,{keys_d}->rhd", d_products, block.index_keys)
+            of_keys = torch.einsum(f"rhn,rhd->{keys_d}", d_products, of_query)
+            d_keys[batch].index_add_(0, positions.flatten(), of_keys.flatten(0, -2))
         d_index_keys = None
         if ctx.needs_input_grad[1]:
-            sequences = ctx.call.sequences(q_index.size(0))
-            d_index_keys = whole_rows(d_keys[:, :-1], sequences, ctx.call.ranks, transposed=True).to(q_index.dtype)
+            d_index_keys = whole_rows(d_keys[:, :-1], *ctx.place, transposed=True).to(q_index.dtype)
         return dq, d_index_keys, d_weights, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
@@ -105,12 +133,14 @@ class _Block(NamedTuple):
 
     batch: int
     at: slice
+    subscripts: str
+    """Of keys in einsum: "n" if all queries have the same, else "rn"."""
     positions: Tensor
-    """(r or 1, n) of keys; chosen ones that are none stand for a row of zeros behind the others."""
+    """Of keys, (n,) or (r, n); no key stands for a row of zeros behind the others."""
     is_key: Tensor
     """(r, n), False for keys that the query does not see."""
     index_keys: Tensor
-    """(r or 1, n, D)."""
+    """(n, D) or (r, n, D)."""
     products: Tensor
     """(r, H, n) of the indexer."""
     log_found: Tensor
@@ -125,27 +155,28 @@ def _blocks(
 ) -> Iterator[_Block]:  # fmt: skip
     """Yield blocks of queries, whose numbers are computed in float32 or wider."""
     (batch_size, count, index_heads, dim), (length, groups, width) = q_index.shape, keys.shape[1:]
-    wide, keys_of_query = wide_dtype(q_index), length if indices is None else indices.size(2)
-    widest = max(index_heads, q.size(2), dim, groups * width)
-    step = max(1, _BYTES // (max(1, keys_of_query) * widest * wide.itemsize))
-    everything = torch.arange(length, device=q.device).unsqueeze(0)
-    for batch in range(batch_size):
-        padded = [torch.cat((x[batch], x.new_zeros((1, *x.shape[2:])))) for x in (index_keys, keys)]
-        for start in range(0, count, step):
-            at = slice(start, min(start + step, count))
-            if indices is None:
-                index, is_key = everything, in_intervals(seen[batch][:, :, at], everything)
-            else:
-                is_key = indices[batch, at] >= 0
-                index = indices[batch, at].long().masked_fill(~is_key, length)
-            of_index, of_attention = (
-                x.index_select(0, index.flatten()).unflatten(0, index.shape).to(wide) for x in padded
-            )
-            products = q_index[batch, at].to(wide) @ of_index.mT
-            scores = (weights[batch, at].to(wide).unsqueeze(1) @ products.relu()).squeeze(1)
-            log_found = scores.masked_fill_(~is_key, float("-inf")).log_softmax(1).masked_fill_(~is_key, 0.0)
-            q_block = q[batch, at].to(wide).unflatten(1, (groups, -1))
-            logits = (q_block @ of_attention.permute(0, 2, 3, 1)).flatten(1, 2).mul_(scale)
-            attention = logits.masked_fill_(~is_key.unsqueeze(1), float("-inf")).softmax(2).mean(1)
-            attention.masked_fill_(~is_key, 0.0)
-            yield _Block(batch, at, index, is_key, of_index, products, log_found, attention)
+    wide, chosen_values = wide_dtype(q_index), () if indices is None else (dim, groups * width)
+    of_key = max(index_heads, q.size(2), *chosen_values)
+    keys_of_query = length if indices is None else indices.size(2)
+    step = max(1, _BYTES // (max(1, keys_of_query) * of_key * wide.itemsize))
+    everything = torch.arange(length, device=q.device)
+    padded = F.pad(index_keys, (0, 0, 0, 1)), F.pad(keys, (0, 0, 0, 0, 0, 1))
+    for batch, start in product(range(batch_size), range(0, count, step)):
+        at = slice(start, min(start + step, count))
+        if indices is None:
+            subscripts, positions = "n", everything
+            is_key = in_intervals(seen[batch][:, :, at], positions)
+        else:
+            subscripts, is_key = "rn", indices[batch, at] >= 0
+            positions = indices[batch, at].long().masked_fill(~is_key, length)
+        of_index, of_attention = (
+            x[batch].index_select(0, positions.flatten()).unflatten(0, positions.shape).to(wide) for x in padded
+        )
+        products = torch.einsum(f"rhd,{subscripts}d->rhn", q_index[batch, at].to(wide), of_index)
+        scores = (weights[batch, at].to(wide).unsqueeze(1) @ products.relu()).squeeze(1)
+        log_found = scores.masked_fill_(~is_key, float("-inf")).log_softmax(1).masked_fill_(~is_key, 0.0)
+        q_block = q[batch, at].to(wide).unflatten(1, (groups, -1))
+        logits = torch.einsum(f"rghd,{subscripts}gd->rghn", q_block, of_attention).flatten(1, 2).mul_(scale)
+        attention = logits.masked_fill_(~is_key.unsqueeze(1), float("-inf")).softmax(2).mean(1)
+        attention.masked_fill_(~is_key, 0.0)
+        yield _Block(batch, at, subscripts, positions, is_key, of_index, products, log_found, attention)

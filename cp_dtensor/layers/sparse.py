@@ -22,7 +22,7 @@ from cp_dtensor.layers.arguments import check_dims, checked_number, layer
 from cp_dtensor.layers.blocks import PooledAttention
 from cp_dtensor.layers.chosen import BlockAttention, IndexedAttention
 from cp_dtensor.layers.indexer import SelectKeys
-from cp_dtensor.layers.indexer_loss import IndexerLoss
+from cp_dtensor.layers.indexer_loss import IndexerLoss, PooledIndexerLoss
 from cp_dtensor.layers.pooled import eager, refuse_dtensors
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
@@ -128,7 +128,8 @@ def indexer_loss(
     check_dims(owner, _DIMS, given)
     _check_index(owner, q_index, k_index, weights)
     check_dims(owner, _DIMS_OF_TARGET, {"q": q, "k": k, "indices": indices})
-    if q.shape[:3:2] != q_index.shape[:2] or q.dtype != k.dtype or not q.is_floating_point() or q.size(1) % k.size(1):
+    fits = (q.size(0), q.size(2)) == q_index.shape[:2] and k.size(1) and q.size(1) % k.size(1) == 0
+    if not fits or q.dtype != k.dtype or not q.is_floating_point():
         raise ValueError(
             f"{owner} expects q of the batch and the tokens of q_index, {tuple(q_index.shape[:2])}, with a multiple of "
             f"the heads of k, both of one floating dtype; got q {q.dtype} {tuple(q.shape)}, k {k.dtype} "
@@ -142,6 +143,60 @@ def indexer_loss(
     edges = None if mask is None else (0,)
     dims = ["BTHD", "BTE", "BTH", "BTJF", "BTGI", "BTK"]
     return layer(owner, tensors, dims, operation, mesh, layout, edges, seq_len)[0]
+
+
+@eager
+def pooled_indexer_loss(
+    q_index: torch.Tensor, pooled_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, pooled: torch.Tensor, *,
+    size: int, scale: float, indices: torch.Tensor | None = None, mesh: Mesh, layout: Layout | None = None,
+    cu_seqlens: Any = None, seq_len: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the loss that trains the indexer of `select_pooled`, of each query of this rank.
+
+    It is `indexer_loss` over pooled keys alone, without those of the window.
+
+    Args:
+        q_index, weights: as for `select_pooled`.
+        pooled_index: (B, n, D), its pooled index keys.
+        q, pooled, size, indices: as for `pooled_attention`.
+        scale: factor of attention's logits, such as 1 / sqrt(D) of q.
+        mesh, layout, cu_seqlens, seq_len: as for `halo`.
+
+    Returns:
+        (B, T) float32 (float64 for float64 q_index), 0 for a query without blocks.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `pooled_attention`.
+
+    One rank, two tokens in blocks of one; the second weighs both blocks alike, as attention does:
+
+        keys, q = torch.zeros(1, 2, 4), torch.zeros(1, 1, 2, 4)
+        given = q.transpose(1, 2), keys, torch.ones(1, 2, 1), q, keys
+        loss = pooled_indexer_loss(*given, size=1, scale=0.5, mesh=mesh)  # 0, 0
+
+    Source: DeepSeek-V4, section 2.3.1.
+    """
+    owner = "pooled_indexer_loss"
+    size = checked_number(owner, "size", size, least=1)
+    q_index, pooled_index = cast_by_autocast(q_index, pooled_index)
+    q, pooled = cast_by_autocast(q, pooled)
+    index, target = {"q_index": q_index, "weights": weights, "pooled": pooled_index}, {"q": q, "pooled": pooled}
+    check_dims(owner, _DIMS_OF_POOLED, index)
+    _check_index(owner, q_index, pooled_index, weights)
+    check_dims(owner, _DIMS_OF_POOLED, {**target, "indices": indices})
+    refuse_dtensors(owner, {**index, **target, "indices": indices})
+    fits = (q.size(0), q.size(2)) == q_index.shape[:2] and pooled.size(1) == pooled_index.size(1)
+    if not fits or q.dtype != pooled.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"{owner} expects q of the batch and the tokens of q_index, {tuple(q_index.shape[:2])}, and as many pooled "
+            f"keys as pooled index keys, {pooled_index.size(1)}, both of one floating dtype; got q {q.dtype} "
+            f"{tuple(q.shape)}, pooled {pooled.dtype} {tuple(pooled.shape)}"
+        )
+    _check_indices(owner, "indices", indices, None)
+    tensors = [q_index, weights, q.detach().transpose(1, 2), indices, pooled_index, pooled.detach()]
+    operation = PooledIndexerLoss, (size, softmax_scale(q.size(3), float(scale)))
+    dims = ["BTHD", "BTH", "BTJE", "BTK", "BND", "BNE"]
+    return layer(owner, tensors, dims, operation, mesh, layout, cu_seqlens, seq_len)[0]
 
 
 def indexed_attention(

@@ -226,7 +226,7 @@ def sparse(function: str, layout: str, dtype: torch.dtype = torch.float32) -> Ca
         else:
             keys = torch.cat((latent, rotary), 2).unsqueeze(1)
             indexer_loss(*index, of(3, rows, 9), keys, scale=1.0, indices=indices, **place).sum().backward()
-        return explain_sparse(latent_dims=(7, 2), index_dim=5, batch_size=BATCH, dtype=dtype, quiet=True, **place)
+        return explain_sparse(row_dim=9, index_dim=5, batch_size=BATCH, dtype=dtype, quiet=True, **place)
 
     call.__name__ = f"{layout}, {dtype}"
     return call

@@ -22,6 +22,7 @@ from cp_dtensor import (
     affine_scan,
     causal_conv1d,
     explain_recurrence,
+    explain_sparse,
     gated_delta_rule,
     halo,
     local_runs,
@@ -139,6 +140,8 @@ BAD: list[tuple[str, Call]] = [
      _explain(layer="mamba")),
     ("expected heads to be an integer >= 1, got 0", _explain(heads=0)),
     ("expected heads to be a multiple of key_heads, got 4 and 3", _explain(key_heads=3)),
+    ("expected row_dim to be an integer >= 1, got 0", lambda mesh: explain_sparse(mesh, seq_len=8, row_dim=0)),
+    ("expected dtype to be a floating", lambda mesh: explain_sparse(mesh, seq_len=8, dtype=torch.int32)),
 ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from cp_dtensor import (
     context_parallel,
     pool_blocks,
     pooled_attention,
+    pooled_indexer_loss,
     select_pooled,
 )
 from cp_dtensor.layers import blocks as module
@@ -92,6 +93,12 @@ def best_blocks(
     return out
 
 
+def is_chosen(chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """(B, S, count): the numbers that rows of `chosen` have."""
+    found = torch.zeros(*chosen.shape[:2], count + 1, dtype=torch.bool)
+    return found.scatter_(2, chosen.long().masked_fill(chosen < 0, count), torch.ones_like(chosen).bool())[..., :-1]
+
+
 def attention(
     sequence: Sequence, size: int, window: int, chosen: torch.Tensor | None, q: torch.Tensor, kv: torch.Tensor,
     pooled: torch.Tensor, sinks: torch.Tensor,
@@ -102,10 +109,7 @@ def attention(
         for at in range(start, stop):
             near[at, max(start, at - window + 1) : at + 1] = True
     far = seen_blocks(sequence, size).expand(q.size(0), -1, -1)
-    if chosen is not None:
-        picked = torch.zeros(*far.shape[:2], far.size(2) + 1, dtype=torch.bool)
-        picked.scatter_(2, chosen.long().masked_fill(chosen < 0, far.size(2)), torch.ones_like(chosen).bool())
-        far = far & picked[..., :-1]
+    far = far if chosen is None else far & is_chosen(chosen, far.size(2))
     seen = torch.cat((near.expand(q.size(0), -1, -1), far), 2)
     rows = torch.cat((kv, pooled), 1)
     logits = torch.einsum("bthd,bsd->bhts", q, rows) * DIM**-0.5
@@ -205,6 +209,34 @@ def test_selected_blocks_are_those_of_one_process_and_so_are_their_tokens(
                 assert [each for each in all_tokens if each >= 0] == [*expected, *rest]
 
 
+@settings(max_examples=examples(40))
+@given(divided_alike, st.integers(1, 5), st.booleans())
+def test_the_loss_of_an_indexer_of_pooled_keys(sequence: Sequence, size: int, is_dense: bool) -> None:
+    q, kv, x, _ = tokens_of(sequence, False)
+    weights, seen = normal(sequence.batch, sequence.length, HEADS, seed=8), seen_blocks(sequence, size)
+    order = normal(sequence.batch, sequence.length, seen.size(1), seed=7).argsort(2)[..., :TOPK]
+    chosen = F.pad(order.masked_fill(~seen.expand(len(order), -1, -1).gather(2, order), -1), (0, 1), value=-1)
+    seen = seen.expand(len(order), -1, -1)
+    seen = seen if is_dense else seen & is_chosen(chosen, seen.size(2))
+
+    def reference(q_index: Any, x: Any, weights: Any) -> torch.Tensor:
+        pooled, keys = (pooled_rows(sequence, size, False, each, None, None) for each in (x, kv))
+        scores = (torch.einsum("bthd,bsd->bths", q_index, pooled).relu() * weights.unsqueeze(3)).sum(2)
+        logits = torch.einsum("bthd,bsd->bhts", q, keys) * 0.7
+        target = logits.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(3).mean(1).masked_fill(~seen, 0.0)
+        found = scores.masked_fill(~seen, float("-inf")).log_softmax(2).masked_fill(~seen, 0.0)
+        return F.kl_div(found, target, reduction="none").sum(2)
+
+    def ours(mesh: Any, q_index: Any, x: Any, weights: Any) -> torch.Tensor:
+        place: Any = {"size": size, "mesh": mesh, **sequence.options()}
+        mine = [sequence.shard(each, dist.get_rank()) for each in (q, kv)]
+        (pooled, _), (keys, _) = (pool_blocks(each, **place) for each in (x, mine[1]))
+        place["indices"] = None if is_dense else sequence.shard(chosen, dist.get_rank())
+        return pooled_indexer_loss(q_index, pooled, weights, mine[0].transpose(1, 2), keys, scale=0.7, **place)
+
+    check_layer(sequence, ours, reference, [q * 2.0 - 0.5, x, weights])
+
+
 @pytest.mark.parametrize("alone", range(6))
 def test_each_gradient_alone_in_a_checkpoint_over_two_axes(alone: int) -> None:
     """Ranks without tokens and without blocks, too, exchange in recomputes."""
@@ -276,6 +308,9 @@ def test_examples_of_docstrings() -> None:
         kv, q = torch.tensor([[[1.0], [2.0], [3.0]]]), torch.zeros(1, 1, 3, 1)
         out = pooled_attention(q, kv, torch.tensor([[[7.0]]]), size=2, window=1, mesh=mesh)
         assert out.flatten().tolist() == [1.0, 4.5, 5.0]
+        keys, q = torch.zeros(1, 2, 4), torch.zeros(1, 1, 2, 4)
+        given = q.transpose(1, 2), keys, torch.ones(1, 2, 1), q, keys
+        equal(pooled_indexer_loss(*given, size=1, scale=0.5, mesh=mesh), torch.zeros(1, 2), 1e-6)
 
     run_ranks(1, body)
 
@@ -297,7 +332,16 @@ def _select(**changed: Any) -> Callable[[Any], object]:
     return lambda mesh: select_pooled(**{"mesh": mesh, **given})
 
 
+def _loss(**changed: Any) -> Callable[[Any], object]:
+    given = {"q_index": Q.transpose(1, 2), "pooled_index": X[:, :1], "weights": X[..., :2], "q": Q, "pooled": X[:, :1]}
+    return lambda mesh: pooled_indexer_loss(**{"mesh": mesh, "size": 2, "scale": 1.0, **given, **changed})
+
+
 BAD = [
+    ("as many pooled keys as pooled index keys, 1, .*", _loss(pooled=X[:, :2])),
+    (r"the tokens of q_index, \(1, 3\), .*; got q torch.float64 \(1, 2, 2, 4\)", _loss(q=Q[:, :, :2])),
+    ("one floating dtype; got q torch.float64 .*, pooled torch.float32", _loss(pooled=X[:, :1].float())),
+    ("expected a finite scale", _loss(scale=float("inf"))),
     ("size to be an integer >= 1, got 0", _pool(size=0)),
     (r"gate \(batch, tokens, channels\), where .*; got \(1, 3, 2\)", _pool(X, X[..., :2])),
     ("x and gate of one floating dtype, .*; got x torch.float64, gate torch.float32", _pool(X, X.float())),
