@@ -50,12 +50,12 @@ def test_loss_and_gradients_are_those_of_one_process(
         if (name, kind) not in alone:
             alone[name, kind] = multimodal_alone(name, kind)
     expected = {kind: alone[name, kind] for kind in kinds}
-    assert {*run_ranks(2, run_multimodal_cell, name, column, layout, expected)} == {"right"}
+    assert {*run_ranks(2, run_multimodal_cell, name, column, layout, "cpu", expected)} == {"right"}
 
 
 def test_three_ranks_of_which_some_have_no_image() -> None:
     expected = {kind: multimodal_alone("Qwen3-VL", kind) for kind in kinds_of("Qwen3-VL", "shard_images")}
-    assert {*run_ranks(3, run_multimodal_cell, "Qwen3-VL", "shard_images", None, expected)} == {"right"}
+    assert {*run_ranks(3, run_multimodal_cell, "Qwen3-VL", "shard_images", None, "cpu", expected)} == {"right"}
 
 
 # What the towers compute

@@ -124,15 +124,16 @@ Alone = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def run_multimodal_cell(
-    rank: int, name: str, column: str, layout: Layout | None = None, alone: dict[str, Alone] | None = None
-) -> str:
+    rank: int, name: str, column: str, layout: Layout | None = None, device: str = "cpu",
+    alone: dict[str, Alone] | None = None,
+) -> str:  # fmt: skip
     """As `run_cell`, for a model that gets what its processor returns; `alone`: of one process, by kind of batch."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore")
         words = column.split()
         for kind in kinds_of(name, column):
-            expected = multimodal_alone(name, kind) if alone is None else alone[kind]
-            reason = _run_multimodal(name, kind, words[0], expected, layout)
+            expected = multimodal_alone(name, kind, device) if alone is None else alone[kind]
+            reason = _run_multimodal(name, kind, words[0], expected, layout, device)
             if reason != "right":
                 return reason
     return "right"
@@ -144,9 +145,9 @@ def kinds_of(name: str, column: str) -> list[str]:
     return [kind for kind in _KINDS.get(word, (word,)) if processed(name, kind) is not None]
 
 
-def multimodal_alone(name: str, kind: str) -> Alone:
+def multimodal_alone(name: str, kind: str, device: str = "cpu") -> Alone:
     """Loss and gradients of one process."""
-    model, given = tiny_multimodal(name, "sdpa"), processed(name, kind)
+    model, given = tiny_multimodal(name, "sdpa").to(device), processed(name, kind, device)
     assert given is not None
     labels = F.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
     with recurrences_in_float64(model):
@@ -156,8 +157,9 @@ def multimodal_alone(name: str, kind: str) -> Alone:
     return loss.detach(), gradients(model)
 
 
-def _run_multimodal(name: str, kind: str, column: str, expected: Alone, layout: Layout | None) -> str:
-    given, model = processed(name, kind), tiny_multimodal(name, "sdpa" if column == "plain" else register())
+def _run_multimodal(name: str, kind: str, column: str, expected: Alone, layout: Layout | None, device: str) -> str:
+    model = tiny_multimodal(name, "sdpa" if column == "plain" else register()).to(device)
+    given = processed(name, kind, device)
     assert given is not None
     batch = ModelBatch.from_processor(given, shard_images=column == "shard_images")
     assert batch.shift_labels is not None

@@ -155,7 +155,7 @@ def tiny_multimodal(name: str, attention: str) -> Any:
     return with_random_weights(model)
 
 
-def processed(name: str, kind: str) -> dict[str, torch.Tensor] | None:
+def processed(name: str, kind: str, device: str = "cpu") -> dict[str, torch.Tensor] | None:
     """What the processor of a model returns for a batch of one of `KINDS`, and labels; None: it has no video.
 
     "image" is one image in the first row, "images" are three of different sizes, two of them in the first row.
@@ -204,7 +204,7 @@ def processed(name: str, kind: str) -> dict[str, torch.Tensor] | None:
         labels[1, 7] = -100  # padding predicts nothing
     if name == "Qwen2.5-Omni" and "attention_mask" not in given and kind != "packed":
         given["attention_mask"] = torch.ones_like(ids)  # without it, the model has no positions of sound
-    return {**given, "labels": labels}
+    return {key: each.to(device) for key, each in {**given, "labels": labels}.items()}
 
 
 def _of_images(

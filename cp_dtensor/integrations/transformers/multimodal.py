@@ -152,7 +152,7 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _shards(call: Call, rows: int, length: int, given: dict[str, Any], buffers: list[torch.Tensor]) -> dict[str, Any]:
     """Return this rank's shards of arguments, whose shapes tell where the sequence is."""
-    flags = [x for x in given.values() if isinstance(x, torch.Tensor) and x.dtype == torch.bool and x.dim() == 2]
+    flags = [x for x in given.values() if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
 
     def shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return take_shard(tensor, dim, call.layout, call.ranks.rank, call.ranks.size)
