@@ -6,6 +6,7 @@ python docs/scripts/models.py --transformers 5.10.4 5.24.0
 The first command writes the matrix of the version that is installed. The second one installs each version into a folder
 of its own, runs the matrix there (compiled models of two families), and writes its row of the table of versions: the
 cells that differ from the matrix. `--short` runs a few families and writes nothing; status 1 means that cells differ.
+`--families NAME ...` runs these alone, and keeps the other rows of the matrix.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,9 @@ INTRODUCTION = """# Models of transformers
 The [README](../README.md#in-your-training) has the recipe, and
 [an example](../examples/integrations/transformers_two_ranks.py) a whole program.
 
-Each cell was run: a model of the family with two layers and random weights (float64, {length} tokens, windows and
-chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient equal
-those of one process to 1e-5. "refused": an error names the reason on every rank. No cell may be wrong.
+Each cell was run: a model of the family with two or three layers and random weights (float64, {length} tokens, windows
+and chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient
+equal those of one process to 1e-5. "refused": an error names the reason on every rank. No cell may be wrong.
 
 - plain context: `with context_parallel(...)` around a model with "sdpa", or as it comes if it has no "sdpa"
 - provider, and the columns after it: `attn_implementation=cp_dtensor.integrations.transformers.register()`
@@ -91,8 +93,8 @@ sizes, and are in both rows of the batch; a video of three frames is in the same
 """
 
 
-def cells_here(short: bool, all_compiled: bool) -> dict[tuple[str, str], str]:
-    """Run the cells with the version that is imported here, and return them."""
+def cells_here(short: bool, all_compiled: bool, families: Collection[str] = ()) -> dict[tuple[str, str], str]:
+    """Run the cells of some families, () for all, with the version that is imported here, and return them."""
     from support.model_cells import COLUMNS, MULTIMODAL_COLUMNS, run_cell, run_multimodal_cell
     from support.models import FAMILIES, is_in_this_version
     from support.multimodal import FROM_PROCESSORS
@@ -103,9 +105,11 @@ def cells_here(short: bool, all_compiled: bool) -> dict[tuple[str, str], str]:
     tables.append((FROM_PROCESSORS, MULTIMODAL_COLUMNS, run_multimodal_cell))
     if short:
         tables = [(SHORT_FAMILIES, SHORT_COLUMNS, run_cell)]
-    for families, columns, run in tables:
-        for family, column in itertools.product(families, columns):
+    for known, columns, run in tables:
+        for family, column in itertools.product(known, columns):
             if column == "compiled" and not (all_compiled or family in COMPILED):
+                continue
+            if families and family not in families:
                 continue
             if is_in_this_version(family):
                 (cells[family, column],) = {*processes.run(run, family, column)}
@@ -151,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformers", nargs="+", metavar="VERSION", help="versions to install and run")
     parser.add_argument("--short", action="store_true", help="a few families; status 1 if cells differ from the page")
+    parser.add_argument("--families", nargs="+", default=(), metavar="NAME", help="rows of the matrix to run again")
     parser.add_argument("--print-cells", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     from support.model_cells import COLUMNS, MULTIMODAL_COLUMNS, cells_of, table
@@ -178,16 +183,17 @@ def main() -> None:
     else:
         import torch
         import transformers
-        from support.models import LENGTH, WIDE_WINDOW
+        from support.models import FAMILIES, LENGTH, WIDE_WINDOW
         from support.multimodal import FROM_PROCESSORS
 
         here = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
         about = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=here)
-        cells = cells_here(options.short, all_compiled=True)
-        of_text, of_images = (
-            table({key: cell for key, cell in cells.items() if (key[0] in FROM_PROCESSORS) == is_multimodal}, titles)
-            for is_multimodal, titles in ((False, COLUMNS), (True, MULTIMODAL_COLUMNS))
-        )
+        cells, tables = cells_here(options.short, all_compiled=True, families=options.families), []
+        for families, titles in ((FAMILIES, COLUMNS), (FROM_PROCESSORS, MULTIMODAL_COLUMNS)):
+            known = {**(cells_of(matrix, titles) if options.families else {}), **cells}
+            shown = {key: known[key] for key in itertools.product(families, titles) if key in known}
+            tables.append(table(shown, titles))
+        of_text, of_images = tables
         matrix = f"{about}{of_text}\nWritten by `python docs/scripts/models.py`.\n{IMAGES}{of_images}\n"
     PAGE.write_text(f"{matrix}{VERSIONS}{versions.strip()}\n")
 

@@ -3,6 +3,9 @@
 Such a model makes embeddings, positions and masks by its own code, as in one process. Attention of its towers is left
 to each rank. Where it calls its language model, the arguments become this rank's shards, and attention is that of the
 context. So logits are those of this rank's tokens, and gradients reach the towers through the embeddings.
+
+Towers are not called before the context: FSDP2 refuses embeddings and projectors, which its root holds, outside of the
+root's forward, and positions, masks of image blocks and deepstack features would be made again here.
 """
 
 from __future__ import annotations
