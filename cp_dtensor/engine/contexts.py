@@ -68,7 +68,7 @@ class OpenContext:
     is_constant: bool = False
     """True if mask, layout and lengths are constants of compiled code, as those of a module are."""
     seen: set[Any] = field(default_factory=set)
-    """Calls inside: "model" of transformers, "cu_seq_lens_q" given to it, "attention", and kinds of SDPA tensors."""
+    """Calls inside: "model" of transformers, "cu_seq_lens_q", "whole inputs" given to it, "attention", SDPA tensors."""
     _calls: dict[Any, Call] = field(default_factory=dict)
     _stored: set[Any] = field(default_factory=set)
 

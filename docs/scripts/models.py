@@ -12,6 +12,7 @@ cells that differ from the matrix. `--short` runs a few families and writes noth
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -61,45 +63,56 @@ ABSENT = "this version does not have it"
 IMAGES = """
 ## Images and sound
 
-A model with a vision or audio tower is right with text alone. The call of a tower inside of a context is refused by
-name: attention would take its tokens for shards of the sequence. Call the tower before the context, and shard the
-embeddings:
+A model with vision or audio towers is called with what its processor returns, whole on every rank:
 
 ```python
-images = model.get_image_features(pixel_values, **others)  # what the tower takes, such as image_grid_thw
-is_image = input_ids == model.config.image_token_id
-embeddings = model.get_input_embeddings()(input_ids)
-embeddings = embeddings.masked_scatter(is_image[..., None], torch.cat([*images.pooler_output]))
-position_ids = torch.arange(input_ids.size(1)).expand(len(input_ids), -1).clone()
-# Qwen-VL: position_ids, _ = model.model.get_rope_index(input_ids, mm_token_type_ids, image_grid_thw=image_grid_thw)
-[embeddings] = context_parallel_shard(mesh, [embeddings], [1])
-with context_parallel(mesh, buffers=[position_ids, shift_labels], buffer_seq_dims=[-1, 1]):
-    logits = model(inputs_embeds=embeddings, position_ids=position_ids, use_cache=False).logits
-    loss = causal_lm_loss(logits, shift_labels)
-loss.backward()
+batch = ModelBatch.from_processor(processor_output, shard_images=True)  # with labels, not shifted
+with context_parallel(mesh, **batch.buffers):
+    logits = model(**batch.inputs, use_cache=False).logits  # of this rank's tokens
+    loss = causal_lm_loss(logits, batch.shift_labels)
+    loss.backward()
 ```
 
-Every rank calls the tower with all images, and the mean of the ranks' gradients is the gradient of one process, also
-for the tower. Where layers of the language model add more features of images (`deepstack_visual_embeds` of Qwen3-VL),
-call the language model and shard these features too. Tests (`tests/processes/test_transformers_towers.py`) do both,
-with LLaVA, Qwen2.5-VL and Qwen3-VL. An encoder of sound (Whisper) is called before the context in the same way, and its
+The model's own code makes embeddings, positions (also those of three axes) and masks of image blocks of the whole
+sequence, as in one process. Attention there is each rank's own. Where the model calls its language model, all arguments
+become this rank's shards, also `deepstack_visual_embeds`. Gradients reach the towers through the embeddings, and their
+mean over ranks is that of one process. It is one forward, so FSDP2 and checkpointing work as ever. Compile layers, or
+the language model, not the whole model.
+
+- `shard_images=True` divides images, frames and sounds over the ranks by patches, and gathers the embeddings
+- without images, the call is the same
+- packed: position ids as in one process; where positions have three axes, four rows, of which text is the first
+
+Refused by name: images beside `input_ids` that are a buffer; towers that are called by hand inside of a context; models
+without a language model of their own (Idefics 1). An encoder of sound (Whisper) is called before the context, and its
 results are sharded: `encoder_outputs=(context_parallel_shard(mesh, [states], [1])[0],)`.
+
+Cells as above, also with the towers' gradients. The images have 16, 8 and 8 patches, where a family takes several
+sizes, and are in both rows of the batch; a video of three frames is in the same column, where a family takes video.
+
 """
 
 
 def cells_here(short: bool, all_compiled: bool, families: Collection[str] = ()) -> dict[tuple[str, str], str]:
     """Run the cells of some families, () for all, with the version that is imported here, and return them."""
-    from support.model_cells import COLUMNS, run_cell
+    from support.model_cells import COLUMNS, MULTIMODAL_COLUMNS, run_cell, run_multimodal_cell
     from support.models import FAMILIES, is_in_this_version
+    from support.multimodal import FROM_PROCESSORS
     from support.processes import Processes
 
     processes, cells = Processes(2, timeout=200), {}
-    for family in SHORT_FAMILIES if short else families or FAMILIES:
-        for column in SHORT_COLUMNS if short else COLUMNS:
+    tables: list[tuple[Any, Any, Any]] = [(FAMILIES, COLUMNS, run_cell)]
+    tables.append((FROM_PROCESSORS, MULTIMODAL_COLUMNS, run_multimodal_cell))
+    if short:
+        tables = [(SHORT_FAMILIES, SHORT_COLUMNS, run_cell)]
+    for known, columns, run in tables:
+        for family, column in itertools.product(known, columns):
             if column == "compiled" and not (all_compiled or family in COMPILED):
                 continue
+            if families and family not in families:
+                continue
             if is_in_this_version(family):
-                (cells[family, column],) = {*processes.run(run_cell, family, column)}
+                (cells[family, column],) = {*processes.run(run, family, column)}
             else:
                 cells[family, column] = ABSENT
             print(f"{family}, {column}: {cells[family, column]}", file=sys.stderr, flush=True)
@@ -145,7 +158,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=(), metavar="NAME", help="rows of the matrix to run again")
     parser.add_argument("--print-cells", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    from support.model_cells import cells_of, table
+    from support.model_cells import COLUMNS, MULTIMODAL_COLUMNS, cells_of, table
 
     if options.print_cells:
         import transformers
@@ -157,9 +170,10 @@ def main() -> None:
     text = PAGE.read_text()
     matrix, _, versions = text.partition(VERSIONS)
     if options.transformers:
+        published = cells_of(matrix, COLUMNS) | cells_of(matrix, MULTIMODAL_COLUMNS)
         by_version = {row.split(" | ")[0].strip("| "): row for row in re.findall(r"^\| \d.*$", versions, re.M)}
         for version in options.transformers:
-            by_version[version] = row_of(version, cells_with(version, options.short), cells_of(matrix))
+            by_version[version] = row_of(version, cells_with(version, options.short), published)
             print(by_version[version], flush=True)
         if options.short:
             sys.exit(any(not by_version[version].endswith("| none |") for version in options.transformers))
@@ -170,14 +184,17 @@ def main() -> None:
         import torch
         import transformers
         from support.models import FAMILIES, LENGTH, WIDE_WINDOW
+        from support.multimodal import FROM_PROCESSORS
 
         here = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
         about = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=here)
-        cells = cells_here(options.short, all_compiled=True, families=options.families)
-        known = {**(cells_of(matrix) if options.families else {}), **cells}
-        order = list(FAMILIES)
-        matrix = about + table(dict(sorted(known.items(), key=lambda cell: order.index(cell[0][0]))))
-        matrix += f"\nWritten by `python docs/scripts/models.py`.\n{IMAGES}\n"
+        cells, tables = cells_here(options.short, all_compiled=True, families=options.families), []
+        for families, titles in ((FAMILIES, COLUMNS), (FROM_PROCESSORS, MULTIMODAL_COLUMNS)):
+            known = {**(cells_of(matrix, titles) if options.families else {}), **cells}
+            shown = {key: known[key] for key in itertools.product(families, titles) if key in known}
+            tables.append(table(shown, titles))
+        of_text, of_images = tables
+        matrix = f"{about}{of_text}\nWritten by `python docs/scripts/models.py`.\n{IMAGES}{of_images}\n"
     PAGE.write_text(f"{matrix}{VERSIONS}{versions.strip()}\n")
 
 

@@ -38,6 +38,20 @@ def test_models_have_the_loss_and_gradients_of_one_gpu(
     assert {*processes.run(run_cell, family, column, None, "cuda")} == {"right"}
 
 
+@pytest.mark.parametrize("column", ["shard_images", "padded"])
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Gemma 3 VLM"])
+@pytest.mark.parametrize("group", ["slow_gpus", "both_backends"])
+def test_models_with_towers_have_the_loss_and_gradients_of_one_gpu(
+    group: str, name: str, column: str, request: pytest.FixtureRequest
+) -> None:
+    """Gathers of features of unequal lengths over NCCL."""
+    pytest.importorskip("transformers", reason="needs the extra: pip install '.[transformers]'")
+    from support.model_cells import run_multimodal_cell
+
+    processes: Processes = request.getfixturevalue(group)
+    assert {*processes.run(run_multimodal_cell, name, column, None, "cuda")} == {"right"}
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.model_cells import Alone, kinds_of, multimodal_alone, run_multimodal_cell
 from support.models import is_in_this_version
-from support.multimodal import MULTIMODAL, processed, tiny_multimodal
+from support.multimodal import FROM_PROCESSORS, processed, tiny_multimodal
 from support.ranks import run_ranks
 from torch import nn
 
@@ -18,14 +18,14 @@ from cp_dtensor.integrations.transformers import ModelBatch, multimodal, registe
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
-FAMILIES = [name for name, (_, form, _) in MULTIMODAL.items() if form]
 CASES: list[tuple[str, str, Layout | None]] = [
-    *[(name, "divided", None) for name in FAMILIES],
-    *[(name, "packed", None) for name in ("Qwen3-VL", "Qwen3.5", "Gemma 3", "LLaVA")],
-    *[(name, "padded", None) for name in ("Qwen2.5-VL", "Qwen3.5", "Gemma 4", "PaliGemma", "Qwen2.5-Omni")],
-    *[(name, "plain images", None) for name in ("Qwen3-VL", "Gemma 4", "LFM2-VL")],
-    *[(name, column, None) for name in ("Qwen2.5-VL", "Gemma 3") for column in ("text", "checkpointed images")],
-    *[("Qwen3-VL", "divided", layout) for layout in (Contiguous(), Striped(3), MirroredBatch())],
+    *[(name, "shard_images", None) for name in FROM_PROCESSORS if name != "Qwen2-Audio"],
+    ("Qwen2-Audio", "images", None),
+    *[(name, "packed", None) for name in ("Qwen3-VL", "Qwen3.5", "Gemma 3 VLM", "LLaVA")],
+    *[(name, "padded", None) for name in ("Qwen2.5-VL", "Qwen3.5", "Gemma 4 VLM", "PaliGemma", "Qwen2.5-Omni")],
+    *[(name, "plain images", None) for name in ("Qwen3-VL", "Gemma 4 VLM", "LFM2-VL")],
+    *[(name, column, None) for name in ("Qwen2.5-VL", "Gemma 3 VLM") for column in ("text", "checkpointed images")],
+    *[("Qwen3-VL", "shard_images", layout) for layout in (Contiguous(), Striped(3), MirroredBatch())],
 ]
 
 
@@ -43,19 +43,19 @@ def alone() -> dict[tuple[str, str], Alone]:
 def test_loss_and_gradients_are_those_of_one_process(
     alone: dict[tuple[str, str], Alone], name: str, column: str, layout: Layout | None
 ) -> None:
-    if not is_in_this_version(MULTIMODAL[name][0]):
+    if not is_in_this_version(name):
         pytest.skip(f"this version of transformers has no {name}")
     kinds = kinds_of(name, column)
     for kind in kinds:
         if (name, kind) not in alone:
             alone[name, kind] = multimodal_alone(name, kind)
     expected = {kind: alone[name, kind] for kind in kinds}
-    assert {*run_ranks(2, run_multimodal_cell, name, column, layout, expected)} == {"right"}
+    assert {*run_ranks(2, run_multimodal_cell, name, column, layout, "cpu", expected)} == {"right"}
 
 
 def test_three_ranks_of_which_some_have_no_image() -> None:
-    expected = {kind: multimodal_alone("Qwen3-VL", kind) for kind in kinds_of("Qwen3-VL", "divided")}
-    assert {*run_ranks(3, run_multimodal_cell, "Qwen3-VL", "divided", None, expected)} == {"right"}
+    expected = {kind: multimodal_alone("Qwen3-VL", kind) for kind in kinds_of("Qwen3-VL", "shard_images")}
+    assert {*run_ranks(3, run_multimodal_cell, "Qwen3-VL", "shard_images", None, "cpu", expected)} == {"right"}
 
 
 # What the towers compute
@@ -109,10 +109,10 @@ def call(rank: int, name: str, case: str) -> None:
     if case == "tokens are a buffer":
         buffers["buffers"].append(batch.inputs["input_ids"])
         buffers["buffer_seq_dims"].append(1)
+    if case == "no language model":
+        model.model.language_model.config = model.config.vision_config
     if case == "mixes images":
         model.model.multi_modal_projector.add_module("norm", nn.BatchNorm1d(4))
-    if case == "compiled":
-        model = torch.compile(model, backend="eager")
     with context_parallel(whole_world(), **buffers):
         model(**batch.inputs, **more, use_cache=False)
 
@@ -130,6 +130,8 @@ def call(rank: int, name: str, case: str) -> None:
         ),
         ("LLaVA", "an unknown argument", NotImplementedError, r"got per_token of shape \(5, 5\)"),
         ("LLaVA", "tokens are a buffer", NotImplementedError, "makes tokens .*ModelBatch.from_processor"),
+        ("LLaVA", "no language model", NotImplementedError, "did not call a language model of LlamaConfig"),
+        ("Qwen2-Audio", "no methods", NotImplementedError, "by none of get_image_features.* pass shard_images=False"),
         ("LLaVA", "mixes images", NotImplementedError, "BatchNorm1d mixes images"),
     ],
 )

@@ -1,10 +1,12 @@
 """The support matrix in docs/models.md: its cells, run again on 2 ranks. docs/scripts/models.py writes it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from support.model_cells import COLUMNS, cells_of, run_cell, table
+from support.model_cells import COLUMNS, MULTIMODAL_COLUMNS, cells_of, run_cell, run_multimodal_cell, table
 from support.models import FAMILIES
+from support.multimodal import FROM_PROCESSORS
 from support.processes import Processes
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
@@ -15,15 +17,18 @@ COMPILED = ("Llama", "BART")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *FROM_PROCESSORS])
 def test_cells_are_as_published(two_processes: Processes, family: str) -> None:
-    published = cells_of(PAGE.read_text())
-    for column in COLUMNS:
+    is_multimodal = family in FROM_PROCESSORS
+    titles, run = (MULTIMODAL_COLUMNS, run_multimodal_cell) if is_multimodal else (COLUMNS, run_cell)
+    published = cells_of(PAGE.read_text(), titles)
+    for column in titles:
         if column != "compiled" or family in COMPILED:
-            assert {*two_processes.run(run_cell, family, column)} == {published[family, column]}, column
+            assert {*two_processes.run(run, family, column)} == {published[family, column]}, column
 
 
-def test_the_page_has_every_cell() -> None:
-    published = cells_of(PAGE.read_text())
-    assert {*published} == {(family, column) for family in FAMILIES for column in COLUMNS}
-    assert table(published) in PAGE.read_text()
+@pytest.mark.parametrize(("families", "titles"), [(FAMILIES, COLUMNS), (FROM_PROCESSORS, MULTIMODAL_COLUMNS)])
+def test_the_page_has_every_cell(families: Iterable[str], titles: dict[str, str]) -> None:
+    published = cells_of(PAGE.read_text(), titles)
+    assert {*published} == {(family, column) for family in families for column in titles}
+    assert table(published, titles) in PAGE.read_text()

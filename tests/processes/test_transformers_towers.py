@@ -14,11 +14,11 @@ from support.processes import Processes
 from torch import nn
 
 from cp_dtensor import context_parallel, context_parallel_shard
-from cp_dtensor.integrations.transformers import causal_lm_loss, check_model, register
+from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, check_model, register
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
-NAMES = ("LLaVA", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3", "PaliGemma", "Idefics", "Qwen2-Audio", "Whisper")
+NAMES = ("LLaVA", "Qwen2.5-VL", "Qwen3-VL", "Gemma 3 VLM", "PaliGemma", "Idefics", "Qwen2-Audio", "Whisper")
 
 
 def batch_of(name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -56,6 +56,16 @@ def in_compiled_models(rank: int, name: str, attention: str) -> None:
     with_images(rank, name, attention, compiled=True)
 
 
+def whole_in_compiled_models(rank: int, name: str, attention: str) -> None:
+    register()
+    world: Any = dist.group.WORLD
+    model, given = torch.compile(tiny_multimodal(name, attention), backend="eager"), processed(name, "images")
+    assert given is not None
+    batch = ModelBatch.from_processor(given)
+    with pytest.raises(NotImplementedError, match="compile its layers"), context_parallel(world, **batch.buffers):
+        model(**batch.inputs, use_cache=False)
+
+
 def text_alone(rank: int, name: str, attention: str) -> None:
     register()
     world: Any = dist.group.WORLD
@@ -83,6 +93,7 @@ CASES = [
     *[(with_images, name) for name in NAMES],
     *[(text_alone, name) for name in NAMES if name != "Idefics"],  # which always takes images
     *[pytest.param((in_compiled_models, name), marks=pytest.mark.slow) for name in ("LLaVA", "Qwen2.5-VL")],
+    pytest.param((whole_in_compiled_models, "LLaVA"), marks=pytest.mark.slow),
 ]
 
 

@@ -110,13 +110,13 @@ MULTIMODAL_COLUMNS = {
     "text": "text alone",
     "image": "one image",
     "images": "images of several sizes, video",
-    "divided": "`shard_images=True`",
+    "shard_images": "`shard_images=True`",
     "checkpointed images": "checkpointed",
     "packed": "packed",
     "padded": "padded",
 }
 """Names of the columns of models with towers, and their titles: all but the first are with the provider."""
-_KINDS = {"images": ("images", "video"), "divided": ("image", "images", "video")}
+_KINDS = {"images": ("images", "video"), "shard_images": ("image", "images", "video")}
 
 
 Alone = tuple[torch.Tensor, list[torch.Tensor]]
@@ -124,15 +124,16 @@ Alone = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def run_multimodal_cell(
-    rank: int, name: str, column: str, layout: Layout | None = None, alone: dict[str, Alone] | None = None
-) -> str:
+    rank: int, name: str, column: str, layout: Layout | None = None, device: str = "cpu",
+    alone: dict[str, Alone] | None = None,
+) -> str:  # fmt: skip
     """As `run_cell`, for a model that gets what its processor returns; `alone`: of one process, by kind of batch."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore")
         words = column.split()
         for kind in kinds_of(name, column):
-            expected = multimodal_alone(name, kind) if alone is None else alone[kind]
-            reason = _run_multimodal(name, kind, words[0], expected, layout)
+            expected = multimodal_alone(name, kind, device) if alone is None else alone[kind]
+            reason = _run_multimodal(name, kind, words[0], expected, layout, device)
             if reason != "right":
                 return reason
     return "right"
@@ -144,9 +145,9 @@ def kinds_of(name: str, column: str) -> list[str]:
     return [kind for kind in _KINDS.get(word, (word,)) if processed(name, kind) is not None]
 
 
-def multimodal_alone(name: str, kind: str) -> Alone:
+def multimodal_alone(name: str, kind: str, device: str = "cpu") -> Alone:
     """Loss and gradients of one process."""
-    model, given = tiny_multimodal(name, "sdpa"), processed(name, kind)
+    model, given = tiny_multimodal(name, "sdpa").to(device), processed(name, kind, device)
     assert given is not None
     labels = F.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
     with recurrences_in_float64(model):
@@ -156,10 +157,11 @@ def multimodal_alone(name: str, kind: str) -> Alone:
     return loss.detach(), gradients(model)
 
 
-def _run_multimodal(name: str, kind: str, column: str, expected: Alone, layout: Layout | None) -> str:
-    given, model = processed(name, kind), tiny_multimodal(name, "sdpa" if column == "plain" else register())
+def _run_multimodal(name: str, kind: str, column: str, expected: Alone, layout: Layout | None, device: str) -> str:
+    model = tiny_multimodal(name, "sdpa" if column == "plain" else register()).to(device)
+    given = processed(name, kind, device)
     assert given is not None
-    batch = ModelBatch.from_processor(given, shard_images=column in ("divided", "checkpointed"))
+    batch = ModelBatch.from_processor(given, shard_images=column == "shard_images")
     assert batch.shift_labels is not None
     if column == "checkpointed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -240,27 +242,28 @@ Cells = dict[tuple[str, str], str]
 """By family and column: "right", or the reason of a refusal."""
 
 
-def table(cells: Cells) -> str:
-    """The matrix as Markdown: cells, and the reasons that they refer to by number."""
+def table(cells: Cells, titles: dict[str, str]) -> str:
+    """The matrix as Markdown: cells, and the reasons that they refer to by number; `titles` of columns, by name."""
     families, columns = dict.fromkeys(family for family, _ in cells), dict.fromkeys(column for _, column in cells)
     reasons = list(dict.fromkeys(cell for cell in cells.values() if cell != "right"))
-    lines = [f"| family | {' | '.join(COLUMNS[column] for column in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines = [f"| family | {' | '.join(titles[column] for column in columns)} |", "|---" * (len(columns) + 1) + "|"]
     for family in families:
         shown = (cells[family, column] for column in columns)
         row = ("right" if cell == "right" else f"refused [{reasons.index(cell) + 1}]" for cell in shown)
         lines.append(f"| {family} | {' | '.join(row)} |")
-    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]) + "\n"
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]).strip() + "\n"
 
 
-def cells_of(text: str) -> Cells:
+def cells_of(text: str, titles: dict[str, str]) -> Cells:
     """The inverse of `table`, for a text that contains it."""
-    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.M))
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
-    titles = {title: column for column, title in COLUMNS.items()}
-    head, *body = [row for row in rows if len(row) == len(COLUMNS) + 1]
+    begin = text.index(f"| family | {' | '.join(titles.values())} |")
+    head, _, *body = re.match(r"(\|.*\n)+", text[begin:])[0].splitlines()  # type: ignore[index]
+    after = re.match(r"\n*((?:\d+\. .*\n)*)", text[begin + len("\n".join([head, _, *body])) + 1 :])
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", after[1] if after else "", re.M))
     cells = {}
-    for family, *row in body:
-        for title, cell in zip(head[1:], row, strict=True):
+    for line in body:
+        family, *row = [cell.strip() for cell in line.strip("|").split("|")]
+        for column, cell in zip(titles, row, strict=True):
             number = re.fullmatch(r"refused \[(\d+)\]", cell)
-            cells[family, titles[title]] = reasons[number[1]] if number else cell
+            cells[family, column] = reasons[number[1]] if number else cell
     return cells

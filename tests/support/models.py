@@ -142,10 +142,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def is_in_this_version(family: str) -> bool:
-    """Return whether this version of transformers has the model class of a family, or a class of this name."""
+    """Return whether this version of transformers has the model class of a family."""
     import transformers
 
-    return hasattr(transformers, FAMILIES.get(family, (family,))[0])
+    from support.multimodal import MULTIMODAL
+
+    return hasattr(transformers, {**FAMILIES, **MULTIMODAL}[family][0])
 
 
 def _sizes_of(config_class: Any, others: dict[str, Any]) -> dict[str, Any]:

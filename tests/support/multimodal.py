@@ -67,12 +67,12 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
          "video_start_token_id": 52, "video_end_token_id": 52,
          "vision_config": {**_QWEN, "image_size": 32, "intermediate_size": 48}},
     ),
-    "Gemma 3": (
+    "Gemma 3 VLM": (
         "Gemma3ForConditionalGeneration", "fixed",
         {"text_config": {**_TEXT, **_WINDOW}, "vision_config": _SIGLIP, "mm_tokens_per_image": 4,
          "image_token_index": PLACEHOLDER},
     ),
-    "Gemma 4": (
+    "Gemma 4 VLM": (
         "Gemma4ForConditionalGeneration", "positions",
         {"text_config": {
             **_TEXT, **_WINDOW, "use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 8,
@@ -136,6 +136,8 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """By name: class, what its processor returns, and configuration."""
+FROM_PROCESSORS = [name for name, (_, form, _) in MULTIMODAL.items() if form]
+"""Models that take what their processor returns."""
 KINDS = ("text", "image", "images", "video", "packed", "padded")
 
 
@@ -153,7 +155,7 @@ def tiny_multimodal(name: str, attention: str) -> Any:
     return with_random_weights(model)
 
 
-def processed(name: str, kind: str) -> dict[str, torch.Tensor] | None:
+def processed(name: str, kind: str, device: str = "cpu") -> dict[str, torch.Tensor] | None:
     """What the processor of a model returns for a batch of one of `KINDS`, and labels; None: it has no video.
 
     "image" is one image in the first row, "images" are three of different sizes, two of them in the first row.
@@ -183,7 +185,7 @@ def processed(name: str, kind: str) -> dict[str, torch.Tensor] | None:
         ids[ids == VIDEO] = PLACEHOLDER
     if form in ("grid", "positions"):
         given["mm_token_type_ids"] = types
-    if name in ("Gemma 3", "PaliGemma"):
+    if name in ("Gemma 3 VLM", "PaliGemma"):
         given["token_type_ids"] = types
     labels = ids.masked_fill(types > 0, -100)
     labels[0, 5:9] = -100  # other numbers of labels on the ranks
@@ -202,7 +204,7 @@ def processed(name: str, kind: str) -> dict[str, torch.Tensor] | None:
         labels[1, 7] = -100  # padding predicts nothing
     if name == "Qwen2.5-Omni" and "attention_mask" not in given and kind != "packed":
         given["attention_mask"] = torch.ones_like(ids)  # without it, the model has no positions of sound
-    return {**given, "labels": labels}
+    return {key: each.to(device) for key, each in {**given, "labels": labels}.items()}
 
 
 def _of_images(

@@ -79,7 +79,7 @@ class _Hook:
         if isinstance(model, nn.Module) and is_model(model) and not is_other_method and sharding_context() is not None:
             args, others = arguments.get("args", ()), arguments.get("kwargs", {})
             own = ("self", "mod", "func", "args", "kwargs")
-            check_call(model, args, {**{k: v for k, v in arguments.items() if k not in own}, **others})
+            _check_traced(model, args, {**{k: v for k, v in arguments.items() if k not in own}, **others})
 
     def module(self, module: nn.Module) -> bool:
         """Replace functions of convolutions, recurrent layers and indexers of a module; return whether it has any."""
@@ -102,7 +102,7 @@ _UNCOMPILED = (
 def _models_checked(utils: Any) -> AbstractContextManager[None]:
     """Check each model that is called in a context before its forward, and mark its caches as a shard's after it."""
     # Compiled code runs these two between graphs; with fullgraph=True the error is _UNCOMPILED.
-    check, mark = never_compiled(check_call, _UNCOMPILED), never_compiled(mark_caches, _UNCOMPILED)
+    check, mark = never_compiled(_check_traced, _UNCOMPILED), never_compiled(mark_caches, _UNCOMPILED)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_traced, shard_images = torch.compiler.is_compiling(), kwargs.pop(SHARD_IMAGES, False)
@@ -111,7 +111,7 @@ def _models_checked(utils: Any) -> AbstractContextManager[None]:
             if whole is None:
                 return nn.Module.__call__(self, *args, **kwargs)
             return whole.run_part(self, args, kwargs, is_tower(self))
-        whole = (check if is_traced else check_call)(self, args, kwargs)
+        whole = check(self, args, kwargs) if is_traced else check_call(self, args, kwargs)
         if whole is not None:
             return whole.run(self, args, kwargs, shard_images)
         out = nn.Module.__call__(self, *args, **kwargs)
@@ -119,6 +119,14 @@ def _models_checked(utils: Any) -> AbstractContextManager[None]:
         return out
 
     return attribute_replaced(utils.PreTrainedModel, "__call__", __call__)
+
+
+def _check_traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if check_call(model, args, kwargs) is not None:
+        raise NotImplementedError(
+            f"{type(model).__name__} got whole inputs inside of context_parallel, and is compiled: compile its layers "
+            "or its language model"
+        )
 
 
 def _losses_checked(utils: Any) -> AbstractContextManager[None]:

@@ -3,6 +3,9 @@
 Such a model makes embeddings, positions and masks by its own code, as in one process. Attention of its towers is left
 to each rank. Where it calls its language model, the arguments become this rank's shards, and attention is that of the
 context. So logits are those of this rank's tokens, and gradients reach the towers through the embeddings.
+
+Towers are not called before the context: FSDP2 refuses embeddings and projectors, which its root holds, outside of the
+root's forward, and positions, masks of image blocks and deepstack features would be made again here.
 """
 
 from __future__ import annotations
@@ -49,13 +52,27 @@ class WholeCall:
     context: OpenContext
     tokens: torch.Tensor  # (B, S) ids or (B, S, D) embeddings
     config_class: type  # of the configuration of the language model
+    has_reached: bool = False  # the language model was called
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard_images: bool) -> Any:
         """Call the model, whose parts then call `run_part`.
 
         Raises:
             ValueError: ranks that have other tokens; on every rank alike.
+            NotImplementedError: towers that `shard_images` cannot divide; no language model of its own.
         """
+        # The model with a head has methods of these names, too, which its body does not call.
+        methods = [
+            (part, name)
+            for part in (model.modules() if shard_images else ())
+            for name in _FEATURES
+            if hasattr(part, name) and not hasattr(getattr(part, "model", None), name)
+        ]
+        if shard_images and not methods:
+            raise NotImplementedError(
+                f"{type(model).__name__} calls its towers by none of {', '.join(_FEATURES)}, which shard_images=True "
+                "divides: pass shard_images=False"
+            )
         ranks, (rows, length) = self.context.call.ranks, self.tokens.shape[:2]
         facts = ranks.gather_integers([rows, length, content_hash(self.tokens)], self.tokens.device)
         if len({*map(tuple, facts)}) > 1:
@@ -64,15 +81,18 @@ class WholeCall:
                 f"{[tuple(each[:2]) for each in facts]}: expected the same whole inputs on every rank"
             )
         with ExitStack() as stack:
-            for part in model.modules() if shard_images else ():
-                for name in _FEATURES:
-                    # The model with a head has methods of these names, too, which its body does not call.
-                    if hasattr(part, name) and not hasattr(getattr(part, "model", None), name):
-                        divided = partial(_divided, self.context, getattr(part, name))
-                        stack.enter_context(attribute_replaced(part, name, divided))
+            for part, name in methods:
+                divided = partial(_divided, self.context, getattr(part, name))
+                stack.enter_context(attribute_replaced(part, name, divided))
             stack.enter_context(local_sdpa(queries_are_shards=False))
             stack.enter_context(_noted(self.context, self))
-            return nn.Module.__call__(model, *args, **kwargs)
+            out = nn.Module.__call__(model, *args, **kwargs)
+        if not self.has_reached:
+            raise NotImplementedError(
+                f"{type(model).__name__} did not call a language model of {self.config_class.__name__} inside of "
+                "context_parallel, so that each rank has computed the whole sequence: make its tokens buffers"
+            )
+        return out
 
     def run_part(self, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_tower: bool) -> Any:
         """Call a model that is a part of the model."""
@@ -91,6 +111,7 @@ class WholeCall:
             )
         if given.get("position_ids") is None:
             given["position_ids"] = torch.arange(length, device=embeddings.device).expand(rows, -1)
+        self.has_reached = True
         call = replace(self.context.call, lengths=tuple(sorted({*self.context.call.lengths, length})))
         self.context.seen.add("whole inputs")
         local = _shards(call, rows, length, given, [each.buffer.tensor for each in self.context.buffers])
@@ -134,7 +155,7 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _shards(call: Call, rows: int, length: int, given: dict[str, Any], buffers: list[torch.Tensor]) -> dict[str, Any]:
     """Return this rank's shards of arguments, whose shapes tell where the sequence is."""
-    flags = [x for x in given.values() if isinstance(x, torch.Tensor) and x.dtype == torch.bool and x.dim() == 2]
+    flags = [x for x in given.values() if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
 
     def shard(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return take_shard(tensor, dim, call.layout, call.ranks.rank, call.ranks.size)
