@@ -18,6 +18,7 @@ are refused when called.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -32,6 +33,7 @@ from cp_dtensor import Documents, HeadTail, Mask, context_parallel, local_positi
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
+    attribute_replaced,
     entry_replaced,
     sequence_ranks,
     takes_options,
@@ -39,6 +41,7 @@ from cp_dtensor.api.extension import (
     wrapped,
 )
 from cp_dtensor.integrations.transformers.checks import is_model, lacks_positions, missing_positions
+from cp_dtensor.integrations.transformers.rows import whole_rows
 
 __all__ = ["Enabled", "enable"]
 
@@ -86,6 +89,8 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
         ("transformers.trainer", "Trainer", "_prepare_context_parallel_inputs", _trainer_inputs),
         ("transformers.trainer", "Trainer", "prediction_step", _trainer_prediction),
         ("trl.trainer.sft_trainer", "SFTTrainer", "prediction_step", _sft_prediction),
+        ("trl.trainer.dpo_trainer", "DPOTrainer", "prediction_step", _rows_prediction),
+        ("trl.trainer.kto_trainer", "KTOTrainer", "prediction_step", _rows_prediction),
     ):
         yield when_loaded(module, partial(_trainer_patched, owner, name, ours))
 
@@ -226,6 +231,10 @@ def _trainer_inputs(
     _refuse_dropped_documents(trainer, model)
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     batch, length = tokens.shape[:2]
+    labels = inputs.get("labels")
+    is_of_rows = labels is None or (labels.size(0) == batch and labels.shape[1:2] != (length,))
+    if is_of_rows and "shift_labels" not in inputs:
+        return partial(_of_rows, steps, trainer, model, length, "labels" in inputs), inputs
     documents, own = _documents_of(inputs, tokens), steps.options.get("mask")
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
@@ -305,6 +314,45 @@ def _refuse_dropped_documents(trainer: Any, model: nn.Module) -> None:
         )
 
 
+@contextmanager
+def _of_rows(
+    steps: _Steps, trainer: Any, model: nn.Module, length: int = 0, has_labels: bool = False
+) -> Iterator[None]:
+    """While open, a trainer without a label for each token computes its loss of whole rows, of `length` in backward.
+
+    So do trainers of preferences (DPO, KTO), of rewards, and of classes.
+    """
+    if getattr(trainer, "precompute_ref_logps", False):
+        raise NotImplementedError(
+            "precompute_ref_log_probs=True gives each row the numbers of another one where ranks share a sequence: TRL "
+            "takes the values of all ranks for those of other rows; set it to False"
+        )
+    if trainer.args.torch_compile:
+        raise NotImplementedError("torch_compile=True is not supported with a loss of whole rows")
+    counts = sys.modules["transformers.trainer"].Trainer.compute_loss.__code__.co_names
+    if has_labels and "get_tp_size" not in counts:
+        raise NotImplementedError(
+            "a loss of labels of whole rows needs a newer transformers, such as 5.23, whose Trainer counts the ranks "
+            "that have the same rows by get_tp_size()"
+        )
+    accelerator, options = trainer.accelerator, steps.options
+    backward = accelerator.backward
+
+    def with_shards(*args: Any, **kwargs: Any) -> None:  # for layers that are computed again
+        with context_parallel(steps.mesh, seq_len=length, **options):
+            backward(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(attribute_replaced(accelerator, "backward", with_shards))
+        for each in filter(None, (model, getattr(trainer, "ref_model", None))):
+            stack.enter_context(whole_rows(each, steps.mesh, **options))
+        # As ranks of tensor parallelism, those of a sequence have the same rows, which Trainer and TRL count once.
+        alike = trainer.get_tp_size() * sequence_ranks(steps.mesh).size
+        for name, value in (("get_tp_size", lambda: alike), ("_tp_size", alike)):
+            stack.enter_context(attribute_replaced(trainer, name, value))
+        yield
+
+
 def _trainer_prediction(
     steps: _Steps, original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any],
     prediction_loss_only: bool, *args: Any, **kwargs: Any,
@@ -330,6 +378,16 @@ def _trainer_prediction(
     if loss is not None:
         loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
     return loss, logits, labels
+
+
+def _rows_prediction(steps: _Steps, original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """`prediction_step` of a trainer whose loss is of whole rows."""
+
+    def of_rows(trainer: Any, model: nn.Module, *others: Any, **options: Any) -> Any:
+        with _of_rows(steps, trainer, model):
+            return original(trainer, model, *others, **options)
+
+    return _trainer_prediction(steps, of_rows, *args, **kwargs)
 
 
 def _sft_prediction(steps: _Steps, _: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
