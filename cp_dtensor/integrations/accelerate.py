@@ -93,6 +93,8 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
         ("trl.trainer.kto_trainer", "KTOTrainer", "prediction_step", _rows_prediction),
     ):
         yield when_loaded(module, partial(_trainer_patched, owner, name, ours))
+    yield when_loaded("transformers.trainer", lambda module: wrapped(module.Trainer, "__init__", _trainer_made))
+    yield when_loaded("trl.trainer.sft_trainer", lambda module: wrapped(module.SFTTrainer, "__init__", _sft_made))
 
 
 def _trainer_patched(owner: str, name: str, ours: Callable[..., Any], module: Any) -> AbstractContextManager[None]:
@@ -234,7 +236,7 @@ def _trainer_inputs(
     labels = inputs.get("labels")
     is_of_rows = labels is None or (labels.size(0) == batch and labels.shape[1:2] != (length,))
     if is_of_rows and "shift_labels" not in inputs:
-        return partial(_of_rows, steps, trainer, model, length, "labels" in inputs), inputs
+        return partial(_of_rows, steps, trainer, model, "labels" in inputs), inputs
     documents, own = _documents_of(inputs, tokens), steps.options.get("mask")
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
@@ -300,6 +302,39 @@ def _breaks(row: torch.Tensor, step: int) -> set[int]:
     return {0, *((row.diff(dim=-1) != step).nonzero()[:, -1] + 1).tolist()}
 
 
+def _trainer_made(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """`Trainer.__init__`, after which SFTTrainer would refuse packing: here packed documents are kept apart."""
+    original(trainer, *args, **kwargs)
+    config, given = trainer.accelerator.parallelism_config, trainer.args
+    if (
+        config is None
+        or not config.cp_enabled
+        or not (getattr(given, "packing", 0) or getattr(given, "eval_packing", 0))
+    ):
+        return
+    trainer._cp_packing = given.packing, given.eval_packing
+    given.packing = given.eval_packing = False  # what was given is packed already
+    trainer._prepare_context_parallel_inputs = partial(_packed_inputs, trainer)
+
+
+def _packed_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    if not isinstance(trainer.accelerator._cp_context, _Steps):
+        raise ValueError(
+            "this SFTTrainer with packing=True was made while cp_dtensor.integrations.accelerate was enabled: train "
+            "while it is enabled, too, since others would let packed documents attend to each other"
+        )
+    return type(trainer)._prepare_context_parallel_inputs(trainer, model, inputs)
+
+
+def _sft_made(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """`SFTTrainer.__init__`, which gives the arguments back as they were."""
+    try:
+        original(trainer, *args, **kwargs)
+    finally:
+        if "_cp_packing" in vars(trainer):
+            trainer.args.packing, trainer.args.eval_packing = vars(trainer).pop("_cp_packing")
+
+
 def _refuse_dropped_documents(trainer: Any, model: nn.Module) -> None:
     """Refuse packed training data whose documents TRL's collator leaves out, so that each row would be one document."""
     padding_free = getattr(getattr(trainer, "data_collator", None), "padding_free", None)
@@ -315,10 +350,8 @@ def _refuse_dropped_documents(trainer: Any, model: nn.Module) -> None:
 
 
 @contextmanager
-def _of_rows(
-    steps: _Steps, trainer: Any, model: nn.Module, length: int = 0, has_labels: bool = False
-) -> Iterator[None]:
-    """While open, a trainer without a label for each token computes its loss of whole rows, of `length` in backward.
+def _of_rows(steps: _Steps, trainer: Any, model: nn.Module, has_labels: bool = False) -> Iterator[None]:
+    """While open, a trainer without a label for each token computes its loss of whole rows.
 
     So do trainers of preferences (DPO, KTO), of rewards, and of classes.
     """
@@ -335,17 +368,9 @@ def _of_rows(
             "a loss of labels of whole rows needs a newer transformers, such as 5.23, whose Trainer counts the ranks "
             "that have the same rows by get_tp_size()"
         )
-    accelerator, options = trainer.accelerator, steps.options
-    backward = accelerator.backward
-
-    def with_shards(*args: Any, **kwargs: Any) -> None:  # for layers that are computed again
-        with context_parallel(steps.mesh, seq_len=length, **options):
-            backward(*args, **kwargs)
-
     with ExitStack() as stack:
-        stack.enter_context(attribute_replaced(accelerator, "backward", with_shards))
         for each in filter(None, (model, getattr(trainer, "ref_model", None))):
-            stack.enter_context(whole_rows(each, steps.mesh, **options))
+            stack.enter_context(whole_rows(each, steps.mesh, **steps.options))
         # As ranks of tensor parallelism, those of a sequence have the same rows, which Trainer and TRL count once.
         alike = trainer.get_tp_size() * sequence_ranks(steps.mesh).size
         for name, value in (("get_tp_size", lambda: alike), ("_tp_size", alike)):

@@ -350,6 +350,9 @@ def test_sft_trainer_evaluates_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """`SFTTrainer.prediction_step` of TRL opens no context: a stand-in for its class, which must not be reached."""
 
     class SFTTrainer(SimpleNamespace):
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes)
+
         def prediction_step(self, *_: Any) -> Any:
             raise AssertionError
 
@@ -377,3 +380,34 @@ def test_sft_trainer_evaluates_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     with cp_accelerate.enable():
         run_ranks(RANKS, body)
     assert SFTTrainer.prediction_step is before
+
+
+def test_packing_of_sft_trainer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFTTrainer refuses it after `Trainer.__init__`: a stand-in, which finds its arguments as they were afterwards."""
+
+    def of_trainer(self: Any, args: Any, accelerator: Any) -> None:
+        self.args, self.accelerator = args, accelerator
+
+    class SFTTrainer(Trainer):  # type: ignore[misc]
+        prediction_step = Trainer.prediction_step
+
+        def __init__(self, args: Any, accelerator: Any) -> None:
+            super().__init__(args, accelerator)
+            if self.accelerator.parallelism_config.cp_enabled and (args.packing or args.eval_packing or args.fails):
+                raise ValueError("refused by TRL")
+
+    monkeypatch.setattr(Trainer, "__init__", of_trainer)
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", SimpleNamespace(SFTTrainer=SFTTrainer))
+    accelerator = SimpleNamespace(parallelism_config=accelerate.ParallelismConfig(cp_size=RANKS), _cp_context=None)
+    packing: Any = {"packing": True, "eval_packing": None, "fails": False}
+    args, failing = SimpleNamespace(**packing), SimpleNamespace(**{**packing, "fails": True})
+    with cp_accelerate.enable():
+        trainer = SFTTrainer(args, accelerator)
+        with pytest.raises(ValueError, match="refused by TRL"):
+            SFTTrainer(failing, accelerator)
+    assert vars(args) == packing
+    assert failing.packing
+    with pytest.raises(ValueError, match=r"SFTTrainer with packing=True was made while .* enabled: train while it is"):
+        trainer._prepare_context_parallel_inputs(nn.Identity(), {})
+    with pytest.raises(ValueError, match="refused by TRL"):
+        SFTTrainer(args, accelerator)
