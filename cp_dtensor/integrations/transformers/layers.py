@@ -201,8 +201,8 @@ def _scaled_embeddings(
 
 
 def _with_whole_embeddings(
-    forward: Function, module: nn.Module, tokens: Any, past_key_values_length: int = 0,
-    position_ids: torch.Tensor | None = None,
+    forward: Function, module: nn.Module, tokens: Any, *past: int, position_ids: torch.Tensor | None = None,
+    **named: int,
 ) -> torch.Tensor:  # fmt: skip
     """Embeddings of positions, which they or the decoder around them count: one row then. Callers give a batch of rows.
 
@@ -211,7 +211,7 @@ def _with_whole_embeddings(
     if position_ids is None or position_ids.dim() == 1:
         device = next(module.parameters()).device
         position_ids = _positions(getattr(tokens, "shape", tokens)[1], device)
-    return forward(module, tokens, past_key_values_length, position_ids=position_ids)
+    return forward(module, tokens, *past, position_ids=position_ids, **named)
 
 
 def _with_whole_bias(
@@ -235,13 +235,20 @@ def _uses(*names: str) -> Callable[[CodeType], bool]:
 
 
 def _takes(*names: str) -> Callable[[CodeType], bool]:
-    return lambda code: code.co_varnames[: code.co_argcount][-len(names) :] == names
+    """Return whether some code takes these arguments and no others, but `self` and perhaps one more before them."""
+
+    def fits(code: CodeType) -> bool:
+        arguments = code.co_varnames[: code.co_argcount]
+        return names in (arguments[1:], arguments[2:])
+
+    return fits
 
 
 COUNTING: tuple[tuple[str, Callable[[CodeType], bool], Function], ...] = (
     ("forward", _uses("arange", "get_seq_length", "floor_scale"), _with_whole_positions),
     ("forward", _uses("token_dropout", "mask_token_id", "word_embeddings"), _with_whole_counts),
     ("forward", _takes("past_key_values_length", "position_ids"), _with_whole_embeddings),
+    ("forward", _takes("cache_length", "position_ids"), _with_whole_embeddings),  # since transformers 5.24
     ("compute_bias", _takes("query_length", "key_length", "device", "past_seen_tokens"), _with_whole_bias),
 )
 """Methods that count tokens or positions: name, whether some code is that of one, and the function of shards."""
