@@ -40,7 +40,12 @@ from cp_dtensor.api.extension import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import is_model, lacks_positions, missing_positions
+from cp_dtensor.integrations.transformers.checks import (
+    is_model,
+    lacks_positions,
+    missing_positions,
+    refuse_own_positions,
+)
 from cp_dtensor.integrations.transformers.rows import whole_rows
 
 __all__ = ["Enabled", "enable"]
@@ -185,6 +190,7 @@ def _with_positions(
     """Add the position ids that a call lacks, in a step."""
     if not lacks_positions(model, args, kwargs):
         return None
+    refuse_own_positions(model)
     return args, {**kwargs, "position_ids": missing_positions[model]()}
 
 
@@ -241,6 +247,7 @@ def _trainer_inputs(
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if inputs.get("position_ids") is None:
+        refuse_own_positions(model)
         inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(batch, 1)
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     others = [name for name in tensors if name not in _SEQUENCE_INPUTS and tensors[name].shape[:2] == (batch, length)]

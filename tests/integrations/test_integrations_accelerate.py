@@ -133,6 +133,20 @@ def test_loss_and_gradients_are_those_of_one_process(inputs: Any, use_cache: boo
     compare(adapted, one_process(model, inputs))
 
 
+def test_positions_that_a_model_makes_from_tokens_are_not_those_of_a_step() -> None:
+    model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**{**SIZES, "num_key_value_heads": 4}))
+
+    def body(rank: int) -> None:
+        refused = partial(pytest.raises, ValueError, match="RobertaEmbeddings makes position ids from tokens")
+        with refused():
+            in_steps(rank, model, WITHOUT_POSITIONS, ["input_ids"], {})
+        with refused():
+            Trainer._prepare_context_parallel_inputs(trainer_of(rank, model), model, dict(WITHOUT_POSITIONS))
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+
+
 def test_missing_positions_are_refused_outside_of_steps() -> None:
     """A step adds them; a plain context around a prepared model does not."""
     model, inputs = llama(), batch()

@@ -106,6 +106,8 @@ def test_what_is_refused() -> None:
 
     def body(rank: int) -> None:
         mesh, bert, attends = init_device_mesh("cpu", (RANKS,)), classifier("Bert"), classifier()
+        with pytest.raises(ValueError, match="RobertaEmbeddings makes position ids from tokens, and got none"):
+            step(rank, classifier("Roberta"), rows())
         attends.add_module("more", Attends())
         refused = pytest.raises(NotImplementedError, match="BertModel gives pooler_output of this rank's tokens")
         with refused, whole_rows(bert, mesh):

@@ -189,6 +189,16 @@ def lacks_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return model in missing_positions and "position_ids" in names and "position_ids" not in given
 
 
+def refuse_own_positions(model: nn.Module) -> None:
+    """Refuse to give position ids from 0 on to models that make other ones themselves."""
+    for module in model.modules():
+        if facts_of(type(module)).skips_padding:
+            raise ValueError(
+                f"{type(module).__name__} makes position ids from tokens, and got none under context parallelism, "
+                "where it has this rank's tokens only: pass position_ids of the whole sequence"
+            )
+
+
 def _check_arguments(model: Any, given: dict[str, Any]) -> None:
     name, inputs = type(model).__name__, _inputs_of(type(model))
     makes_tokens = inputs.is_tower or not inputs.own.isdisjoint(given) or any(map(_INPUTS.search, given))

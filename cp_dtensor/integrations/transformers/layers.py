@@ -263,6 +263,7 @@ class ClassFacts(NamedTuple):
     is_caught: bool  # it calls kernels, all of which are replaced in contexts
     calls_attention: bool  # a method calls the attention function of its `attn_implementation`, or one of torch
     counts: bool  # a method counts tokens or positions, and is replaced in contexts
+    skips_padding: bool  # it makes position ids from tokens where it gets none, as RoBERTa does
     replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
 
 
@@ -274,7 +275,8 @@ def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:
 @by_class
 def facts_of(kind: Any) -> ClassFacts:
     """Return what the code of a class tells."""
-    kernels, methods, calls_attention = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]](), False
+    kernels, methods = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]]()
+    calls_attention = skips_padding = False
     for base in kind.__mro__:
         for attribute, method in vars(base).items() if base.__module__ != MODELING_UTILS else ():
             function = inspect.unwrap(method) if callable(method) and base is not nn.Module else None
@@ -282,6 +284,7 @@ def facts_of(kind: Any) -> ClassFacts:
                 continue
             names, known = {*_names_in(function.__code__)}, function.__globals__
             calls_attention |= not _ATTENTION.isdisjoint(names)
+            skips_padding |= "create_position_ids_from_input_ids" in names
             owner = sys.modules.get(known.get("__name__", ""))
             kernels += [(owner, name, kernel) for name in names if owner and (kernel := kernel_name(known.get(name)))]
             methods.setdefault(attribute, (base, function.__code__))
@@ -290,7 +293,7 @@ def facts_of(kind: Any) -> ClassFacts:
     counting = [
         (methods[name][0], name, ours) for name, fits, ours in COUNTING if name in methods and fits(methods[name][1])
     ]
-    return ClassFacts(is_caught, calls_attention, bool(counting), (*replaced, *counting))
+    return ClassFacts(is_caught, calls_attention, bool(counting), skips_padding, (*replaced, *counting))
 
 
 def is_caught(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from cp_dtensor import context_parallel, context_parallel_shard, context_parallel_unshard
 from cp_dtensor.api.extension import Mesh, attribute_replaced
-from cp_dtensor.integrations.transformers.checks import arguments_of, check_call, is_model
+from cp_dtensor.integrations.transformers.checks import arguments_of, check_call, is_model, refuse_own_positions
 from cp_dtensor.integrations.transformers.layers import facts_of, shards_are_seen
 
 
@@ -53,6 +53,7 @@ def _of_shards(
     tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
     rows, length = tokens.shape[:2]
     if "position_ids" in names and "position_ids" not in given:
+        refuse_own_positions(backbone)
         given["position_ids"] = torch.arange(length, device=tokens.device).repeat(rows, 1)
     if "use_cache" in names:
         given["use_cache"] = False
