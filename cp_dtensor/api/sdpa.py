@@ -136,7 +136,8 @@ def attention_of_shards(
         q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), this rank's shards; H may be a multiple of Hkv.
         attn_mask: as of SDPA in a context, or the tensor of a mask function of transformers.
         mask: one more mask.
-        is_causal, scale, dropout_p, options (tensors and numbers): as for `context_parallel_attention`.
+        is_causal, scale, dropout_p, options (tensors and numbers): as for `context_parallel_attention`; `bias` is an
+            additive (B or 1, H or 1, S or 1, all keys) beside an `attn_mask` that names a mask.
 
     Returns:
         out (B, H, S, Dv).
@@ -146,7 +147,7 @@ def attention_of_shards(
         NotImplementedError: a tensor of `options` that the context has, too; in compiled code, a context with any.
     """
     beside: dict[str, torch.Tensor] = {}
-    for name in OF_HEADS:
+    for name in (*OF_HEADS, "bias"):
         tensor = options.pop(name, None)
         if tensor is not None:
             beside[name] = tensor

@@ -112,14 +112,17 @@ def refuse_unsupported_sdpa(attn_mask: Tensor | None, dropout_p: float) -> None:
 
 def tensors_of(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
-    sinks: Tensor | None = None, up: Tensor | None = None,
+    sinks: Tensor | None = None, up: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensors:  # fmt: skip
     """Return the tensors of a call, as far as one rank can check them. `attn_mask` may be a handle of a mask."""
-    mask = bias = None
+    mask = None
     if attn_mask is not None and is_handle(attn_mask):
         mask = attn_mask
     elif attn_mask is not None:
-        bias = four_dims_of_mask(attn_mask, q)
+        expect(bias is None, "attn_mask that names a mask, beside a bias", f"got a tensor {tuple(attn_mask.shape)}")
+        bias = attn_mask
+    if bias is not None:
+        bias = four_dims_of_mask(bias, q)
     of_heads = None if sinks is None else checked_of_heads("sinks", sinks, q)
     return Tensors(q, k, v, bias, of_heads, None, up, mask)
 

@@ -18,6 +18,7 @@ are refused when called.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -32,13 +33,20 @@ from cp_dtensor import Documents, HeadTail, Mask, context_parallel, local_positi
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
+    attribute_replaced,
     entry_replaced,
     sequence_ranks,
     takes_options,
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import is_model, lacks_positions, missing_positions
+from cp_dtensor.integrations.transformers.checks import (
+    is_model,
+    lacks_positions,
+    missing_positions,
+    refuse_own_positions,
+)
+from cp_dtensor.integrations.transformers.rows import whole_rows
 
 __all__ = ["Enabled", "enable"]
 
@@ -86,8 +94,12 @@ def _patches() -> Iterator[AbstractContextManager[None]]:
         ("transformers.trainer", "Trainer", "_prepare_context_parallel_inputs", _trainer_inputs),
         ("transformers.trainer", "Trainer", "prediction_step", _trainer_prediction),
         ("trl.trainer.sft_trainer", "SFTTrainer", "prediction_step", _sft_prediction),
+        ("trl.trainer.dpo_trainer", "DPOTrainer", "prediction_step", _rows_prediction),
+        ("trl.trainer.kto_trainer", "KTOTrainer", "prediction_step", _rows_prediction),
     ):
         yield when_loaded(module, partial(_trainer_patched, owner, name, ours))
+    yield when_loaded("transformers.trainer", lambda module: wrapped(module.Trainer, "__init__", _trainer_made))
+    yield when_loaded("trl.trainer.sft_trainer", lambda module: wrapped(module.SFTTrainer, "__init__", _sft_made))
 
 
 def _trainer_patched(owner: str, name: str, ours: Callable[..., Any], module: Any) -> AbstractContextManager[None]:
@@ -178,6 +190,7 @@ def _with_positions(
     """Add the position ids that a call lacks, in a step."""
     if not lacks_positions(model, args, kwargs):
         return None
+    refuse_own_positions(model)
     return args, {**kwargs, "position_ids": missing_positions[model]()}
 
 
@@ -226,10 +239,15 @@ def _trainer_inputs(
     _refuse_dropped_documents(trainer, model)
     tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     batch, length = tokens.shape[:2]
+    labels = inputs.get("labels")
+    is_of_rows = labels is None or (labels.size(0) == batch and labels.shape[1:2] != (length,))
+    if is_of_rows and "shift_labels" not in inputs:
+        return partial(_of_rows, steps, trainer, model, "labels" in inputs), inputs
     documents, own = _documents_of(inputs, tokens), steps.options.get("mask")
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if inputs.get("position_ids") is None:
+        refuse_own_positions(model)
         inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(batch, 1)
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     others = [name for name in tensors if name not in _SEQUENCE_INPUTS and tensors[name].shape[:2] == (batch, length)]
@@ -291,6 +309,39 @@ def _breaks(row: torch.Tensor, step: int) -> set[int]:
     return {0, *((row.diff(dim=-1) != step).nonzero()[:, -1] + 1).tolist()}
 
 
+def _trainer_made(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """`Trainer.__init__`, after which SFTTrainer would refuse packing: here packed documents are kept apart."""
+    original(trainer, *args, **kwargs)
+    config, given = trainer.accelerator.parallelism_config, trainer.args
+    if (
+        config is None
+        or not config.cp_enabled
+        or not (getattr(given, "packing", 0) or getattr(given, "eval_packing", 0))
+    ):
+        return
+    trainer._cp_packing = given.packing, given.eval_packing
+    given.packing = given.eval_packing = False  # what was given is packed already
+    trainer._prepare_context_parallel_inputs = partial(_packed_inputs, trainer)
+
+
+def _packed_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    if not isinstance(trainer.accelerator._cp_context, _Steps):
+        raise ValueError(
+            "this SFTTrainer with packing=True was made while cp_dtensor.integrations.accelerate was enabled: train "
+            "while it is enabled, too, since others would let packed documents attend to each other"
+        )
+    return type(trainer)._prepare_context_parallel_inputs(trainer, model, inputs)
+
+
+def _sft_made(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """`SFTTrainer.__init__`, which gives the arguments back as they were."""
+    try:
+        original(trainer, *args, **kwargs)
+    finally:
+        if "_cp_packing" in vars(trainer):
+            trainer.args.packing, trainer.args.eval_packing = vars(trainer).pop("_cp_packing")
+
+
 def _refuse_dropped_documents(trainer: Any, model: nn.Module) -> None:
     """Refuse packed training data whose documents TRL's collator leaves out, so that each row would be one document."""
     padding_free = getattr(getattr(trainer, "data_collator", None), "padding_free", None)
@@ -303,6 +354,35 @@ def _refuse_dropped_documents(trainer: Any, model: nn.Module) -> None:
             f"{padding_free}; it takes documents from seq_lengths with padding_free=True only: pack the data by "
             "trl.pack_dataset and set padding_free=True and max_length=None in SFTConfig"
         )
+
+
+@contextmanager
+def _of_rows(steps: _Steps, trainer: Any, model: nn.Module, has_labels: bool = False) -> Iterator[None]:
+    """While open, a trainer without a label for each token computes its loss of whole rows.
+
+    So do trainers of preferences (DPO, KTO), of rewards, and of classes.
+    """
+    if getattr(trainer, "precompute_ref_logps", False):
+        raise NotImplementedError(
+            "precompute_ref_log_probs=True gives each row the numbers of another one where ranks share a sequence: TRL "
+            "takes the values of all ranks for those of other rows; set it to False"
+        )
+    if trainer.args.torch_compile:
+        raise NotImplementedError("torch_compile=True is not supported with a loss of whole rows")
+    counts = sys.modules["transformers.trainer"].Trainer.compute_loss.__code__.co_names
+    if has_labels and "get_tp_size" not in counts:
+        raise NotImplementedError(
+            "a loss of labels of whole rows needs a newer transformers, such as 5.23, whose Trainer counts the ranks "
+            "that have the same rows by get_tp_size()"
+        )
+    with ExitStack() as stack:
+        for each in filter(None, (model, getattr(trainer, "ref_model", None))):
+            stack.enter_context(whole_rows(each, steps.mesh, **steps.options))
+        # As ranks of tensor parallelism, those of a sequence have the same rows, which Trainer and TRL count once.
+        alike = trainer.get_tp_size() * sequence_ranks(steps.mesh).size
+        for name, value in (("get_tp_size", lambda: alike), ("_tp_size", alike)):
+            stack.enter_context(attribute_replaced(trainer, name, value))
+        yield
 
 
 def _trainer_prediction(
@@ -330,6 +410,16 @@ def _trainer_prediction(
     if loss is not None:
         loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
     return loss, logits, labels
+
+
+def _rows_prediction(steps: _Steps, original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """`prediction_step` of a trainer whose loss is of whole rows."""
+
+    def of_rows(trainer: Any, model: nn.Module, *others: Any, **options: Any) -> Any:
+        with _of_rows(steps, trainer, model):
+            return original(trainer, model, *others, **options)
+
+    return _trainer_prediction(steps, of_rows, *args, **kwargs)
 
 
 def _sft_prediction(steps: _Steps, _: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:

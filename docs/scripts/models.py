@@ -2,11 +2,12 @@
 
 pip install -c constraints.txt -e '.[test,transformers]' && python docs/scripts/models.py
 python docs/scripts/models.py --transformers 5.10.4 5.24.0
+python docs/scripts/models.py --matrix --transformers 5.24.0
 
 The first command writes the matrix of the version that is installed. The second one installs each version into a folder
 of its own, runs the matrix there (compiled models of two families), and writes its row of the table of versions: the
-cells that differ from the matrix. `--short` runs a few families and writes nothing; status 1 means that cells differ.
-`--families NAME ...` runs these alone, and keeps the other rows of the matrix.
+cells that differ from the matrix. The third one does both. `--short` runs a few families and writes nothing; status 1
+means that cells differ. `--families NAME ...` runs these alone, and keeps the other rows of the matrix.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ def main() -> None:
     """Run what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformers", nargs="+", metavar="VERSION", help="versions to install and run")
+    parser.add_argument("--matrix", action="store_true", help="write the matrix, too; the default without versions")
     parser.add_argument("--short", action="store_true", help="a few families; status 1 if cells differ from the page")
     parser.add_argument("--families", nargs="+", default=(), metavar="NAME", help="rows of the matrix to run again")
     parser.add_argument("--print-cells", action="store_true", help=argparse.SUPPRESS)
@@ -167,20 +169,8 @@ def main() -> None:
         rows = [[family, column, cell] for (family, column), cell in cells.items()]
         print(json.dumps({"transformers": transformers.__version__, "cells": rows}))
         return
-    text = PAGE.read_text()
-    matrix, _, versions = text.partition(VERSIONS)
-    if options.transformers:
-        published = cells_of(matrix, COLUMNS) | cells_of(matrix, MULTIMODAL_COLUMNS)
-        by_version = {row.split(" | ")[0].strip("| "): row for row in re.findall(r"^\| \d.*$", versions, re.M)}
-        for version in options.transformers:
-            by_version[version] = row_of(version, cells_with(version, options.short), published)
-            print(by_version[version], flush=True)
-        if options.short:
-            sys.exit(any(not by_version[version].endswith("| none |") for version in options.transformers))
-        versions = "\n".join(
-            by_version[each] for each in sorted(by_version, key=lambda each: [*map(int, each.split("."))])
-        )
-    else:
+    matrix, _, versions = PAGE.read_text().partition(VERSIONS)
+    if options.matrix or not options.transformers:
         import torch
         import transformers
         from support.models import FAMILIES, LENGTH, WIDE_WINDOW
@@ -195,7 +185,15 @@ def main() -> None:
             tables.append(table(shown, titles))
         of_text, of_images = tables
         matrix = f"{about}{of_text}\nWritten by `python docs/scripts/models.py`.\n{IMAGES}{of_images}\n"
-    PAGE.write_text(f"{matrix}{VERSIONS}{versions.strip()}\n")
+    published = cells_of(matrix, COLUMNS) | cells_of(matrix, MULTIMODAL_COLUMNS)
+    by_version = {row.split(" | ")[0].strip("| "): row for row in re.findall(r"^\| \d.*$", versions, re.M)}
+    for version in options.transformers or ():
+        by_version[version] = row_of(version, cells_with(version, options.short), published)
+        print(by_version[version], flush=True)
+    if options.short:
+        sys.exit(any(not by_version[version].endswith("| none |") for version in options.transformers or ()))
+    lines = (by_version[each] for each in sorted(by_version, key=lambda each: [*map(int, each.split("."))]))
+    PAGE.write_text(f"{matrix}{VERSIONS}{chr(10).join(lines)}\n")
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return about | times_of(by_rank) | {
         "status": "measured", "mask": f"documents of {DOCUMENT}" if options.packed else "causal", "layout": "HeadTail",
         "tokens": options.seq_len, "q_heads": SIZE["num_attention_heads"], "kv_heads": SIZE["num_key_value_heads"],
-        "head_dim": SIZE["head_dim"], "method": f"{options.program}: {options.method}", "pass": "step",
+        "head_dim": SIZE["head_dim"], "method": f"{options.program}-{options.method}", "pass": "step",
         "mib": mib.item(), "note": f"Qwen3 of 1.1B{', checkpointed' if options.method == 'alone' else ''}; losses "
         + " ".join(f"{loss:.5f}" for loss in steps.losses),
     }  # fmt: skip

@@ -3,10 +3,10 @@
     pip install -c constraints.txt -e '.[integrations]' && pip install trl==1.16.0
     torchrun --nproc-per-node 2 examples/integrations/sft_two_ranks.py
 
-`SFTTrainer` refuses `packing=True` with context parallelism. Here documents are packed before, and `padding_free=True`
-makes its collator keep them apart. Every rank also trains the same model alone, and compares losses and weights. The
-example runs on CPUs over gloo, where accelerate averages gradients by DDP. On GPUs give `SFTConfig` a
-`parallelism_config` and `fsdp`, as transformers documents; `enable()` is the only line to add.
+`SFTTrainer` by itself refuses `packing=True` with context parallelism, which would let documents see each other. Every
+rank also trains the same model alone, document by document, and compares losses and weights. The example runs on CPUs
+over gloo, where accelerate averages gradients by DDP. On GPUs give `SFTConfig` a `parallelism_config` and `fsdp`, as
+transformers documents; `enable()` is the only line to add.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer, pack_dataset
+from trl import SFTConfig, SFTTrainer
 
 from cp_dtensor.integrations import accelerate as cp_accelerate
 
@@ -36,19 +36,18 @@ def fresh_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def packed_documents() -> Dataset:
-    """Rows of at most LENGTH tokens, each several documents, whose first three tokens are a prompt without a loss."""
+def documents() -> Dataset:
+    """Documents whose first three tokens are a prompt without a loss."""
     generator = torch.Generator().manual_seed(1)
-    documents = []
-    for _ in range(40):
+    made = []
+    for _ in range(24):
         size = int(torch.randint(5, 20, (), generator=generator))
         tokens = torch.randint(VOCABULARY, (size,), generator=generator).tolist()
-        documents.append({"input_ids": tokens, "labels": [-100] * 3 + tokens[3:]})
-    packed = pack_dataset(Dataset.from_list(documents), LENGTH)  # adds the column seq_lengths
-    return packed.select(range(BATCH * STEPS))
+        made.append({"input_ids": tokens, "labels": [-100] * 3 + tokens[3:]})
+    return Dataset.from_list(made)
 
 
-def alone(model: LlamaForCausalLM, rows: Dataset) -> torch.Tensor:
+def alone(model: LlamaForCausalLM, rows: Any) -> torch.Tensor:
     """The loss of rows on one rank, document by document."""
     losses, count = torch.zeros(()), 0
     for row in rows:
@@ -62,7 +61,7 @@ def alone(model: LlamaForCausalLM, rows: Dataset) -> torch.Tensor:
 
 
 def one_rank(data: Dataset) -> tuple[list[float], float, LlamaForCausalLM]:
-    """The loss of each step, that of all data afterwards, and the trained model."""
+    """The loss of each step, the mean of those of all rows afterwards, and the trained model."""
     model = fresh_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = []
@@ -73,7 +72,7 @@ def one_rank(data: Dataset) -> tuple[list[float], float, LlamaForCausalLM]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        return losses, alone(model, data).item(), model
+        return losses, torch.stack([alone(model, [row]) for row in data]).mean().item(), model
 
 
 class CpuTrainer(SFTTrainer):
@@ -92,14 +91,14 @@ def main() -> None:
     Raises:
         AssertionError: a loss or a weight differs from that of one rank.
     """
-    data, model = packed_documents(), fresh_model()
+    data, model = documents(), fresh_model()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel({str(token): token for token in range(VOCABULARY)}, "0")), pad_token="0",
         eos_token="1",
     )  # fmt: skip
     arguments = SFTConfig(
-        output_dir="sft_output", padding_free=True, packing=False, max_length=None, use_cpu=True, bf16=False,
-        max_steps=STEPS, per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH * STEPS,
+        output_dir="sft_output", packing=True, max_length=LENGTH, use_cpu=True, bf16=False, max_steps=STEPS,
+        per_device_train_batch_size=BATCH, per_device_eval_batch_size=1,
         learning_rate=LEARNING_RATE, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1,
         train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
@@ -113,13 +112,14 @@ def main() -> None:
         trainer = CpuTrainer(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
-    losses, last, expected_model = one_rank(data)
+    packed = trainer.train_dataset  # rows of at most LENGTH tokens, with the column seq_lengths
+    losses, last, expected_model = one_rank(packed)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == STEPS
     torch.testing.assert_close(torch.tensor([*logged, evaluated]), torch.tensor([*losses, last]), rtol=1e-5, atol=1e-5)
     for weight, expected in zip(model.parameters(), expected_model.parameters(), strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5)
-    assert max(lengths) <= -(-sum(map(len, data["input_ids"])) // 2) + 1  # of shards, also in the evaluation
+    assert max(lengths) <= -(-sum(map(len, packed["input_ids"])) // 2) + 1  # of shards, also in the evaluation
     trainer.accelerator.print(f"losses {logged}, evaluated {evaluated} and weights are those of one rank")
 
 

@@ -25,7 +25,7 @@ def both_backends() -> Iterator[Processes]:
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma 3", "Llama 4"])
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma 3", "Llama 4", "BART"])
 @pytest.mark.parametrize("group", ["slow_gpus", "both_backends"])
 def test_models_have_the_loss_and_gradients_of_one_gpu(
     group: str, family: str, column: str, request: pytest.FixtureRequest

@@ -133,6 +133,20 @@ def test_loss_and_gradients_are_those_of_one_process(inputs: Any, use_cache: boo
     compare(adapted, one_process(model, inputs))
 
 
+def test_positions_that_a_model_makes_from_tokens_are_not_those_of_a_step() -> None:
+    model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**{**SIZES, "num_key_value_heads": 4}))
+
+    def body(rank: int) -> None:
+        refused = partial(pytest.raises, ValueError, match="RobertaEmbeddings makes position ids from tokens")
+        with refused():
+            in_steps(rank, model, WITHOUT_POSITIONS, ["input_ids"], {})
+        with refused():
+            Trainer._prepare_context_parallel_inputs(trainer_of(rank, model), model, dict(WITHOUT_POSITIONS))
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+
+
 def test_missing_positions_are_refused_outside_of_steps() -> None:
     """A step adds them; a plain context around a prepared model does not."""
     model, inputs = llama(), batch()
@@ -350,6 +364,9 @@ def test_sft_trainer_evaluates_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """`SFTTrainer.prediction_step` of TRL opens no context: a stand-in for its class, which must not be reached."""
 
     class SFTTrainer(SimpleNamespace):
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes)
+
         def prediction_step(self, *_: Any) -> Any:
             raise AssertionError
 
@@ -377,3 +394,34 @@ def test_sft_trainer_evaluates_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     with cp_accelerate.enable():
         run_ranks(RANKS, body)
     assert SFTTrainer.prediction_step is before
+
+
+def test_packing_of_sft_trainer_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFTTrainer refuses it after `Trainer.__init__`: a stand-in, which finds its arguments as they were afterwards."""
+
+    def of_trainer(self: Any, args: Any, accelerator: Any) -> None:
+        self.args, self.accelerator = args, accelerator
+
+    class SFTTrainer(Trainer):  # type: ignore[misc]
+        prediction_step = Trainer.prediction_step
+
+        def __init__(self, args: Any, accelerator: Any) -> None:
+            super().__init__(args, accelerator)
+            if self.accelerator.parallelism_config.cp_enabled and (args.packing or args.eval_packing or args.fails):
+                raise ValueError("refused by TRL")
+
+    monkeypatch.setattr(Trainer, "__init__", of_trainer)
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", SimpleNamespace(SFTTrainer=SFTTrainer))
+    accelerator = SimpleNamespace(parallelism_config=accelerate.ParallelismConfig(cp_size=RANKS), _cp_context=None)
+    packing: Any = {"packing": True, "eval_packing": None, "fails": False}
+    args, failing = SimpleNamespace(**packing), SimpleNamespace(**{**packing, "fails": True})
+    with cp_accelerate.enable():
+        trainer = SFTTrainer(args, accelerator)
+        with pytest.raises(ValueError, match="refused by TRL"):
+            SFTTrainer(failing, accelerator)
+    assert vars(args) == packing
+    assert failing.packing
+    with pytest.raises(ValueError, match=r"SFTTrainer with packing=True was made while .* enabled: train while it is"):
+        trainer._prepare_context_parallel_inputs(nn.Identity(), {})
+    with pytest.raises(ValueError, match="refused by TRL"):
+        SFTTrainer(args, accelerator)

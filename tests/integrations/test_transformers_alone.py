@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import tiny_model as family_model
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,6 +53,19 @@ def test_the_provider_attends_as_sdpa(kind: str, use_cache: bool, positions: lis
     found = model(**given).logits
     model.set_attn_implementation("sdpa")
     torch.testing.assert_close(found, model(**given).logits)
+
+
+def test_the_provider_has_the_position_bias_of_t5() -> None:
+    register()
+    model, tokens = family_model("T5", "cp_dtensor"), torch.randint(3, 53, (2, 9))
+    given = {"input_ids": tokens, "decoder_input_ids": tokens[:, :6], "use_cache": False}
+    found = model(**given).logits
+    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    torch.testing.assert_close(found, model(**given).logits)
+    for module in model.modules():
+        if isinstance(getattr(module, "relative_attention_bias", None), torch.nn.Embedding):
+            module.relative_attention_bias.weight.data.zero_()  # type: ignore[operator, union-attr]
+    assert (model(**given).logits - found).abs().max() > 1e-3
 
 
 def test_packed_documents_with_blocks_of_tokens_are_masked_as_by_sdpa() -> None:

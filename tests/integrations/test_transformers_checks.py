@@ -23,7 +23,10 @@ def test_check_model_names_layers() -> None:
     assert eager.startswith('LlamaForCausalLM, model: attn_implementation="eager" computes attention as matrix')
     assert check_model(tiny_model("LFM2", "sdpa")) == check_model(tiny_model("Qwen3-Next", "sdpa")) == []
     assert any("mixer" in line for line in check_model(tiny_model("Mamba", "eager")))
-    assert any("embed_positions" in line for line in check_model(tiny_model("BART", "sdpa")))
+    assert check_model(tiny_model("BART", "sdpa")) == check_model(tiny_model("T5", register())) == []
+    assert any(
+        "T5Attention joins its position bias and a mask of" in line for line in check_model(tiny_model("T5", "sdpa"))
+    )
     model: Any = tiny_model("Llama", "sdpa")
     model.config.layer_types = ["full_attention", "attention_of_a_later_version"]
     assert any("layer_types has 'attention_of_a_later_version', layers that" in line for line in check_model(model))
@@ -36,6 +39,7 @@ def test_check_model_names_layers() -> None:
         ("AlbertForPreTraining", {}, "takes the result of a whole row from the tokens of this rank's shard"),
         ("BloomForCausalLM", {"n_layer": 1}, "BloomAttention computes attention by operations that a context does not"),
         ("FNetForMaskedLM", {}, "none of its layers calls attention that a context sees"),
+        ("M2M100ForConditionalGeneration", {"d_model": 32}, "M2M100SinusoidalPositionalEmbedding counts positions"),
         ("MobileBertForMaskedLM", {"embedding_size": 16, "intra_bottleneck_size": 32}, "trigram_input"),
     ],
 )  # fmt: skip

@@ -107,8 +107,9 @@ PROGRAMS = {
         "accelerate", "transformers.trainer",
         {"packed: losses [": 1, "padded: losses [": 1, "are those of one rank": 2},
     ),
-    # Packed documents in TRL's SFTTrainer, trained and evaluated; no extra installs trl.
+    # No extra installs trl, which would bring pandas and pyarrow.
     "sft_two_ranks": Example("trl", "transformers.trainer", {"and weights are those of one rank": 1}),
+    "dpo_two_ranks": Example("trl", "transformers.trainer", {"and weights are those of one rank": 1}),
     "long_context_qwen3": Example(
         "transformers", "transformers", {"loss and gradients are those of one process": 2}
     ),

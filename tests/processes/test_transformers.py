@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.model_cells import recurrences_in_float64
+from support.model_cells import recurrences_in_float64, run_cell
 from support.models import LENGTH, ROWS, assert_gradients_sum_to, gradients, tiny_model
 from support.processes import Processes
 from torch import nn
@@ -247,6 +247,15 @@ def counted_for_scales() -> None:
     assert any("attn_temperature_tuning" in line for line in check_model(model))
 
 
+def counted_embeddings(family: str) -> None:
+    """Positions that encoders and decoders count: learned ones, and those of T5's bias."""
+    for layout in (Contiguous(), Striped(4)):
+        assert run_cell(0, family, "padded", layout) == "right"
+    assert "positions that are the same in all batch rows, got Mirrored" in run_cell(
+        0, family, "padded", MirroredBatch()
+    )
+
+
 def share_of_masks(attention: str) -> None:
     """ESM scales its embeddings by the share of mask tokens, which differs between shards and between rows."""
     import transformers
@@ -380,6 +389,7 @@ CASES: list[Any] = [
     *[pytest.param((compiled_layers, family), marks=pytest.mark.slow) for family in ("gpt-oss", "Gemma 3")],
     *[(modules, family) for family in ("Gemma 3", "gpt-oss", "Qwen3-Next")],
     (mean_gradients,), (outside_of_contexts,), (whole_padding, "sdpa"), (whole_padding, "cp_dtensor"),
+    (counted_embeddings, "BART"), (counted_embeddings, "T5"),
     (documents_by_edges,), pytest.param((flex,), marks=pytest.mark.slow), (counted_for_scales,),
     (share_of_masks, "sdpa"), (share_of_masks, "cp_dtensor"), (dropout, "Gemma 3"), (refusals,), (without_attention,),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_dtensor import Layout, context_parallel
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
-from support.models import LENGTH, ROWS, VOCABULARY, assert_gradients_sum_to, gradients, tiny_model
+from support.models import FAMILIES, LENGTH, ROWS, VOCABULARY, assert_gradients_sum_to, gradients, tiny_model
 from support.multimodal import processed, tiny_multimodal
 
 COLUMNS = {
@@ -63,7 +63,7 @@ def batch_of(family: str, kind: str, device: str) -> tuple[ModelBatch, dict[str,
     more = {}
     if "cross" in family:
         more = {"encoder_hidden_states": torch.randn(ROWS, 50, 32, generator=random, dtype=torch.float64)}
-    if family in ("T5", "BART"):
+    if FAMILIES.get(family, (family,))[0].endswith("ForConditionalGeneration"):
         more = {"decoder_input_ids": tokens(LENGTH)}
     return batch, {name: each.to(device) for name, each in more.items()}
 

@@ -71,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "BERT, cross-attention": ("BertLMHeadModel", {"add_cross_attention": True}),
     "T5": ("T5ForConditionalGeneration", {"is_decoder": False}),
     "BART": ("BartForConditionalGeneration", {"is_decoder": False}),
+    "OPT": ("OPTForCausalLM", {}),
     "LFM2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
     "Qwen3-Next": ("Qwen3NextForCausalLM", _DELTA_AND_FULL),
     "Mamba-2": ("Mamba2ForCausalLM", {"num_heads": 4, "head_dim": 16}),

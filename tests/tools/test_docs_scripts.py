@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -224,3 +225,15 @@ def test_steps_are_read_from_the_log_of_torchtitan() -> None:
         "[rank0]:[titan] - root - INFO - Training starts at step 1, loss: none\n"
     )
     assert docs_script("torchtitan_steps").steps_of(log) == [(1, 12.24534, 0.9749, 65.3, 1726)]
+
+
+def test_rows_of_transformers_steps_are_the_same_in_all_programs() -> None:
+    """The loop shifts labels itself, and TRL makes them of documents, whose first tokens are not predicted."""
+    script = docs_script("transformers_steps")
+    options = SimpleNamespace(seq_len=2 * script.DOCUMENT, packed=True)
+    row = script.row_of(3, options)
+    assert row["position_ids"].tolist() == [*range(script.DOCUMENT)] * 2
+    assert (row["labels"] != row["input_ids"]).nonzero().flatten().tolist() == [0, script.DOCUMENT]
+    assert script.row_of(3, options)["input_ids"].equal(row["input_ids"])
+    assert not script.row_of(4, options)["input_ids"].equal(row["input_ids"])
+    assert {method for _, method, packed in script.RUNS if packed} == {"ours", "alone"}  # torch has no such mask

@@ -73,7 +73,7 @@ def _problem_of_layer(module: nn.Module) -> str | None:
         return f"{name} mixes tokens of {shard} only"
     if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
         return f"a convolution over {module.kernel_size[0]} tokens mixes tokens of {shard} only"
-    if _COUNTED.search(name):
+    if _COUNTED.search(name) and not facts_of(type(module)).counts:
         return f"{name} counts positions within {shard}"
     if "indexer" in name.lower() and not facts_of(type(module)).selects:
         return f"{name} selects keys of {shard} only"
@@ -81,6 +81,11 @@ def _problem_of_layer(module: nn.Module) -> str | None:
     if counts_positions(module) and (not facts_of(type(module)).counts or "forward" in vars(module)):
         return f"{name} scales queries by positions within {shard} (attn_temperature_tuning)"
     values = {attribute: getattr(module, attribute, None) for attribute in _ATTRIBUTES}
+    if values["relative_attention_bias"] is not None and facts_of(type(module)).counts:
+        if implementation_of(getattr(module, "config", None)) == PROVIDER:
+            values["relative_attention_bias"] = None
+        else:
+            return f'{name} joins its position bias and a mask of {shard}: use register() and "{PROVIDER}"'
     texts = [_ATTRIBUTES[each] for each, value in values.items() if value is not None and value is not False]
     return f"{name} {texts[0]}" if texts else None
 
@@ -172,7 +177,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
-    given = _given(model, args, kwargs)
+    given = arguments_of(model, args, kwargs)[1]
     whole = _whole_call(model, given, context)
     if whole is None:
         _check_arguments(model, given)
@@ -180,16 +185,29 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return whole
 
 
-def _given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are not None, by name."""
-    arguments = {**dict(zip(_inputs_of(type(model)).names, args, strict=False)), **kwargs}
-    return {name: value for name, value in arguments.items() if value is not None}
+def arguments_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of a model's arguments, and those of a call that are not None."""
+    names = _inputs_of(type(model)).names
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return names, {name: value for name, value in arguments.items() if value is not None}
 
 
 def lacks_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of a model in `missing_positions` has none."""
-    takes = model in missing_positions and "position_ids" in _inputs_of(type(model)).names
-    return takes and "position_ids" not in _given(model, args, kwargs)
+    names, given = arguments_of(model, args, kwargs)
+    return model in missing_positions and "position_ids" in names and "position_ids" not in given
+
+
+def refuse_own_positions(model: nn.Module) -> None:
+    """Refuse to give position ids from 0 on to models that make other ones themselves."""
+    for module in model.modules():
+        if facts_of(type(module)).skips_padding:
+            raise ValueError(
+                f"{type(module).__name__} makes position ids from tokens, and got none under context parallelism, "
+                "where it has this rank's tokens only: pass position_ids of the whole sequence"
+            )
 
 
 def _check_arguments(model: Any, given: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 A model calls its kernels by names of its own Python module, which transformers binds to a function of another package
 or to torch operations. A kernel is known by its name, not by the architecture; a forward that counts tokens or
-positions is known by the names in its code. One more is one more entry of `KERNELS` or `FORWARDS`.
+positions is known by its arguments and the names in its code. One more is one more entry of `KERNELS` or `COUNTING`.
 """
 
 from __future__ import annotations
@@ -161,19 +161,24 @@ def _with_whole_positions(
     return forward(module, hidden_states, *args, **kwargs)
 
 
-@never_compiled
 def _positions_before(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
+    return _positions(length, device) - torch.arange(length, device=device)
+
+
+@never_compiled
+def _positions(length: int, device: torch.device) -> torch.Tensor:
+    """Return (tokens,) global positions of this rank's tokens in the context."""
     context = sharding_context()
     assert context is not None
     call, ranks = context.call, context.call.ranks
     if len(call.layout.batch_groups(2)) > 1:
         raise NotImplementedError(
-            f"attn_temperature_tuning takes positions that are the same in all batch rows, got {call.layout}: use "
-            "another layout"
+            f"a model that counts positions needs positions that are the same in all batch rows, got {call.layout}: "
+            "use another layout"
         )
     segments = call.layout.segments(length_of(call, length), ranks.rank, ranks.size, 0)
-    return positions_of(segments, device) - torch.arange(length, device=device)
+    return positions_of(segments, device)
 
 
 def _with_whole_counts(
@@ -203,11 +208,58 @@ def _scaled_embeddings(
     return scaled.to(embeddings.dtype)
 
 
-FORWARDS: tuple[tuple[frozenset[str], Function], ...] = (
-    (frozenset({"arange", "get_seq_length", "floor_scale"}), _with_whole_positions),
-    (frozenset({"token_dropout", "mask_token_id", "word_embeddings"}), _with_whole_counts),
+def _with_whole_embeddings(
+    forward: Function, module: nn.Module, tokens: Any, *past: int, position_ids: torch.Tensor | None = None,
+    **named: int,
+) -> torch.Tensor:  # fmt: skip
+    """Embeddings of positions, which they or the decoder around them count: one row then. Callers give a batch of rows.
+
+    `tokens` is a tensor (B, tokens, ...), or a shape.
+    """
+    if position_ids is None or position_ids.dim() == 1:
+        device = next(module.parameters()).device
+        position_ids = _positions(getattr(tokens, "shape", tokens)[1], device)
+    return forward(module, tokens, *past, position_ids=position_ids, **named)
+
+
+def _with_whole_bias(
+    compute_bias: Function, module: nn.Module, query_length: int, key_length: int, device: Any = None,
+    past_seen_tokens: Any = 0,
+) -> torch.Tensor:  # fmt: skip
+    """Bias of T5 (1, H, queries, keys): a function of the positions of this rank's queries and of all keys."""
+    before = _positions_before(query_length, device)  # the method adds the number of past tokens to arange
+    return compute_bias(module, query_length, _whole_length(key_length), device, before[:, None])
+
+
+@never_compiled
+def _whole_length(local: int) -> int:
+    context = sharding_context()
+    assert context is not None
+    return length_of(context.call, local)
+
+
+def _uses(*names: str) -> Callable[[CodeType], bool]:
+    return lambda code: {*names} <= {*_names_in(code)}
+
+
+def _takes(*names: str) -> Callable[[CodeType], bool]:
+    """Return whether some code takes these arguments and no others, but `self` and perhaps one more before them."""
+
+    def fits(code: CodeType) -> bool:
+        arguments = code.co_varnames[: code.co_argcount]
+        return names in (arguments[1:], arguments[2:])
+
+    return fits
+
+
+COUNTING: tuple[tuple[str, Callable[[CodeType], bool], Function], ...] = (
+    ("forward", _uses("arange", "get_seq_length", "floor_scale"), _with_whole_positions),
+    ("forward", _uses("token_dropout", "mask_token_id", "word_embeddings"), _with_whole_counts),
+    ("forward", _takes("past_key_values_length", "position_ids"), _with_whole_embeddings),
+    ("forward", _takes("cache_length", "position_ids"), _with_whole_embeddings),  # since transformers 5.24
+    ("compute_bias", _takes("query_length", "key_length", "device", "past_seen_tokens"), _with_whole_bias),
 )
-"""Names in the code of a forward, and the function of shards."""
+"""Methods that count tokens or positions: name, whether some code is that of one, and the function of shards."""
 
 
 # Classes of layers
@@ -218,8 +270,9 @@ class ClassFacts(NamedTuple):
 
     is_caught: bool  # it calls kernels, all of which are replaced in contexts
     calls_attention: bool  # a method calls the attention function of its `attn_implementation`, or one of torch
-    counts: bool  # its forward counts tokens or positions, and is replaced in contexts
+    counts: bool  # a method counts tokens or positions, and is replaced in contexts
     selects: bool  # its forward selects keys for sparse attention, and is replaced in contexts
+    skips_padding: bool  # it makes position ids from tokens where it gets none, as RoBERTa does
     replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
 
 
@@ -231,7 +284,8 @@ def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:
 @by_class
 def facts_of(kind: Any) -> ClassFacts:
     """Return what the code of a class tells."""
-    kernels, methods, calls_attention = list[tuple[Any, str, str]](), dict[str, tuple[Any, set[str]]](), False
+    kernels, methods = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]]()
+    calls_attention = skips_padding = False
     for base in kind.__mro__:
         for attribute, method in vars(base).items() if base.__module__ != MODELING_UTILS else ():
             function = inspect.unwrap(method) if callable(method) and base is not nn.Module else None
@@ -239,19 +293,22 @@ def facts_of(kind: Any) -> ClassFacts:
                 continue
             names, known = {*_names_in(function.__code__)}, function.__globals__
             calls_attention |= not _ATTENTION.isdisjoint(names)
+            skips_padding |= "create_position_ids_from_input_ids" in names
             owner = sys.modules.get(known.get("__name__", ""))
             kernels += [(owner, name, kernel) for name in names if owner and (kernel := kernel_name(known.get(name)))]
-            methods.setdefault(attribute, (base, names))
+            methods.setdefault(attribute, (base, function.__code__))
     is_caught = bool(kernels) and all(kernel in KERNELS for *_, kernel in kernels)
     replaced = [(owner, name, KERNELS[kernel]) for owner, name, kernel in kernels if is_caught]
-    base, in_forward = methods.get("forward", (None, set[str]()))
-    counting = [(base, "forward", ours) for own, ours in FORWARDS if own <= in_forward]
+    counting = [
+        (methods[name][0], name, ours) for name, fits, ours in COUNTING if name in methods and fits(methods[name][1])
+    ]
     selecting = [
-        (methods[method][0], method, ours) for method, own, ours in METHODS
-        if method in methods and own <= methods[method][1] | in_forward
+        (methods[name][0], name, ours) for name, own, ours in METHODS
+        if name in methods and own <= {each for part in (name, "forward") for each in _names_in(methods[part][1])}
     ]  # fmt: skip
-    selects = any(ours in SELECTIONS for *_, ours in selecting)
-    return ClassFacts(is_caught, calls_attention, bool(counting), selects, (*replaced, *counting, *selecting))
+    selects, counts = any(ours in SELECTIONS for *_, ours in selecting), bool(counting)
+    replacements = (*replaced, *counting, *selecting)
+    return ClassFacts(is_caught, calls_attention, counts, selects, skips_padding, replacements)
 
 
 def is_caught(module: nn.Module) -> bool:

@@ -57,13 +57,15 @@ def _attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     is_causal: bool | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None, block_indices: torch.Tensor | None = None, **kwargs: Any,
+    position_bias: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None, indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention as a function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
     refuse_arguments(f'attn_implementation="{PROVIDER}"', kwargs)
     if indices is not None or block_indices is not None or isinstance(key, Latents):
         given = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+        given |= {"position_bias": position_bias}
         return attention_to_chosen(
             _attention, shards_are_seen(), {"sinks": s_aux}, module, query, key, value, attention_mask, indices,
             block_indices, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, **given, **kwargs,
@@ -85,9 +87,11 @@ def _attention(
         if query.size(0) != 1:
             raise NotImplementedError(f"cu_seq_lens_q needs a batch of one row, got {query.size(0)}")
         documents = Documents(cu_seq_lens_q, cu_seq_lens_k)
+    # Zeros of attention without positions, such as T5's to its encoder, have this rank's keys; a bias has all.
+    has_bias = position_bias is not None and position_bias.size(-1) != key.size(2)
     out = attention_of_shards(
         query, key, value, attn_mask=attention_mask, is_causal=causal, mask=documents, dropout_p=dropout, scale=scaling,
-        sinks=s_aux, softcap=softcap or 0.0,
+        sinks=s_aux, bias=position_bias if has_bias else None, softcap=softcap or 0.0,
     )  # fmt: skip
     if out is None:
         refused = {"softcap": softcap, "s_aux": s_aux, "cu_seq_lens_q": cu_seq_lens_q}
@@ -100,8 +104,9 @@ def _attention(
 
         mask = _mask_alone(attention_mask) if is_handle(attention_mask) else attention_mask
         alone: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal
-        )
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+            position_bias=position_bias,
+        )  # fmt: skip
         return alone
     return out.transpose(1, 2).contiguous(), None
 
