@@ -110,7 +110,8 @@ def explain(
         optimizer     optimizer_bytes N/n
         saved inputs  e T D for each layer, or for two if they are offloaded; e T A + 4 T q_heads more for each layer if
                       attention is kept; when backward begins
-        attention     e T (6 D + 6 A + 8 K) and the buffers of its method, for the layer that is in backward
+        attention     e T (3 D + 4 A + 5 K), A more unless it is kept, and the buffers of its method, for the layer that
+                      is in backward
         MLP           e tile (6 F + 2 D)
         logits        e T D + 4 V D + e rows V, when backward begins; T rows, or T D / V of a chunk
 

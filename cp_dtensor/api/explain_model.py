@@ -114,7 +114,7 @@ def step_of(
         "gradients": itemsize * (layers / ranks + 2 * model.layer + model.head),
         "optimizer": how.optimizer_bytes * shard,
         "saved inputs": inputs * (2 if how.offload else model.layers) + kept,
-        "attention": itemsize * tokens * (6 * hidden + 6 * of_q + 8 * of_kv) + attention.memory,
+        "attention": itemsize * tokens * (3 * hidden + (5 - how.keep_attention) * of_q + 5 * of_kv) + attention.memory,
         "MLP": itemsize * tile * (6 * model.intermediate + 2 * hidden),
         "logits": inputs + 4 * model.head + itemsize * rows * model.vocabulary,
     }

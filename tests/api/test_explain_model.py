@@ -60,11 +60,12 @@ def test_parts_of_a_step() -> None:
         "gradients": 2 * (3 * layer / 2 + 2 * layer + words),
         "optimizer": 4 * (3 * layer + 2 * words) / 2,
         "saved inputs": 2 * 128 * 64 * 2 + 3 * 128 * (2 * 32 + 4 * 4),
-        "attention": 2 * 128 * (6 * 64 + 6 * 32 + 8 * 16) + attention,
+        "attention": 2 * 128 * (3 * 64 + 4 * 32 + 5 * 16) + attention,
         "MLP": 2 * 16 * (6 * 96 + 2 * 64),
         "logits": 2 * 128 * 64 + 4 * words + 2 * 128 * 64,
     }
     plain = of_model(2, seq_len=256, optimizer_bytes=8).step
+    assert plain.memory["attention"] == found.memory["attention"] + 2 * 128 * 32
     assert plain.memory["saved inputs"] == 3 * 2 * 128 * 64
     assert plain.memory["optimizer"] == 2 * found.memory["optimizer"]
     assert plain.memory["MLP"] == 8 * found.memory["MLP"]
@@ -107,7 +108,7 @@ def test_saved_inputs_are_what_checkpoints_keep() -> None:
 
 
 def test_measured_steps() -> None:
-    """Of Qwen3-8B on GPUs: the peak to 10%, the time to 15%."""
+    """Of Qwen3-8B on GPUs: the peak to 5%, the time to 10% but of a step that pinned the host's pages."""
     with MEASURED.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if "long-context" in row["table"] and row["method"] != "torch"]
     assert rows
@@ -117,8 +118,9 @@ def test_measured_steps() -> None:
             int(ranks), model=QWEN3_8B, seq_len=int(row["tokens"]), hardware=gpu, tile=8192, offload=True,
             keep_attention=row["method"] == "ours",
         ).step  # fmt: skip
-        assert step.peak / 2**20 == pytest.approx(float(row["mib"]), rel=0.1), row
-        assert step.seconds * 1e3 == pytest.approx(float(row["median_ms"]), rel=0.15), row
+        assert step.peak / 2**20 == pytest.approx(float(row["mib"]), rel=0.05), row
+        if "pinned" not in row["note"]:
+            assert step.seconds * 1e3 == pytest.approx(float(row["median_ms"]), rel=0.1), row
 
 
 def test_the_text() -> None:
