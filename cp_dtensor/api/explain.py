@@ -128,8 +128,9 @@ def explain(
     sizes = None if model is None else Model.of(model)
     if sizes is not None:
         of_call = {"q_heads": q_heads, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "latent_dims": latent_dims}
-        extra = [name for name, value in of_call.items() if value is not None]
+        extra = [name for name, value in of_call.items() if value is not None] + ["head_dim"] * (head_dim != 128)
         expect(not extra, "the heads of model=, and none given", f"got {', '.join(extra)} too")
+        expect(optimizer_bytes >= 0, "optimizer_bytes of at least 0", f"got {optimizer_bytes}")
         q_heads, kv_heads, head_dim = sizes.q_heads, sizes.kv_heads, sizes.head_dim
         check_numbers(dtype, **({} if tile is None else {"tile": tile}))
     else:
@@ -170,10 +171,7 @@ def explain(
     by_axis = " x ".join(map(str, (outer, *inner)))
     step, methods, chosen = None, counted(found, spec, outer, *inner), fastest(found)
     if sizes is not None:
-        tokens, how = (
-            batch_size * -(-lengths[0] // ranks.size),
-            Training(tile, offload, keep_attention, optimizer_bytes),
-        )
+        tokens = batch_size * -(-lengths[0] // ranks.size)
         step = step_of(sizes, how, tokens, ranks.size, dtype.itemsize, methods[chosen], cluster.gpu)
     explanation = Explanation(
         f"{lengths[0]:,} tokens on {counted_ranks(by_axis)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "

@@ -137,6 +137,8 @@ def test_the_text() -> None:
         ({"model": {}}, "expected model to have the integers hidden_size, .*; got none for hidden_size"),
         ({"model": {**SMALL, "num_experts": 8}}, "expected model to be dense, got num_experts=8"),
         ({"q_heads": 4}, "expected the heads of model=, and none given; got q_heads too"),
+        ({"head_dim": 8}, "expected the heads of model=, and none given; got head_dim too"),
+        ({"optimizer_bytes": -1}, "expected optimizer_bytes of at least 0; got -1"),
         ({"latent_dims": (4, 4)}, "expected the heads of model=, and none given; got latent_dims too"),
         ({"model": None}, "expects q_heads= or model=, got neither"),
         ({"model": None, "q_heads": 4, "tile": 8}, r"expected tile, .* with model= only; got Training\(tile=8, "),
