@@ -26,6 +26,7 @@ MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
 LAYERS = ROOT / "docs" / "layers.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
+LONG_CONTEXT = ROOT / "docs" / "long_context.md"
 DECISIONS = ROOT / "docs" / "decisions.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 WORDS = {DECISIONS: 5_000, BENCHMARKS / "README.md": 2_000}
@@ -64,10 +65,13 @@ def test_programs_about_layers_run_on_four_ranks(capsys: pytest.CaptureFixture[s
     assert [capsys.readouterr().out] == blocks(LAYERS, "text")
 
 
-def test_predictions_run_in_one_process_and_print_what_follows_them() -> None:
+@pytest.mark.parametrize(
+    ("page", "printed_text"), [(CHOOSING, "chosen by method"), (LONG_CONTEXT, "a training step of the model")]
+)
+def test_predictions_run_in_one_process_and_print_what_follows_them(page: Path, printed_text: str) -> None:
     """The tables before the first program, and those after the second."""
-    programs = [block for block in blocks(CHOOSING, "python") if "explain(" in block]
-    tables = [block for block in blocks(CHOOSING, "text") if "chosen by method" in block]
+    programs = [block for block in blocks(page, "python") if "explain(" in block]
+    tables = [block for block in blocks(page, "text") if printed_text in block]
     command = [sys.executable, "-W", "error", "-c", "".join(programs)]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.splitlines() == [line for table in tables for line in table.splitlines() if line]

@@ -135,14 +135,19 @@ open_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """The number of dispatch modes that are open in this thread, selective checkpoints among them."""
 
 
+# Without them, policies see the operators of tiles.
+_RECORDS = getattr(checkpoint, "_CachingTorchDispatchMode", ())
+_REPEATS = getattr(checkpoint, "_CachedTorchDispatchMode", ())
+_SAVES = (True, checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE)
+
+
 def checkpoint_keeps(operator: Any) -> bool:
     """Return whether a selective checkpoint of eager code, open in this thread, keeps the results of an operator."""
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, checkpoint._CachingTorchDispatchMode):
-            policy = mode.policy_fn(checkpoint.SelectiveCheckpointContext(is_recompute=False), operator)
-            if policy in (True, checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE):
+        if isinstance(mode, _RECORDS):
+            if mode.policy_fn(checkpoint.SelectiveCheckpointContext(is_recompute=False), operator) in _SAVES:
                 return True
-        elif isinstance(mode, checkpoint._CachedTorchDispatchMode) and operator in mode.storage:
+        elif isinstance(mode, _REPEATS) and operator in mode.storage:
             return True
     return False
 

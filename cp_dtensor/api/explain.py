@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cp_dtensor import _torch
+from cp_dtensor.api.explain_model import Model, Step, Training, step_of
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ranks
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.engine.arguments import expect
@@ -42,6 +44,8 @@ class Explanation:
     """The method that `method="auto"` takes on such hardware; "" for functions that have none."""
     tolerance: float = TOLERANCE
     """The ratio within which it takes the first."""
+    step: Step | None = None
+    """A training step of the model, whose attention this is, with the chosen method."""
 
     def __str__(self) -> str:
         over_axes = [f"over {name}" for name in self.axes]
@@ -59,15 +63,16 @@ class Explanation:
             rows, rules = [(row[0], *row[2:]) for row in rows], [chosen] * bool(self.chosen)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join((self.call, self.assumption, *lines, *rules))
+        return "\n".join((self.call, self.assumption, *lines, *rules, *([] if self.step is None else [str(self.step)])))
 
 
 def explain(
-    mesh: Mesh, *, seq_len: int | tuple[int, int], q_heads: int, kv_heads: int | None = None, head_dim: int = 128,
-    batch_size: int = 1, dtype: torch.dtype = torch.bfloat16, is_causal: bool | None = None, mask: Mask | None = None,
-    layout: Layout | None = None, rotate_method: str | None = None,
-    hardware: Assumed | Mapping[str, Assumed] | None = None,
-    v_head_dim: int | None = None, latent_dims: tuple[int, int] | None = None, quiet: bool = False,
+    mesh: Mesh, *, seq_len: int | tuple[int, int], q_heads: int | None = None, kv_heads: int | None = None,
+    head_dim: int = 128, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16, is_causal: bool | None = None,
+    mask: Mask | None = None, layout: Layout | None = None, rotate_method: str | None = None,
+    hardware: Assumed | Mapping[str, Assumed] | None = None, v_head_dim: int | None = None,
+    latent_dims: tuple[int, int] | None = None, quiet: bool = False, model: Any = None, tile: int | None = None,
+    offload: bool = False, keep_attention: bool = False, optimizer_bytes: float = 4,
 ) -> Explanation:  # fmt: skip
     """Predict time, bytes on each axis and memory of every method, and print the table on rank 0 of the mesh.
 
@@ -85,6 +90,14 @@ def explain(
             Where no link is named, nodes have 8 GPUs with NVLink (72 of GB200 and GB300), and InfiniBand NDR is between
             nodes. None takes the mesh's GPUs, whose links are measured once (a collective); on CPUs it is "H200".
         quiet: True prints nothing.
+        model: a configuration of transformers, or a mapping of its names to numbers, of a model with this attention in
+            every layer and dense MLPs; adds a training step of it. Its heads are used, and `q_heads`, `kv_heads` and
+            `head_dim` are not given. Its layers are checkpointed, its parameters sharded over the ranks (FSDP2).
+        tile: tokens that MLPs compute at a time; the loss has a chunk of the logits at a time then, as Liger's. None is
+            all.
+        offload: True if the inputs of layers are in the host's memory until backward.
+        keep_attention: True if checkpoints keep the results of attention (`ATTENTION_OPS`).
+        optimizer_bytes: of the optimizer's state for a parameter; 4 are those of AdamW in bfloat16.
 
     Returns:
         the predictions; `str()` is the table. Over an axis: bytes that the busiest rank receives, forward and backward
@@ -94,12 +107,41 @@ def explain(
     Raises:
         TypeError, ValueError: arguments that do not fit.
 
+    The memory of a training step, with T tokens of a rank, n ranks, e bytes an element, D hidden and F intermediate
+    size, A and K the numbers of a token's query and kv heads, V words, N parameters, M of them in a layer:
+
+        parameters    e (N/n + 3 M + embeddings and head): this layer and the next two are gathered, the rest always
+        gradients     e (layers/n + 2 M + V D), the first when backward ends
+        optimizer     optimizer_bytes N/n
+        saved inputs  e T D for each layer, or for two if they are offloaded; e T A + 4 T q_heads more for each layer if
+                      attention is kept; when backward begins
+        attention     e T (3 D + 4 A + 5 K), A more unless it is kept, and the buffers of its method, for the layer that
+                      is in backward
+        MLP           e tile (6 F + 2 D)
+        logits        e T D + 4 V D + e rows V, when backward begins; T rows, or T D / V of a chunk
+
+    These are for norms, rotary positions and SwiGLU that save their inputs only, as Liger's do. Its time is that of
+    attention and of the matrix products, at the speed of attention; the rest is memory traffic, and copies to the host.
+
     A ring over two nodes of H100s, planned in one process on a laptop, and its fastest method:
 
         torch.distributed.init_process_group("fake", rank=0, world_size=16)
         mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("ring", "ulysses"))
         explain(mesh, seq_len=131072, q_heads=32, hardware={"ring": "H100, Ethernet 400G", "ulysses": "H100"}).chosen
     """
+    how = Training(tile, offload, keep_attention, optimizer_bytes)
+    sizes = None if model is None else Model.of(model)
+    if sizes is not None:
+        of_call = {"q_heads": q_heads, "kv_heads": kv_heads, "v_head_dim": v_head_dim, "latent_dims": latent_dims}
+        extra = [name for name, value in of_call.items() if value is not None] + ["head_dim"] * (head_dim != 128)
+        expect(not extra, "the heads of model=, and none given", f"got {', '.join(extra)} too")
+        expect(optimizer_bytes >= 0, "optimizer_bytes of at least 0", f"got {optimizer_bytes}")
+        q_heads, kv_heads, head_dim = sizes.q_heads, sizes.kv_heads, sizes.head_dim
+        check_numbers(dtype, **({} if tile is None else {"tile": tile}))
+    else:
+        expect(how == Training(), "tile, offload, keep_attention and optimizer_bytes with model= only", f"got {how}")
+    if q_heads is None:
+        raise TypeError("explain expects q_heads= or model=, got neither")
     kv_heads = q_heads if kv_heads is None else kv_heads
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     if latent_dims is not None:
@@ -137,11 +179,15 @@ def explain(
         found = counted(found, spec, *(tier.ranks for tier in reversed(cluster.tiers)))
     *inner, outer = (tier.ranks for tier in cluster.tiers)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
-    sizes = " x ".join(map(str, (outer, *inner)))
+    by_axis = " x ".join(map(str, (outer, *inner)))
+    step, chosen = None, fastest(found, cluster.tolerance)
+    if sizes is not None:
+        tokens = batch_size * -(-lengths[0] // ranks.size)
+        step = step_of(sizes, how, tokens, ranks.size, dtype.itemsize, found[chosen], cluster.gpu)
     explanation = Explanation(
-        f"{lengths[0]:,} tokens on {counted_ranks(sizes)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
+        f"{lengths[0]:,} tokens on {counted_ranks(by_axis)}, {q_heads}:{kv_heads} heads of {spec.dims}{latents}, batch "
         f"{batch_size}, {_described(shown, *lengths)}, {dtype}, {shortened(call.layout)}",
-        assumption, names, found, fastest(found, cluster.tolerance), cluster.tolerance,
+        assumption, names, found, chosen, cluster.tolerance, step,
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)

@@ -24,7 +24,7 @@ from cp_dtensor.integrations import diffusers as cp_diffusers
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, end, start
 from cp_dtensor.tools.report import machine_columns, times_of, write_csv
 
-METHODS = ("one GPU", "diffusers-ring", "ours-ring", "diffusers-ulysses", "ours-ulysses")
+METHODS = ("one-GPU", "diffusers-ring", "ours-ring", "diffusers-ulysses", "ours-ulysses")
 TEXT, LATENT_ROWS = 512, 32
 Made = tuple[Any, dict[str, torch.Tensor]]
 
@@ -86,7 +86,7 @@ def measure(ranks: Ranks, device: Device, name: str, tokens: int, method: str, r
             torch.set_default_dtype(torch.float32)
     inputs = {key: x.float() if "ids" in key else x for key, x in inputs.items()}  # positions are exact in float32
     own = "_native_cudnn" if device.is_gpu else "native"
-    if method != "one GPU":
+    if method != "one-GPU":
         model.set_attention_backend("cp_dtensor" if method.startswith("ours") else own)
         degree = f"{method.split('-')[1]}_degree"
         with nullcontext() if device.is_gpu else on_cpus(ranks.world_size):
@@ -103,7 +103,7 @@ def measure(ranks: Ranks, device: Device, name: str, tokens: int, method: str, r
         outputs.clear()
         peak = ranks.together(lambda: device.extra_bytes(forward))
         times = ranks.together(lambda: [device.time_ms(forward) for _ in range(repeats)])
-    if method == "one GPU":
+    if method == "one-GPU":
         first[:] = outputs
     error = ((outputs[0] - first[0]).float().norm() / first[0].float().norm()).item() if first else float("nan")
     return {

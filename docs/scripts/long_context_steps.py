@@ -13,7 +13,8 @@ import argparse
 import gc
 import statistics
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,15 @@ def measure(steps: Steps, ranks: Ranks, tokens: int, name: str, count: int) -> d
     device.free_unused()
     text = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     text = text.to(device.torch_device)
-    if device.is_gpu:  # the host's pages are pinned once, not in the first step of a length
+    if device.is_gpu:  # the host's pages are pinned now, not in the first step of a length; its allocator keeps them
         shape = (tokens // ranks.world_size, config.hidden_size)
-        _ = [torch.empty(shape, dtype=torch.bfloat16, pin_memory=True) for _ in steps.layers]
+        pinned = [torch.empty(shape, dtype=torch.bfloat16, pin_memory=True) for _ in steps.layers]
+        del pinned
+    if name == "torch" and ranks.world_size == 1:
+        method = replace(method, shards=lambda *_: nullcontext())
     times, results = list[float](), list[tuple[torch.Tensor, torch.Tensor]]()
     with ExitStack() as stack:
-        if name != "torch" or ranks.world_size > 1:
-            stack.enter_context(method.context(case, device.torch_device))
+        stack.enter_context(method.context(case, device.torch_device))
 
         def run() -> None:
             times.append(device.time_ms(lambda: results.append(steps.step(case, method, text))))
