@@ -18,7 +18,7 @@ from cp_dtensor.layers.explain import explain_recurrence
 from cp_dtensor.layers.recurrent import gated_delta_rule, kda, linear_attention, mamba2
 from cp_dtensor.layers.sequence import affine_scan, causal_conv1d, halo, local_runs, relayout, shift
 from cp_dtensor.layers.sparse import block_attention, indexed_attention, select_blocks, select_keys
-from cp_dtensor.plan.cluster import GPUS, LINKS, Hardware
+from cp_dtensor.plan.cluster import GPUS, LINKS, Cluster, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
@@ -35,6 +35,7 @@ __all__ = [
     "BalancedBlocks",
     "Batched",
     "Causal",
+    "Cluster",
     "ContextParallel",
     "Contiguous",
     "Documents",

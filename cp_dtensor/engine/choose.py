@@ -19,7 +19,6 @@ from cp_dtensor.plan.cost import (
     nearly_fastest,
     rows_read,
     seconds,
-    slowest,
     slowest_work,
     transferred,
 )
@@ -31,7 +30,6 @@ from cp_dtensor.plan.partition import (
     OuterPartition,
     head_stages,
     hides_exchanges,
-    inner_partitions,
     partition_call,
     with_heads,
 )
@@ -217,17 +215,27 @@ def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: Tra
     works, memory = [], 0.0
     for outer_rank in sorted({0, outer.ranks - 1}):
         plan = ring_plan(tiling, outer_rank, spec.kv_heads)
-        forward: list[Step] = []
-        backward: list[Step] = []
-        for step, partition in zip(plan.forward, inner_partitions(spec.partition, plan, inner.ranks), strict=True):
-            name, rings, held = _ring(replace(spec, partition=partition), within, transport_method)
-            memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
-            ring, back = max(rings, key=lambda passes: sum(slowest([passes], within)))
-            arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, 1)[0]
-            forward += [ring[0] + Step(received=arriving), *ring[1:]]
-            backward += [back[0] + Step(received=arriving), *back[1:]]
-            backward[-1] += Step(sent=arriving)  # gradients
-        works.append((tuple(forward), tuple(backward)))
+        rings: dict[tuple[int, int], Passes] = {}  # by hop and number of heads
+        passes: tuple[list[Step], list[Step]] = ([], [])
+        of_inner = 0.0
+        for is_backward, steps in enumerate((plan.forward, plan.backward)):
+            for step in steps:
+                source, heads = (outer_rank - step.hop) % outer.ranks, step.heads[1] - step.heads[0]
+                if (step.hop, heads) not in rings:
+                    partition = InnerPartition(spec.partition, inner.ranks, outer_rank, source)
+                    q_heads = spec.q_heads // max(spec.kv_heads, 1) * heads
+                    of_step = replace(spec, partition=partition, kv_heads=heads, q_heads=q_heads)
+                    name, found, held = _ring(of_step, within, transport_method)
+                    of_inner = max(of_inner, held)
+                    rings[step.hop, heads] = slowest_work(found, within)[0]
+                ring = list(rings[step.hop, heads][is_backward])
+                arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, 1)[0]
+                ring[0] += Step(received=arriving)
+                if is_backward:
+                    ring[-1] += Step(sent=arriving)  # gradients
+                passes[is_backward].extend(ring)
+        memory = max(memory, of_inner + _ring_memory(plan, spec, OUTER_TRANSPORT))
+        works.append((tuple(passes[0]), tuple(passes[1])))
     return Estimate.of(name, works, cluster, memory)
 
 
