@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from itertools import product
 from pathlib import Path
 
@@ -223,3 +224,14 @@ def test_steps_are_read_from_the_log_of_torchtitan() -> None:
         "[rank0]:[titan] - root - INFO - Training starts at step 1, loss: none\n"
     )
     assert docs_script("torchtitan_steps").steps_of(log) == [(1, 12.24534, 0.9749, 65.3, 1726)]
+
+
+def test_the_tables_of_scaling_are_those_of_the_script() -> None:
+    """The first rows; the others take minutes."""
+    scaling = docs_script("scaling")
+    rows = [" | ".join(row) for row in itertools.islice(scaling.small(), 2)]
+    text = scaling.PAGE.read_text()
+    assert all(f"\n| {row} |\n" in text for row in rows)
+    head = next(scaling.large())
+    assert f"\n| {' | '.join(head)} |\n" in text
+    assert text.count("<!-- table -->\n") == len(scaling.TABLES)
