@@ -28,7 +28,7 @@ from cp_dtensor.layers.sparse import (
     select_blocks,
     select_keys,
 )
-from cp_dtensor.plan.cluster import GPUS, LINKS, Hardware
+from cp_dtensor.plan.cluster import GPUS, LINKS, Cluster, Hardware
 from cp_dtensor.spec.balanced_layouts import Balanced, BalancedBlocks, PerDocument
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
@@ -45,6 +45,7 @@ __all__ = [
     "BalancedBlocks",
     "Batched",
     "Causal",
+    "Cluster",
     "ContextParallel",
     "Contiguous",
     "Documents",

@@ -11,6 +11,7 @@ COMMANDS = {
     "doctor": ("cp_dtensor.tools.doctor", "checks of versions, GPUs, links and results; --info lists what is here"),
     "bench": ("cp_dtensor.tools.bench", "time and error of attention, beside one GPU and torch; on ranks of torchrun"),
     "train-bench": ("cp_dtensor.tools.train_bench", "time of training steps, beside torch; on ranks of torchrun"),
+    "plan": ("cp_dtensor.tools.plan", "methods, layouts and degrees on a cluster by name, predicted without its GPUs"),
     "draw": ("cp_dtensor.tools.draw", "picture of the pairs that each rank computes under a mask and a layout"),
 }
 

@@ -17,9 +17,9 @@ from cp_dtensor.plan.cost import (
     Work,
     expansion,
     nearly_fastest,
+    ring_work,
     rows_read,
     seconds,
-    slowest,
     slowest_work,
     transferred,
 )
@@ -31,12 +31,11 @@ from cp_dtensor.plan.partition import (
     OuterPartition,
     head_stages,
     hides_exchanges,
-    inner_partitions,
     partition_call,
     with_heads,
 )
 from cp_dtensor.plan.plan import TilePlan, ring_plan
-from cp_dtensor.plan.tiling import rows_in_order
+from cp_dtensor.plan.tiling import Masking, rows_in_order
 from cp_dtensor.spec.layouts import Span
 
 EXPANDED = "expanded "
@@ -213,37 +212,53 @@ def _by_heads(
 def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
     """Return the estimate of a ring over the outer tier of rings over the inner one."""
     within, (inner, outer) = replace(cluster, tiers=cluster.tiers[:1]), cluster.tiers
-    tiling = replace(spec, partition=OuterPartition(spec.partition, inner.ranks, 0)).tiling
+    busiest = None if spec.masking is Masking.BY_SHAPE else spec.busiest_rank
+    ranks = {(outer_rank, inner_rank) for outer_rank in (0, outer.ranks - 1) for inner_rank in (0, inner.ranks - 1)}
     works, memory = [], 0.0
-    for outer_rank in sorted({0, outer.ranks - 1}):
+    for outer_rank, inner_rank in sorted(ranks if busiest is None else {*ranks, divmod(busiest, inner.ranks)}):
+        tiling = replace(spec, partition=OuterPartition(spec.partition, inner.ranks, inner_rank)).tiling
         plan = ring_plan(tiling, outer_rank, spec.kv_heads)
-        forward: list[Step] = []
-        backward: list[Step] = []
-        for step, partition in zip(plan.forward, inner_partitions(spec.partition, plan, inner.ranks), strict=True):
-            name, rings, held = _ring(replace(spec, partition=partition), within, transport_method)
-            memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
-            ring, back = max(rings, key=lambda passes: sum(slowest([passes], within)))
-            arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, 1)[0]
-            forward += [ring[0] + Step(received=arriving), *ring[1:]]
-            backward += [back[0] + Step(received=arriving), *back[1:]]
-            backward[-1] += Step(sent=arriving)  # gradients
-        works.append((tuple(forward), tuple(backward)))
-    return Estimate.of(name, works, cluster, memory)
+        rings: dict[tuple[int, int], Passes] = {}  # by hop and number of heads
+        passes: tuple[list[Step], list[Step]] = ([], [])
+        held = 0.0
+        for is_backward, steps in enumerate((plan.forward, plan.backward)):
+            for step in steps:
+                source, heads = (outer_rank - step.hop) % outer.ranks, step.heads[1] - step.heads[0]
+                if (step.hop, heads) not in rings:
+                    partition = InnerPartition(spec.partition, inner.ranks, outer_rank, source)
+                    q_heads = spec.q_heads // max(spec.kv_heads, 1) * heads
+                    of_step = replace(spec, partition=partition, kv_heads=heads, q_heads=q_heads)
+                    transport = _transport(of_step, within, transport_method)
+                    inner_plan = transport.plan(of_step, inner_rank)
+                    held = max(held, _ring_memory(inner_plan, of_step, transport))
+                    rings[step.hop, heads] = ring_work(inner_plan, of_step, 0, int(transport.slows_compute))
+                ring = list(rings[step.hop, heads][is_backward])
+                arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, 1)[0]
+                ring[0] += Step(received=arriving)
+                if is_backward:
+                    ring[-1] += Step(sent=arriving)  # gradients
+                passes[is_backward].extend(ring)
+        memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
+        works.append((tuple(passes[0]), tuple(passes[1])))
+    return Estimate.of(transport.name, works, cluster, memory)
 
 
 def _ring(
     spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: Place = 0
 ) -> tuple[str, list[Passes], float]:
     """Return the transport, the work on some ranks, and the memory of a ring over the first tier or several hosts."""
-    links = cluster.tiers[0]
-    needs_memory = isinstance(transport_method, SymmetricMemory)
-    if links.ranks == 1 or (needs_memory and not links.shares_memory):
-        transport: KVTransport = AllGather()
-    else:
-        transport = transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster, place)
-    plans = plans_of_some_ranks(transport, spec, links.ranks)
+    ranks = cluster.tiers[0].ranks
+    transport = _transport(spec, cluster, transport_method, place)
+    plans = plans_of_some_ranks(transport, spec, ranks)
     memory = max(_ring_memory(plan, spec, transport) for plan in plans)
-    return transport.name, ring_works(transport, spec, links.ranks, place), memory
+    return transport.name, ring_works(transport, spec, ranks, place), memory
+
+
+def _transport(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: Place = 0) -> KVTransport:
+    links = cluster.tiers[0]
+    if links.ranks == 1 or (isinstance(transport_method, SymmetricMemory) and not links.shares_memory):
+        return AllGather()
+    return transport_method if isinstance(transport_method, KVTransport) else choose(spec, cluster, place)
 
 
 def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 
 # Constants of the model, beside `Kernels` and the fields of `Hardware`, from tables of docs/benchmarks/measured.csv.
@@ -267,6 +268,20 @@ class Cluster:
             tiers = tuple(tier for tier in (Tier.of(gpu, ranks), outer) if tier.ranks > 1) or (Tier.of(gpu, 1),)
         object.__setattr__(self, "gpu", gpu)
         object.__setattr__(self, "tiers", tiers)
+
+    def part(self, ranks: int) -> Cluster | None:
+        """Return so many of the GPUs, of as few nodes as there can be; None if they do not fill whole nodes."""
+        node = self.tiers[0].ranks
+        if ranks <= node:
+            return replace(self, tiers=(replace(self.tiers[0], ranks=ranks),))
+        if ranks % node or len(self.tiers) == 1 or ranks // node > self.tiers[1].ranks:
+            return None
+        return replace(self, tiers=(self.tiers[0], replace(self.tiers[1], ranks=ranks // node)))
+
+    @property
+    def ranks(self) -> int:
+        """Number of GPUs."""
+        return prod(tier.ranks for tier in self.tiers)
 
     @property
     def hosts(self) -> Place:

@@ -49,8 +49,8 @@ class Step:
     """Host time of the step, in launches of a tile in forward."""
     attention: tuple[float, ...] = ()
     """FLOPs of attention, in the order of `Kernels`."""
-    pieces: float = 0.0
-    """Pieces of memory that a transfer consists of."""
+    pieces: tuple[float, ...] = ()
+    """Pieces of memory that transfers consist of, by tier."""
 
     def __add__(self, other: Step) -> Step:
         """Return a step with the numbers of both."""
@@ -61,7 +61,7 @@ class Step:
         return Step(
             self.flops + other.flops, self.moved + other.moved, added(self.received, other.received),
             added(self.sent, other.sent), self.launches + other.launches,
-            added(self.attention, other.attention), self.pieces + other.pieces,
+            added(self.attention, other.attention), added(self.pieces, other.pieces),
         )  # fmt: skip
 
 
@@ -70,8 +70,12 @@ Passes = tuple[Work, Work]
 """Forward and backward."""
 
 
-def seconds(work: Work, cluster: Cluster) -> float:
-    """Return the time of work on one rank, if the other ranks are in step.
+Drawn = list[tuple[int | None, float, float]]
+"""Spans of time: of a tier, or of the GPU (None), from when until when."""
+
+
+def seconds(work: Work, cluster: Cluster, drawn: Drawn | None = None) -> float:
+    """Return the time of work on one rank, if the other ranks are in step; `drawn` gets what is busy when.
 
     A step starts when the host has launched it, the GPU is free and its bytes have arrived. A tier transfers one thing
     after the other, in the order in which it is asked: for the first step from the beginning, for the next one that
@@ -85,14 +89,16 @@ def seconds(work: Work, cluster: Cluster) -> float:
     flying = [(0.0, 0.0)] * len(tiers)
     host = busy = 0.0
 
-    def transfer(tier: int, size: float, pieces: float, asked: float) -> None:
-        lasts = tiers[tier].latency + PIECE * pieces + size / tiers[tier].speed
+    def transfer(tier: int, size: float, step: Step, asked: float) -> None:
+        lasts = tiers[tier].latency + PIECE * sum(step.pieces[tier : tier + 1]) + size / tiers[tier].speed
         begins = max(asked, free[tier])
         flying[tier], free[tier] = (begins, lasts), begins + lasts
+        if drawn is not None:
+            drawn.append((tier, begins, begins + lasts))
 
     def ask(tier: int, asked: float) -> None:
         for step in islice(waiting[tier], 1):
-            transfer(tier, step.received[tier], step.pieces, asked)
+            transfer(tier, step.received[tier], step, asked)
 
     for index, step in enumerate(work):
         arrived, awaited = 0.0, [tier for tier, size in enumerate(step.received) if size]
@@ -110,10 +116,12 @@ def seconds(work: Work, cluster: Cluster) -> float:
         busy = start + step.flops / gpu.flops + step.moved / gpu.memory_speed
         busy += gpu.ramp * step.launches if step.attention else 0.0
         busy += sum(flops / speed for flops, speed in zip(step.attention, speeds, strict=False))
+        if drawn is not None and busy > start:
+            drawn.append((None, start, busy))
         coming = list(flying)
         for tier, size in enumerate(step.sent):
             if size:
-                transfer(tier, size, step.pieces, busy)
+                transfer(tier, size, step, busy)
         flying = coming  # what leaves is not waited for by a step
     return max(host, busy, *free)
 
@@ -213,8 +221,8 @@ def _pairs(tile: Tile) -> float:
 
 def transferred(
     transfer: Transfer, plan: TilePlan, spec: CallSpec, tiers: Place = 0
-) -> tuple[tuple[float, ...], float]:
-    """Return the bytes of K/V by tier that a rank receives or sends, whichever are more, and the pieces it receives."""
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return by tier the bytes of K/V that a rank receives or sends, whichever are more, and the pieces it receives."""
     lengths, rank, size = plan.rows.lengths, plan.rank, _length(transfer.heads) * spec.head_bytes
 
     def tier(peer: int) -> int:
@@ -231,8 +239,8 @@ def transferred(
     by_tier = [
         size * max(sum(rows for over, rows in pieces if over == each) for pieces in (received, sent)) for each in (0, 1)
     ]
-    count = sum(rows > 0 for _, rows in received)
-    return tuple(map(float, by_tier)) if any(by_tier) else (), float(count)
+    pieces = tuple(float(sum(over == each and rows > 0 for over, rows in received)) for each in (0, 1))
+    return tuple(map(float, by_tier)) if any(by_tier) else (), pieces
 
 
 def _length(span: Span) -> int:

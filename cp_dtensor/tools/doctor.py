@@ -33,7 +33,8 @@ from cp_dtensor.attention.backends.select import (
     has_triton_kernels,
     masked_by_shape,
 )
-from cp_dtensor.comm.links import link_speed
+from cp_dtensor.comm.groups import sequence_ranks
+from cp_dtensor.comm.links import cluster_of, link_speed
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.cases import Case, Heads
@@ -42,6 +43,7 @@ from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
 from cp_dtensor.tools.nodes import links_of_nodes, mesh_to_choose, predicted
 from cp_dtensor.tools.parsing import argument, command_parser, positive
+from cp_dtensor.tools.plan import save_cluster
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
 from cp_dtensor.tools.report import REFUSED, Row, gpu_name, versions
 from cp_dtensor.tools.torch_methods import mesh_of_ranks
@@ -126,11 +128,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--nodes", type=positive, metavar="N", help="ranks of this host stand for those of N nodes")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write GPUs and measured links, for plan --cluster")
     shape = parser.add_argument_group('shape whose method "auto" is shown')
     shape.add_argument("--seq-len", type=positive, default=32768)
     shape.add_argument("--heads", type=argument(Heads.parse), default=Heads(32, 8), metavar="Q:KV")
     options = parser.parse_args(arguments)
     rank, gpus = os.environ.get("RANK"), 0 if options.device == "cpu" else torch.cuda.device_count()
+    if options.save is not None and not gpus:
+        parser.error("--save: expected GPUs whose links can be measured, got none")
     tell = partial(report, as_json=options.json, visible=rank in (None, "0"))
     if options.info:
         if rank in (None, "0"):
@@ -155,6 +160,11 @@ def main(arguments: Sequence[str]) -> None:
             raise  # this rank's report is not printed
         sys.exit(tell([Finding("start", PROBLEM, f"{type(error).__name__}: {error}", _REMEDY)]))
     status = tell(check(ranks, device, options.seq_len, options.heads))
+    if options.save is not None:
+        cluster = cluster_of(sequence_ranks(dist.group.WORLD), device.torch_device, 2)
+        if rank == "0":
+            save_cluster(cluster, options.save)
+            print(f"wrote {options.save}", flush=True)
     ranks.gather(None)
     os._exit(status)  # an orderly exit would wait for collectives that failed
 

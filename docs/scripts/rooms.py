@@ -26,7 +26,7 @@ from support.import_rules import FLOORS, PACKAGE, modules_of, our_imports, room
 PUBLIC = ""
 ROOMS = {
     "integrations": ("providers and drop-ins of other programs", "#b98bc9"),
-    "tools": ("doctor, bench, train-bench, draw", "#9a9fb0"),
+    "tools": ("doctor, bench, train-bench, plan, draw", "#9a9fb0"),
     PUBLIC: ("import cp_dtensor: the public names", "#6d7a8c"),
     "layers": ("recurrent, convolution, scans, shifts", "#c77f9a"),
     "api": ("contexts, functions, DTensor, FlexAttention", "#e2777a"),

@@ -76,8 +76,8 @@ def test_the_host_launches_ahead() -> None:
 
 
 def test_steps_add_up() -> None:
-    first, second = Step(1, 2, (3,), (), 4, (5,), 6), Step(10, 20, (30, 40), (50,), 60, (70, 80), 90)
-    assert first + second == Step(11, 22, (33, 40), (50,), 64, (75, 80), 96)
+    first, second = Step(1, 2, (3,), (), 4, (5,), (6,)), Step(10, 20, (30, 40), (50,), 60, (70, 80), (90,))
+    assert first + second == Step(11, 22, (33, 40), (50,), 64, (75, 80), (96,))
 
 
 def test_nearly_equal_choices_are_the_first() -> None:

@@ -14,8 +14,10 @@ from test_interval_tiling import Case, cases
 
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transport import KVTransport
+from cp_dtensor.engine.choose import nested_ring_estimate, ring_estimate, ulysses_estimate
 from cp_dtensor.layers.rows import Relayout, RowMap, SequenceLayout, Shift, row_route
 from cp_dtensor.plan import tiling as tilings
+from cp_dtensor.plan.cluster import Cluster
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, OuterPartition, inner_partitions, masking_of
 from cp_dtensor.plan.plan import ring_plan
 from cp_dtensor.spec.balanced_layouts import Balanced
@@ -107,6 +109,18 @@ def test_a_nested_ring() -> None:
         return outer, [replace(spec, partition=each).tiling.most_rows() for each in within]
 
     assert_linear(plan, 1024)
+
+
+@pytest.mark.parametrize("method", ["flat", "nested", "heads"])
+def test_an_estimate(method: str) -> None:
+    """Of rings over all ranks of many hosts, nested rings, and by heads within hosts of 2."""
+    made = {
+        "flat": lambda spec, over: ring_estimate(spec, over.flat, AllGather(), over.hosts),
+        "nested": lambda spec, over: nested_ring_estimate(spec, over, AllGather()),
+        "heads": lambda spec, over: ulysses_estimate(spec, over, AllGather()),
+    }[method]
+    specs = {ranks: spec_of(ranks, "HeadTail", "causal") for ranks in (8, 64)}
+    assert_linear(lambda ranks: made(specs[ranks], Cluster("H100", gpus_per_node=2, nodes=ranks // 2)), 64)
 
 
 @pytest.mark.parametrize("row_map", [Shift(1), Relayout(Contiguous())], ids=lambda each: type(each).__name__)

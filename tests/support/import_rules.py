@@ -33,7 +33,10 @@ FORBIDDEN_TORCH = {
 
 # Modules (prefixes) that tools may import besides themselves and the public names of the package: plans and masks as
 # data, the choice of kernels, the measurement of links, and the size of symmetric memory.
-TOOLS_IMPORT = ("plan", "spec", "attention.backends", "comm.links", "comm.symm_mem_workspace")
+TOOLS_IMPORT = (
+    "plan", "spec", "attention.backends", "comm.groups", "comm.links", "comm.symm_mem_workspace", "comm.transports",
+    "engine.choose",
+)  # fmt: skip
 
 # Modules (prefixes) that layers may import besides themselves: masks and layouts, and the seam for building blocks.
 LAYERS_IMPORT = ("spec", "api.extension")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,3 +238,14 @@ def test_rows_of_transformers_steps_are_the_same_in_all_programs() -> None:
     assert script.row_of(3, options)["input_ids"].equal(row["input_ids"])
     assert not script.row_of(4, options)["input_ids"].equal(row["input_ids"])
     assert {method for _, method, packed in script.RUNS if packed} == {"ours", "alone"}  # torch has no such mask
+
+
+def test_the_tables_of_scaling_are_those_of_the_script() -> None:
+    """The first rows; the others take minutes."""
+    scaling = docs_script("scaling")
+    rows = [" | ".join(row) for row in itertools.islice(scaling.small(), 2)]
+    text = scaling.PAGE.read_text()
+    assert all(f"\n| {row} |\n" in text for row in rows)
+    head = next(scaling.large())
+    assert f"\n| {' | '.join(head)} |\n" in text
+    assert text.count("<!-- table -->\n") == len(scaling.TABLES)

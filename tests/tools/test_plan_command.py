@@ -1,0 +1,170 @@
+"""`python -m cp_dtensor plan`: clusters that are not there, ways to compute on them, timelines, and what to paste."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from cp_dtensor import Causal, Cluster, Contiguous, HeadTail
+from cp_dtensor.__main__ import main
+from cp_dtensor.engine.choose import attention_bytes
+from cp_dtensor.plan.cluster import PACKAGE_KERNELS
+from cp_dtensor.tools.cases import Heads
+from cp_dtensor.tools.parsing import mask_by_name
+from cp_dtensor.tools.plan import Planned, chosen, drawn, load_cluster, save_cluster, snippet, spec_of, timeline, ways
+
+HEADS = Heads(32, 8)
+TWO_NODES = Cluster("H100", nodes=2)
+
+
+def by_method(cluster: Cluster, tokens: int = 131072, **options: object) -> dict[str, Planned]:
+    return {each.method: each for each in ways(cluster, Causal(), tokens, HEADS, ["HeadTail"], **options)}  # type: ignore[arg-type]
+
+
+def test_a_cluster_is_gpus_and_tiers() -> None:
+    """NVLink within 8 GPUs (72 of an NVL72), a port of the network for each of them, shared if it is oversubscribed."""
+    pods = Cluster("GB200", nodes=4, internode="XDR800", oversubscription=4)
+    assert [(tier.ranks, tier.shares_memory) for tier in pods.tiers] == [(72, True), (4, False)]
+    assert pods.tiers[1].speed == pytest.approx(100e9 * 330 / 450 / 4)
+    assert pods.ranks == 288
+    assert [part and [tier.ranks for tier in part.tiers] for part in map(pods.part, (1, 36, 72, 100, 144, 360))] == [
+        [1], [36], [72], None, [72, 2], None,
+    ]  # fmt: skip
+    assert [tier.ranks for tier in Cluster("A100", gpus_per_node=1, nodes=3).tiers] == [3]
+    fast, usual = Cluster("H200", packages=True).gpu, Cluster("H200").gpu
+    assert fast.flops / usual.flops == pytest.approx(675 / 590)
+    assert fast.kernels == PACKAGE_KERNELS
+    with pytest.raises(ValueError, match="of at least 1, got 8, 0 and 1"):
+        Cluster("H100", nodes=0)
+    with pytest.raises(ValueError, match="got 'H100, Token Ring'"):
+        Cluster("H100", nodes=2, internode="Token Ring")
+
+
+def test_ways_have_the_bytes_of_their_plans() -> None:
+    found = by_method(TWO_NODES)
+    assert [*found] == ["nested ring", "hybrid", "ring", "ulysses"]
+    spec = spec_of(Causal(), HeadTail(), 131072, 16, HEADS)
+    for label, method in (("hybrid", "hybrid"), ("nested ring", "ring")):
+        assert found[label].estimate.bytes_over(1) == pytest.approx(attention_bytes(spec, method, 2, 8)[0], rel=0.25)
+    total = found["ring"].estimate.bytes_over(0) + found["ring"].estimate.bytes_over(1)
+    assert total == pytest.approx(attention_bytes(spec, "ring", 16)[0], rel=0.25)
+    assert [*by_method(Cluster("H100"))] == ["ring", "ulysses"]
+
+
+def test_what_is_exposed_is_what_links_add() -> None:
+    """A slower network exposes more; computation stays, but for another rank that may be the slowest."""
+    slow = by_method(Cluster("H100", nodes=2, internode="Ethernet 25G"))
+    for method, each in by_method(TWO_NODES).items():
+        if each.transport == slow[method].transport:
+            assert each.computing == pytest.approx(slow[method].computing, rel=0.02)
+        assert each.exposed < slow[method].exposed
+        assert each.computing + each.exposed == pytest.approx(each.estimate.seconds)
+        assert slow[method].transferring(1) > 10 * each.transferring(1)
+
+
+def test_documents_are_planned_in_the_layout_that_is_balanced_for_them() -> None:
+    mask, node = mask_by_name("documents 2048", 131072), Cluster("H100")
+    found = ways(node, mask, 131072, HEADS, ["HeadTail", "Balanced"])
+    best = chosen(found, node)
+    assert best.layout == "Balanced"
+    assert best.imbalance < 0.05 < next(each for each in found if each.layout == "HeadTail").imbalance
+    assert best.estimate.seconds < min(each.estimate.seconds for each in found if each.layout == "HeadTail")
+
+
+def test_each_transport_is_one_way() -> None:
+    found = ways(Cluster("H100"), Causal(), 65536, HEADS, ["HeadTail"], transports=["auto", "allgather", "symm_mem"])
+    assert [(each.method, each.transport) for each in found] == [
+        ("ring", "symm_mem"), ("ulysses", "-"), ("ring", "allgather"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["nested ring", "ring", "ulysses"])
+def test_the_timeline_is_that_of_the_prediction(method: str) -> None:
+    """What is busy is busy once, ends with the prediction, and takes as long as computation and transfers do."""
+    planned = by_method(Cluster("H100", nodes=2, internode="Ethernet 100G"))[method]
+    spans, whole = drawn(planned)
+    assert whole == pytest.approx(planned.estimate.seconds)
+    for lane in (None, 0, 1):
+        of_lane = sorted((start, stop) for tier, start, stop in spans if tier == lane)
+        assert all(stop <= later + 1e-9 for (_, stop), (later, _) in pairwise(of_lane))
+        assert all(0 <= start <= stop <= whole * (1 + 1e-9) for start, stop in of_lane)
+        busy = sum(stop - start for start, stop in of_lane)
+        if lane is not None:
+            assert planned.transferring(lane) < busy < planned.transferring(lane) * 1.5 + 2e-3
+    heading, *lines = timeline(planned).splitlines()
+    assert heading.index("|backward") == 14 + int(planned.estimate.forward / whole * 96)
+    assert [line[:14].strip() for line in lines] == ["GPU", "in a node", "between nodes"]
+
+
+def test_snippets_name_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    nested, flat = by_method(TWO_NODES)["nested ring"], by_method(TWO_NODES)["ulysses"]
+    assert snippet(nested, 64).splitlines()[:2] == [
+        'mesh = init_device_mesh("cuda", (4, 2, 8), mesh_dim_names=("dp", "ring", "ulysses"))["ring", "ulysses"]',
+        'with context_parallel(mesh, method="ring", layout=HeadTail(), rotate_method="symm_mem", ...):',
+    ]
+    assert snippet(flat, 16).splitlines()[:2] == [
+        'mesh = init_device_mesh("cuda", (16,), mesh_dim_names=("cp",))["cp"]',
+        'with context_parallel(mesh, method="ulysses", layout=HeadTail(), ...):',
+    ]
+    for text in (snippet(nested, 64), snippet(flat, 16)):
+        assert text.endswith("[parallelism]  # TorchTitan\ncontext_parallel_degree = 16")
+
+
+def test_the_command_prints_degrees_ways_reasons_and_a_timeline(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture = tmp_path / "plan.png"
+    output = ["-o", str(picture)] * (importlib.util.find_spec("matplotlib") is not None)
+    main(["plan", "--gpu", "h100", "--nodes", "2", "--seq-len", "256k", "--heads", "64:8", *output])
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "262,144 tokens, 64:8:128 heads, batch 1, causal, bfloat16, on 16 GPUs (h100): 8 at 330 GB/s; 2"
+    )
+    degrees, of_all = text.split("the best way for each number of ranks\n")[1].split("\n16 ranks\n")
+    assert [line.split()[0] for line in degrees.splitlines()[1:] if line] == ["1", "2", "4", "8", "16"]
+    assert [" ".join(line.split()[2:4]) for line in of_all.splitlines()[1:3]] == ["nested ring", "hybrid allgather"]
+    assert "chosen: nested ring, K/V by symm_mem, HeadTail: the first within 30% of the fastest\n" in text
+    assert "exposed\n" in text
+    assert 'mesh_dim_names=("ring", "ulysses"))["ring", "ulysses"]' in text
+    assert not output or picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_clusters_are_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, other = tmp_path / "cluster.json", tmp_path / "other.json"
+    cluster = Cluster("B200", gpus_per_node=4, packages=True)
+    save_cluster(cluster, saved)
+    assert load_cluster(saved) == cluster
+    main(["plan", "--cluster", str(saved), "--nodes", "2", "--seq-len", "64k", "--degrees", "8"])
+    assert f"on 8 GPUs ({saved}): 4 at 610 GB/s; 2 at 36.7 GB/s" in capsys.readouterr().out
+    other.write_text('{"gpu": {}}')
+    with pytest.raises(ValueError, match=r"other\.json is not a file of `doctor --save`"):
+        load_cluster(other)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan --gpu V100", "expected hardware to be a GPU, one of A100"),
+        ("plan --internode string --nodes 2", "got 'H100, string'"),
+        ("plan --seq-len 1.5M", "expected a number of tokens, such as 8192, 128k or 1M, got '1.5M'"),
+        ("plan --degrees 12 --nodes 2", "expected --degrees of whole nodes of 8, got [12]"),
+        ("plan --cluster /no/such/file", "No such file"),
+        ("plan --seq-len 64 --mask documents:0,96", "the documents of a mask end at 96"),
+        ("doctor --device cpu --save x.json", "--save: expected GPUs whose links can be measured, got none"),
+        ("plan --layouts Zigzag", "expected a layout, one of HeadTail"),
+        ("plan --seq-len 8k --degrees 1 -o x.word", "--output x.word"),
+    ],
+)
+def test_command_lines_that_are_refused(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command.split(" "))
+    assert message in capsys.readouterr().err
+
+
+def test_layouts_by_name_are_planned() -> None:
+    (found,) = [each for each in ways(TWO_NODES, Causal(), 4096, HEADS, ["Contiguous"]) if each.method == "ulysses"]
+    assert found.imbalance > 0.5
+    assert spec_of(Causal(), Contiguous(), 4096, 16, HEADS).partition.groups()[0].world_size == 16
