@@ -5,11 +5,16 @@ Skipped where the system does not permit namespaces.
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +28,7 @@ from support.processes import Processes
 from cp_dtensor import Hardware, Mask, PeerError, explain
 from cp_dtensor.tools.nodes import links_of_nodes
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "multinode"
 LENGTH, Q_HEADS, KV_HEADS, DIM = 384, 4, 2, 64
 MASKS = masks(LENGTH)
 PROBLEM = Problem(61, 61, 1, 4, 2, 8)
@@ -166,6 +172,54 @@ def test_times_are_in_the_predicted_order(several: Nodes, mask: Mask) -> None:
     for way, each in found.items():
         for other in found.values():
             assert each.predicted < 1.5 * other.predicted or each.seconds > other.seconds, (way, found)
+
+
+# The example: its training step, and its scripts as they are
+
+
+def _step(rank: int, nodes: int) -> float:
+    sys.path.insert(0, str(EXAMPLE))
+    size = dist.get_world_size()
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size // nodes), "WORLD_SIZE": str(size), "CUDA_VISIBLE_DEVICES": ""}
+    error: float = importlib.import_module("train_step").main()
+    return error
+
+
+def test_a_training_step_over_nodes(two: Nodes) -> None:
+    assert max(two.ranks.run(_step, 2)) < 1e-10
+
+
+SRUN = """#!/usr/bin/env python
+import os, subprocess, sys
+nodes = os.environ["NODES_OF_TEST"].split()
+commands = [["ip", "netns", "exec", name, *sys.argv[1:]] for name in nodes]
+started = [subprocess.Popen(each, env={**os.environ, "SLURM_NODEID": str(i)}) for i, each in enumerate(commands)]
+sys.exit(max(each.wait() for each in started))
+"""
+"""Stand-in for Slurm's: one task on each node."""
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_example(tmp_path: Path) -> None:
+    """That of Slurm calls that of torchrun on each node."""
+    with network(2, "1gbit") as net:
+        for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho 10.77.0.1\necho 10.77.0.2\n")):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES_OF_TEST": " ".join(net.nodes),
+            "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "10.77.0.[1-2]",
+            "GLOO_SOCKET_IFNAME": "net0", "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        command = ["bash", "examples/multinode/slurm.sbatch"]
+        ended = subprocess.run(
+            command, cwd=EXAMPLE.parents[1], env=environment, capture_output=True, text=True, timeout=150, check=False
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"4 ranks: largest error of a gradient \d\.\de-1\d", ended.stdout)
+
+
+# Faults, which end the ranks
 
 
 def _calls(rank: int, seconds: float, timeout: float) -> str:
