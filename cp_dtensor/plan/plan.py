@@ -207,14 +207,24 @@ def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, gr
     ranks = tiling.world_size
     remote = [(hop, tiling.tiles_against(rank, (rank - hop) % ranks)) for hop in range(1, ranks)]
     return _plan(
-        tiling, rank, kv_heads, remote, *(Stages(groups, groups) for groups in (head_groups, grad_head_groups))
+        tiling,
+        rank,
+        kv_heads,
+        remote,
+        *(Stages(groups, groups) for groups in (head_groups, grad_head_groups)),
+        own_last=True,
     )
 
 
-def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> TilePlan:
-    """Return a plan of the own shard first, then all other shards together, by groups of heads."""
+def gathered_plan(
+    tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages, own_last: bool = False
+) -> TilePlan:
+    """Return a plan of the own shard first, then all other shards together, by groups of heads.
+
+    `own_last`: True if the own tiles of the last of several groups come last in backward, as in `ring_plan`.
+    """
     remote = [(None, tiling.gathered_tiles(rank))] if tiling.world_size > 1 else []
-    return _plan(tiling, rank, kv_heads, remote, stages, grad_stages)
+    return _plan(tiling, rank, kv_heads, remote, stages, grad_stages, own_last)
 
 
 def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
@@ -229,7 +239,7 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
 
 def _plan(
     tiling: Tiling, rank: int, kv_heads: int, remote: Sequence[tuple[int | None, tuple[Tile, ...]]], forward: Stages,
-    backward: Stages,
+    backward: Stages, own_last: bool,
 ) -> TilePlan:  # fmt: skip
     """Return a plan of the own shard and `remote` tiles, by the hop of their transfers, in these stages."""
     ranks = range(tiling.world_size)
@@ -280,5 +290,5 @@ def _plan(
         forward=marked(
             replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in steps(forward)
         ),
-        backward=marked(steps(backward, own_last=any(hop is not None for hop, _ in remote))),
+        backward=marked(steps(backward, own_last)),
     )

@@ -251,11 +251,13 @@ def test_a_link_that_is_down(two: Nodes, down: float, timeout: float, error: str
 
 
 @pytest.mark.slow
-def test_packets_that_are_lost(two: Nodes) -> None:
-    """A short queue loses packets in every burst."""
-    two.net.shape("20mbit", queue="70kb")
+@pytest.mark.parametrize("way", WAYS)
+def test_packets_that_are_late_or_lost(two: Nodes, way: str) -> None:
+    """A short queue before a slow link, which delays a packet by up to 30 ms and loses what does not fit."""
+    two.net.shape("20mbit", queue="75kb")
     try:
-        _measured(two, "nested ring", MASKS["causal"])
-        two.ranks.run(check, "cpu", "nested ring", SHORT["causal"], PROBLEM)
+        _measured(two, way, MASKS["causal"])
+        two.ranks.run(check, "cpu", way, SHORT["causal"], PROBLEM)
+        assert two.net.lost() > 0
     finally:
         two.net.shape(two.rate)
