@@ -206,14 +206,8 @@ def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, gr
     """
     ranks = tiling.world_size
     remote = [(hop, tiling.tiles_against(rank, (rank - hop) % ranks)) for hop in range(1, ranks)]
-    return _plan(
-        tiling,
-        rank,
-        kv_heads,
-        remote,
-        *(Stages(groups, groups) for groups in (head_groups, grad_head_groups)),
-        own_last=True,
-    )
+    forward, backward = (Stages(groups, groups) for groups in (head_groups, grad_head_groups))
+    return _plan(tiling, rank, kv_heads, remote, forward, backward, own_last=True)
 
 
 def gathered_plan(
