@@ -243,14 +243,16 @@ def _plan(
 
     def steps(counts: Stages, own_last: bool = False) -> Iterator[Step]:
         for local in head_spans(kv_heads, counts.local if remote else 1):
-            is_late = own_last and local[0] > 0 and local[1] == kv_heads
-            if not is_late:
-                yield Step(local, None, own)
-            for start, stop in head_spans(local[1] - local[0], -(-counts.remote // counts.local)):
-                heads = local[0] + start, local[0] + stop
+            spans = head_spans(local[1] - local[0], -(-counts.remote // counts.local))
+            groups = [(local[0] + start, local[0] + stop) for start, stop in spans]
+            last = groups[-1]
+            is_late = own_last and bool(remote) and last[0] > 0 and last[1] == kv_heads
+            if not is_late or local != last:
+                yield Step((local[0], last[0]) if is_late else local, None, own)
+            for heads in groups:
                 yield from (Step(heads, Transfer(heads, hop), tiles) for hop, tiles in remote)
             if is_late:
-                yield Step(local, None, own)
+                yield Step(last, None, own)
 
     def has_gaps(step: Step) -> bool:
         if step.transfer is None:

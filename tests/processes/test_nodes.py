@@ -6,6 +6,7 @@ Skipped where the system does not permit namespaces.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ from support.nodes import WAYS, attend, check, masks, mesh_over_nodes
 from support.problems import Problem
 from support.processes import Processes
 
-from cp_dtensor import Hardware, Mask, PeerError, explain
+from cp_dtensor import Causal, Hardware, Mask, PeerError, explain
+from cp_dtensor.comm.collective import AllToAll
+from cp_dtensor.engine import planner
 from cp_dtensor.tools.nodes import links_of_nodes
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "multinode"
@@ -172,6 +176,32 @@ def test_times_are_in_the_predicted_order(several: Nodes, mask: Mask) -> None:
     for way, each in found.items():
         for other in found.values():
             assert each.predicted < 1.5 * other.predicted or each.seconds > other.seconds, (way, found)
+
+
+def _times_by_groups(rank: int, groups: tuple[int, ...]) -> list[float]:
+    """Returns the seconds of forward and backward of a nested ring, its outer ring in so many groups of heads."""
+    length, heads = 2048, 8
+    inputs = [torch.randn(1, heads, length // 4, 64) for _ in range(4)]
+    best = dict.fromkeys(groups, math.inf)
+    for count in 3 * groups:  # in turns
+        ring = AllToAll(shard_bytes=1, grad_shard_bytes=1, flops_per_hop=1.0, most_head_groups=count)
+        with mock.patch.object(planner, "OUTER_TRANSPORT", ring):
+            mesh = mesh_over_nodes(2, "cpu")  # new, as are the plans of its groups
+            for _ in range(2):
+                dist.barrier()
+                began = time.monotonic()
+                attend(inputs, mesh, Causal(), length, method="ring", rotate_method="allgather")
+                dist.barrier()
+                best[count] = min(best[count], time.monotonic() - began)
+    return [*best.values()]
+
+
+@pytest.mark.slow
+def test_transfers_hide_in_groups_of_heads(two: Nodes) -> None:
+    """K/V and gradients take about as long as attention here, and the latter waits for all of the former otherwise."""
+    at_once, in_groups = map(max, zip(*two.ranks.run(_times_by_groups, (1, 8)), strict=True))
+    print(f"\nforward and backward: {at_once:.2f} s at once, {in_groups:.2f} s in groups of heads")
+    assert in_groups < 0.9 * at_once
 
 
 # The example: its training step, and its scripts as they are
