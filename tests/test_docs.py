@@ -198,7 +198,8 @@ def test_the_picture_has_one_kind_of_rows() -> None:
 def test_tables_of_benchmarks_are_those_of_measured() -> None:
     """The first columns of a table choose rows of measured.csv; the others are methods, some with a layout."""
     measured, compared = docs_script("measured").read(), 0
-    for table in re.findall(r"^\| table \|.*\n(?:\|.*\n)+", (BENCHMARKS / "README.md").read_text(), re.MULTILINE):
+    pages = (BENCHMARKS / "README.md").read_text() + (BENCHMARKS.parent / "nodes.md").read_text()
+    for table in re.findall(r"^\| table \|.*\n(?:\|.*\n)+", pages, re.MULTILINE):
         names, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
         for line in lines:
             wanted = {name: cell for name, cell in zip(names, line, strict=True) if not name.startswith("`")}

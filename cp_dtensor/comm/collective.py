@@ -202,9 +202,9 @@ class Staging:
     keys_per_stage_by_row: int = 1 << 18
     """Key rows of a stage of interval-masked tiles: sixteen waves, since the work of their blocks varies."""
 
-    def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        """Return the plan of a call that gathers the K/V of all other ranks."""
-        return gathered_plan(spec.tiling, rank, spec.kv_heads, *self.stages(spec))
+    def plan(self, spec: CallSpec, rank: int, own_last: bool = False) -> TilePlan:
+        """Return the plan of a call that gathers the K/V of all other ranks; `own_last` as for `gathered_plan`."""
+        return gathered_plan(spec.tiling, rank, spec.kv_heads, *self.stages(spec), own_last)
 
     def stages(self, spec: CallSpec) -> tuple[Stages, Stages]:
         """Return the groups of heads of forward and of backward."""
@@ -239,19 +239,19 @@ DEFAULT_STAGING = Staging()
 class AllGather(CollectiveTransport):
     """All other ranks' K/V of some heads at a time, so that a few large attention calls do the work.
 
-    The next group of heads (a stage) travels while one is computed. Memory: two stages of all ranks' K/V; in backward
-    also two stages of gradients and one of contributions. A stage has about `staging.stage_bytes` or
+    The next two groups of heads (stages) travel while one is computed. Memory: three stages of all ranks' K/V; in
+    backward also two stages of gradients and one of contributions. A stage has about `staging.stage_bytes` or
     `staging.grad_stage_bytes`, or more if a GPU is not busy with fewer heads.
     """
 
     staging: Staging = DEFAULT_STAGING
 
     name = "allgather"
-    transfers_ahead = 1  # one is as large as all hops of a ring
+    transfers_ahead = 2  # with one, the second would start after the own tiles: links would be idle until then
     keeps_own_gradients_wide = True  # for exactness; `symm_mem` is the faster one
 
     def plan(self, spec: CallSpec, rank: int) -> TilePlan:
-        return self.staging.plan(spec, rank)
+        return self.staging.plan(spec, rank, own_last=True)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class SymmetricMemory(KVTransport):
     staging: Staging = DEFAULT_STAGING
 
     name = "symm_mem"
-    transfers_ahead = 1  # as `AllGather`
+    transfers_ahead = 1  # pulls are on a stream of their own, which waits for no tile
     slows_compute = False
 
     def for_call(self, spec: CallSpec, group: dist.ProcessGroup, device: torch.device) -> KVTransport:

@@ -206,15 +206,19 @@ def ring_plan(tiling: Tiling, rank: int, kv_heads: int, head_groups: int = 1, gr
     """
     ranks = tiling.world_size
     remote = [(hop, tiling.tiles_against(rank, (rank - hop) % ranks)) for hop in range(1, ranks)]
-    return _plan(
-        tiling, rank, kv_heads, remote, *(Stages(groups, groups) for groups in (head_groups, grad_head_groups))
-    )
+    forward, backward = (Stages(groups, groups) for groups in (head_groups, grad_head_groups))
+    return _plan(tiling, rank, kv_heads, remote, forward, backward, own_last=True)
 
 
-def gathered_plan(tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages) -> TilePlan:
-    """Return a plan of the own shard first, then all other shards together, by groups of heads."""
+def gathered_plan(
+    tiling: Tiling, rank: int, kv_heads: int, stages: Stages, grad_stages: Stages, own_last: bool = False
+) -> TilePlan:
+    """Return a plan of the own shard first, then all other shards together, by groups of heads.
+
+    `own_last`: True if the own tiles of the last of several groups come last in backward, as in `ring_plan`.
+    """
     remote = [(None, tiling.gathered_tiles(rank))] if tiling.world_size > 1 else []
-    return _plan(tiling, rank, kv_heads, remote, stages, grad_stages)
+    return _plan(tiling, rank, kv_heads, remote, stages, grad_stages, own_last)
 
 
 def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
@@ -229,7 +233,7 @@ def head_spans(kv_heads: int, count: int) -> tuple[Span, ...]:
 
 def _plan(
     tiling: Tiling, rank: int, kv_heads: int, remote: Sequence[tuple[int | None, tuple[Tile, ...]]], forward: Stages,
-    backward: Stages,
+    backward: Stages, own_last: bool,
 ) -> TilePlan:  # fmt: skip
     """Return a plan of the own shard and `remote` tiles, by the hop of their transfers, in these stages."""
     ranks = range(tiling.world_size)
@@ -239,14 +243,16 @@ def _plan(
 
     def steps(counts: Stages, own_last: bool = False) -> Iterator[Step]:
         for local in head_spans(kv_heads, counts.local if remote else 1):
-            is_late = own_last and local[0] > 0 and local[1] == kv_heads
-            if not is_late:
-                yield Step(local, None, own)
-            for start, stop in head_spans(local[1] - local[0], -(-counts.remote // counts.local)):
-                heads = local[0] + start, local[0] + stop
+            spans = head_spans(local[1] - local[0], -(-counts.remote // counts.local))
+            groups = [(local[0] + start, local[0] + stop) for start, stop in spans]
+            last = groups[-1]
+            is_late = own_last and bool(remote) and last[0] > 0 and last[1] == kv_heads
+            if not is_late or local != last:
+                yield Step((local[0], last[0]) if is_late else local, None, own)
+            for heads in groups:
                 yield from (Step(heads, Transfer(heads, hop), tiles) for hop, tiles in remote)
             if is_late:
-                yield Step(local, None, own)
+                yield Step(last, None, own)
 
     def has_gaps(step: Step) -> bool:
         if step.transfer is None:
@@ -280,5 +286,5 @@ def _plan(
         forward=marked(
             replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in steps(forward)
         ),
-        backward=marked(steps(backward, own_last=any(hop is not None for hop, _ in remote))),
+        backward=marked(steps(backward, own_last)),
     )

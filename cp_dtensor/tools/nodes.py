@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor import explain
-from cp_dtensor._torch import all_gather_single
-from cp_dtensor.api.explain import Explanation
 from cp_dtensor.comm.links import link_speed
 from cp_dtensor.plan.cost import nearly_fastest
 from cp_dtensor.tools.cases import Heads
@@ -33,8 +32,8 @@ def stand_for_nodes(nodes: int) -> None:
     }  # fmt: skip
 
 
-def predicted(mesh: DeviceMesh, seq_len: int, heads: Heads, hardware: dict[str, str] | None = None) -> Explanation:
-    """Predict the times of a shape; a collective, which measures links where no hardware is assumed."""
+def predicted(mesh: DeviceMesh, seq_len: int, heads: Heads, hardware: dict[str, str] | None = None) -> Any:
+    """Return `explain` of a shape; a collective, which measures links where no hardware is assumed."""
     dim, v_dim = heads.dims
     return explain(
         mesh, seq_len=seq_len, q_heads=heads.q, kv_heads=heads.kv, head_dim=dim, v_head_dim=v_dim, quiet=True,
@@ -81,10 +80,10 @@ def _speed(group: dist.ProcessGroup, device_type: str) -> float:
     if device_type == "cuda":
         return link_speed(group, torch.device("cuda", torch.cuda.current_device()))
     rows, seconds = torch.zeros(_GATHERED, dtype=torch.uint8), list[float]()
-    gathered = torch.empty(group.size() * _GATHERED, dtype=torch.uint8)
+    gathered = [torch.empty_like(rows) for _ in range(group.size())]
     for _ in range(3):
         began = time.perf_counter()
-        all_gather_single(gathered, rows, group=group)
+        dist.all_gather(gathered, rows, group=group)
         seconds.append(time.perf_counter() - began)
     slowest = torch.tensor((group.size() - 1) * _GATHERED / min(seconds))
     dist.all_reduce(slowest, dist.ReduceOp.MIN, group=group)

@@ -11,7 +11,7 @@ from support.schedules import Call, calls, count_covered, gathered_rows, positio
 from cp_dtensor.plan.plan import Stages, Step, Steps, TilePlan, Transfer, gathered_plan, head_spans, ring_plan
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE, Tile
 from cp_dtensor.plan.tiling import GatheredRows, ShapeTiling
-from cp_dtensor.spec.layouts import HeadTail, Span
+from cp_dtensor.spec.layouts import HeadTail, Span, joined_spans
 from cp_dtensor.spec.masks import Causal, Full
 
 Plans = list[TilePlan]
@@ -33,7 +33,7 @@ def planned(draw: st.DrawFn) -> tuple[Call, int, Plans]:
     if draw(st.booleans()):
         groups = draw(st.integers(1, 6)), draw(st.integers(1, 6))
         return call, kv_heads, [ring_plan(tiling, rank, kv_heads, *groups) for rank in ranks]
-    stages = draw(any_stages), draw(any_stages)
+    stages = draw(any_stages), draw(any_stages), draw(st.booleans())
     return call, kv_heads, [gathered_plan(tiling, rank, kv_heads, *stages) for rank in ranks]
 
 
@@ -67,7 +67,7 @@ def test_steps_cover_every_allowed_pair_of_every_head_once(
 def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
     """Of each head the own shard comes first and waits for nothing; ranks have equal transfers in one order.
 
-    In backward of a ring, that of the last of several groups comes last.
+    In backward that of the last of several groups may come last. Sums of some heads begin with all of these heads.
     """
     call, kv_heads, plans = case
     for plan in plans:
@@ -83,6 +83,7 @@ def test_steps_wait_for_what_they_read(case: tuple[Call, int, Plans]) -> None:
                     *remote, local = of_head
                     assert (steps_of, local) == (PASSES["backward"], plan.backward[-1])
                     assert plan.backward[0].transfer is None
+                assert [of_head[0].heads] == joined_spans(step.heads for step in of_head)
                 assert (local.transfer, local.has_gaps) == (None, False)
                 assert {tile.source for tile in local.tiles} <= {plan.rank}
                 assert all(step.transfer is not None and step.transfer.heads == step.heads for step in remote)

@@ -5,12 +5,19 @@ Skipped where the system does not permit namespaces.
 
 from __future__ import annotations
 
+import importlib
+import math
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +27,12 @@ from support.nodes import WAYS, attend, check, masks, mesh_over_nodes
 from support.problems import Problem
 from support.processes import Processes
 
-from cp_dtensor import Hardware, Mask, PeerError, explain
+from cp_dtensor import Causal, Hardware, Mask, PeerError, explain
+from cp_dtensor.comm.collective import AllToAll
+from cp_dtensor.engine import planner
 from cp_dtensor.tools.nodes import links_of_nodes
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "multinode"
 LENGTH, Q_HEADS, KV_HEADS, DIM = 384, 4, 2, 64
 MASKS = masks(LENGTH)
 PROBLEM = Problem(61, 61, 1, 4, 2, 8)
@@ -168,6 +178,80 @@ def test_times_are_in_the_predicted_order(several: Nodes, mask: Mask) -> None:
             assert each.predicted < 1.5 * other.predicted or each.seconds > other.seconds, (way, found)
 
 
+def _times_by_groups(rank: int, groups: tuple[int, ...]) -> list[float]:
+    """Returns the seconds of forward and backward of a nested ring, its outer ring in so many groups of heads."""
+    length, heads = 2048, 8
+    inputs = [torch.randn(1, heads, length // 4, 64) for _ in range(4)]
+    best = dict.fromkeys(groups, math.inf)
+    for count in 3 * groups:  # in turns
+        ring = AllToAll(shard_bytes=1, grad_shard_bytes=1, flops_per_hop=1.0, most_head_groups=count)
+        with mock.patch.object(planner, "OUTER_TRANSPORT", ring):
+            mesh = mesh_over_nodes(2, "cpu")  # new, as are the plans of its groups
+            for _ in range(2):
+                dist.barrier()
+                began = time.monotonic()
+                attend(inputs, mesh, Causal(), length, method="ring", rotate_method="allgather")
+                dist.barrier()
+                best[count] = min(best[count], time.monotonic() - began)
+    return [*best.values()]
+
+
+@pytest.mark.slow
+def test_transfers_hide_in_groups_of_heads(two: Nodes) -> None:
+    """K/V and gradients take about as long as attention here, and the latter waits for all of the former otherwise."""
+    at_once, in_groups = map(max, zip(*two.ranks.run(_times_by_groups, (1, 8)), strict=True))
+    print(f"\nforward and backward: {at_once:.2f} s at once, {in_groups:.2f} s in groups of heads")
+    assert in_groups < 0.9 * at_once
+
+
+# The example: its training step, and its scripts as they are
+
+
+def _step(rank: int, nodes: int) -> float:
+    sys.path.insert(0, str(EXAMPLE))
+    size = dist.get_world_size()
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size // nodes), "WORLD_SIZE": str(size), "CUDA_VISIBLE_DEVICES": ""}
+    error: float = importlib.import_module("train_step").main()
+    return error
+
+
+def test_a_training_step_over_nodes(two: Nodes) -> None:
+    assert max(two.ranks.run(_step, 2)) < 1e-10
+
+
+SRUN = """#!/usr/bin/env python
+import os, subprocess, sys
+nodes = os.environ["NODES_OF_TEST"].split()
+commands = [["ip", "netns", "exec", name, *sys.argv[1:]] for name in nodes]
+started = [subprocess.Popen(each, env={**os.environ, "SLURM_NODEID": str(i)}) for i, each in enumerate(commands)]
+sys.exit(max(each.wait() for each in started))
+"""
+"""Stand-in for Slurm's: one task on each node."""
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_example(tmp_path: Path) -> None:
+    """That of Slurm calls that of torchrun on each node."""
+    with network(2, "1gbit") as net:
+        for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho 10.77.0.1\necho 10.77.0.2\n")):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES_OF_TEST": " ".join(net.nodes),
+            "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "10.77.0.[1-2]",
+            "GLOO_SOCKET_IFNAME": "net0", "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        command = ["bash", "examples/multinode/slurm.sbatch"]
+        ended = subprocess.run(
+            command, cwd=EXAMPLE.parents[1], env=environment, capture_output=True, text=True, timeout=150, check=False
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"4 ranks: largest error of a gradient \d\.\de-1\d", ended.stdout)
+
+
+# Faults, which end the ranks
+
+
 def _calls(rank: int, seconds: float, timeout: float) -> str:
     """Makes calls for so long; returns the error of one that failed."""
     group = dist.new_group(timeout=timedelta(seconds=timeout))
@@ -197,11 +281,13 @@ def test_a_link_that_is_down(two: Nodes, down: float, timeout: float, error: str
 
 
 @pytest.mark.slow
-def test_packets_that_are_lost(two: Nodes) -> None:
-    """A short queue loses packets in every burst."""
-    two.net.shape("20mbit", queue="70kb")
+@pytest.mark.parametrize("way", WAYS)
+def test_packets_that_are_late_or_lost(two: Nodes, way: str) -> None:
+    """A short queue before a slow link, which delays a packet by up to 30 ms and loses what does not fit."""
+    two.net.shape("20mbit", queue="75kb")
     try:
-        _measured(two, "nested ring", MASKS["causal"])
-        two.ranks.run(check, "cpu", "nested ring", SHORT["causal"], PROBLEM)
+        _measured(two, way, MASKS["causal"])
+        two.ranks.run(check, "cpu", way, SHORT["causal"], PROBLEM)
+        assert two.net.lost() > 0
     finally:
         two.net.shape(two.rate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -38,6 +39,11 @@ class Network:
         for name, interface in self._ends():
             bucket = f"tc qdisc replace dev {interface} root tbf rate {rate} burst 64kb limit {queue}"
             _run(f"ip netns exec {name} {bucket}")
+
+    def lost(self) -> int:
+        """Return the packets that were lost on all links since the last `shape`."""
+        shown = [_run(f"ip netns exec {name} tc -s qdisc show dev {interface}") for name, interface in self._ends()]
+        return sum(int(count) for text in shown for count in re.findall(r"dropped (\d+)", text))
 
     def set_link(self, node: int, state: str) -> None:
         """Take the link of a node "down" or "up"."""
@@ -87,8 +93,8 @@ def received_bytes() -> int:
     return int(numbers[0])
 
 
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, text=True)
+def _run(command: str) -> str:
+    return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
 
 
 def _enter(names: list[str], ranks_of_node: int, rank: int) -> None:
