@@ -30,7 +30,8 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
-from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
+from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
+from cp_dtensor.layers.cudnn_indexer import select_by_kernel
 from cp_dtensor.layers.exchange import rows_of, tables_on
 from cp_dtensor.layers.indexer import select_reference
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
@@ -240,7 +241,9 @@ class SelectPooled(LayerOfBlocks):
         seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            select_reference(out[row], q[row], keys[row], weights[row], seen)
+            given = out[row], q[row], keys[row], weights[row]
+            if not select_by_kernel(*given, seen, tables.seen(self.size)):
+                select_reference(*given, seen)
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
@@ -292,7 +295,7 @@ class _PooledAttention(RankFunction):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
         for row, at, index in _seen_rows(indices, blocks, tables, window, before.shape):
             given = q[row, :, at], rows[row], index, sink, q.size(3), scale
-            out[row, :, at], lse[row, :, at] = attend_chosen_reference(*given)
+            out[row, :, at], lse[row, :, at] = attend_chosen(*given)
         ctx.save_for_backward(q, rows, indices, sink, out, lse)
         return out
 
@@ -308,7 +311,7 @@ class _PooledAttention(RankFunction):
         for row, at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
             of_part = [each[row, :, at] for each in (grad_out, q, out, lse)]
             given = *of_part[:2], rows[row], index, sink, *of_part[2:], scale
-            dq[row, :, at], d_keys, of_sink = chosen_gradients_reference(*given)
+            dq[row, :, at], d_keys, of_sink = chosen_gradients(*given)
             d_rows[row] += d_keys
             if of_sink is not None:
                 d_sink += of_sink

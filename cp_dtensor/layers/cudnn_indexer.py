@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cp_dtensor.api.extension import quiet, wrong_result
 from cp_dtensor.layers.masked import in_intervals, largest_seen
-from cp_dtensor.layers.package_kernels import PackageKernels, hopper_or_blackwell
+from cp_dtensor.layers.package_kernels import TOP_K, PackageKernels, hopper_or_blackwell
 
 _BYTES, _FEWEST_QUERIES = 256 << 20, 512
 """Limit for the scores of a block of queries, and fewest queries of one, which fill a GPU of 132 multiprocessors. The
@@ -104,8 +104,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, offset: Tensor) -> Tensor:
 def _top_k(scores: Tensor, ends: Tensor, topk: int) -> Tensor:
     """Return `largest_seen` of the first `ends` (T,) columns."""
     lengths = ends.clamp(min=0)
-    options = {"return_val": False, "deterministic": True}
-    found: Tensor = _module().indexer_top_k_wrapper(scores, lengths, topk, **options)["indices"]
+    found: Tensor = _module().indexer_top_k_wrapper(scores, lengths, topk, **TOP_K)["indices"]
     return found
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from cp_dtensor.api.extension import first_use
 from cp_dtensor.spec.logs import log_once
 
+TOP_K = {"return_val": False, "deterministic": True}
+"""Options of cuDNN's top-k: indices alone, the same in every run."""
+
 
 @dataclass(frozen=True)
 class PackageKernels:
