@@ -194,7 +194,7 @@ class Stages:
     """Numbers of groups of heads of a plan."""
 
     local: int
-    """Groups for tiles against the own shard; each is followed by the remote tiles of its heads."""
+    """Groups for tiles against the own shard; each is followed by the remote tiles of its heads (see `own_last`)."""
     remote: int
     """Groups for tiles against other shards, in all."""
 
@@ -241,12 +241,12 @@ def _plan(
     recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
     send_parts = tuple(tiling.recv_parts(reader, rank) for reader in ranks)
 
-    def steps(counts: Stages, own_last: bool = False) -> Iterator[Step]:
+    def steps(counts: Stages, late: bool = False) -> Iterator[Step]:
         for local in head_spans(kv_heads, counts.local if remote else 1):
             spans = head_spans(local[1] - local[0], -(-counts.remote // counts.local))
             groups = [(local[0] + start, local[0] + stop) for start, stop in spans]
             last = groups[-1]
-            is_late = own_last and bool(remote) and last[0] > 0 and last[1] == kv_heads
+            is_late = late and bool(remote) and last[0] > 0 and last[1] == kv_heads
             if not is_late or local != last:
                 yield Step((local[0], last[0]) if is_late else local, None, own)
             for heads in groups:

@@ -80,9 +80,6 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     about = "ranks stand for those of N nodes; by default the ways to use two axes, causal and under masks"
     add("--nodes", type=positive, metavar="N", help=about)
     options = parsed(parser, arguments, **_DEFAULTS)
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if options.nodes is not None and ranks % options.nodes:
-        parser.error(f"--nodes: expected a divisor of the number of ranks, {ranks}, got {options.nodes}")
     of_nodes = {} if options.nodes is None else _NODES
     small = _QUICK if options.quick or not options.use_gpu else {}
     errors_only = {} if options.errors is None else _ERRORS if options.use_gpu else _ERRORS | _ERRORS_ON_CPUS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from typing import Any
 
@@ -23,12 +24,15 @@ _GATHERED = 4 << 20
 def stand_for_nodes(nodes: int) -> None:
     """Make NCCL take the ranks of this host for those of so many nodes, with TCP sockets between them.
 
-    Ranks of different nodes may share a GPU, which NCCL refuses to ranks of one node.
+    Ranks of different nodes may share a GPU, which NCCL refuses to ranks of one node. Exit with a message if the nodes
+    would have different numbers of ranks.
     """
-    per_node = int(os.environ["WORLD_SIZE"]) // nodes
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks % nodes:
+        sys.exit(f"--nodes: expected a divisor of the number of ranks, {ranks}, got {nodes}")
     os.environ |= {  # NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts
-        "NCCL_HOSTID": f"node {int(os.environ['RANK']) // per_node}", "NCCL_IB_DISABLE": "1",
-        "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0", "LOCAL_WORLD_SIZE": f"{per_node}",
+        "NCCL_HOSTID": f"node {rank // (ranks // nodes)}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NVLS_ENABLE": "0", "LOCAL_WORLD_SIZE": f"{ranks // nodes}",
     }  # fmt: skip
 
 

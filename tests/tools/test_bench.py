@@ -40,7 +40,7 @@ from cp_dtensor.tools.errors import ERRORS, Outcome, reference_head, relative_er
 from cp_dtensor.tools.measure import Suite, Work, compare
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Failed, Ranks
-from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, table_of, times_of
+from cp_dtensor.tools.report import ERROR, MEASURED, REFUSED, Row, machine_columns, table_of, times_of
 
 CPU = torch.device("cpu")
 CASE = Case(32, Heads(4, 2, 8), batch=2, dtype="float32")
@@ -65,6 +65,16 @@ def test_flops_count_what_is_not_masked() -> None:
     assert CASE.flops("fwd") == full.flops("fwd") * (32 * 33 / 2) / 32**2
     assert window.flops("fwd") == full.flops("fwd") * (32 + 31) / 32**2
     assert CASE.flops("fwdbwd") == 3.5 * CASE.flops("fwd")
+
+
+def test_nodes_are_measured_by_one_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three masks, and every way over one axis and over two; the machine says how many ranks stand for a node."""
+    options = parse_options(["--nodes", "2", "--device", "cpu"])
+    names = {method.name for method in options.methods}
+    assert {"ours-allgather", "ours-ulysses", "ours-auto", "ours-nested-2", "ours-hybrid-4", "ours-auto-2"} <= names
+    assert {case.mask for case in options.cases} == {"causal", "documents 2048", "window 4096"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert machine_columns(4, 2)["machine"] == "4xCPU as 2x2"
 
 
 def test_the_grid_has_all_combinations_and_needs_ever_more_memory() -> None:

@@ -22,6 +22,7 @@ from support.ranks import run_ranks
 from cp_dtensor.tools import doctor, methods
 from cp_dtensor.tools.cases import Heads
 from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, check, report, results
+from cp_dtensor.tools.nodes import stand_for_nodes
 from cp_dtensor.tools.ranks import Device, Ranks
 
 
@@ -78,6 +79,17 @@ def test_ranks_of_several_nodes_are_told_their_links_and_a_mesh(
         "init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses')), method 'hybrid': pred"
     )
     assert "ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in table
+
+
+def test_ranks_of_a_host_stand_for_those_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rank in range(4):
+        monkeypatch.setattr(os, "environ", {"RANK": str(rank), "WORLD_SIZE": "4"})
+        stand_for_nodes(2)
+        found.append((os.environ["NCCL_HOSTID"], os.environ["LOCAL_WORLD_SIZE"]))
+    assert found == [("node 0", "2")] * 2 + [("node 1", "2")] * 2
+    with pytest.raises(SystemExit, match="--nodes: expected a divisor of the number of ranks, 4, got 3"):
+        stand_for_nodes(3)
 
 
 def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
