@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.model_cells import cells_of, run_cell
+from support.model_cells import COLUMNS, cells_of, run_cell
 from support.models import FAMILIES, LENGTH, VOCABULARY, tiny_model
 from support.ranks import run_ranks
 from torch import nn
@@ -29,7 +29,7 @@ def published(family: str, column: str) -> str:
     """A cell of docs/models.md; families that this version of transformers does not have are skipped."""
     if not hasattr(transformers, FAMILIES[family][0]):  # loads the module, too, which ranks as threads cannot
         pytest.skip(f"transformers {transformers.__version__} does not have it")
-    return cells_of(PAGE.read_text())[family, column]
+    return cells_of(PAGE.read_text(), COLUMNS)[family, column]
 
 
 def model_of(family: str, attention: str = "cp_dtensor") -> Any:

@@ -63,7 +63,8 @@ def batch_of(family: str, kind: str, device: str) -> tuple[ModelBatch, dict[str,
     more = {}
     if "cross" in family:
         more = {"encoder_hidden_states": torch.randn(ROWS, 50, 32, generator=random, dtype=torch.float64)}
-    if FAMILIES.get(family, (family,))[0].endswith("ForConditionalGeneration"):
+    name, config = FAMILIES.get(family, (family, {}))
+    if name.endswith("ForConditionalGeneration") and "text_config" not in config:  # an encoder and a decoder
         more = {"decoder_input_ids": tokens(LENGTH)}
     return batch, {name: each.to(device) for name, each in more.items()}
 
