@@ -229,9 +229,9 @@ class Cluster:
     """GPUs, and the links between them by tier.
 
     Args:
-        gpu: a `Hardware`, or the name of a GPU in `GPUS`.
+        gpu: the name of a GPU in `GPUS`, or a `Hardware`, whose link is that within a node.
         tiers: of links, the innermost first, in place of the arguments below.
-        gpus_per_node: GPUs that NVLink connects; None is what is usual for the GPU.
+        gpus_per_node: GPUs that the link of the GPU connects; None is what is usual for it, 8 of a `Hardware`.
         nodes: number of nodes.
         internode: the name in `LINKS` of the network, of which each GPU has a port.
         oversubscription: of the network: how many times more GPUs it has than it can serve at the speed of their ports.
@@ -253,17 +253,19 @@ class Cluster:
         self, gpu: Hardware | str, tiers: tuple[Tier, ...] = (), *, gpus_per_node: int | None = None, nodes: int = 1,
         internode: str = NETWORK, oversubscription: float = 1.0, packages: bool = False,
     ) -> None:  # fmt: skip
+        usual = 8
         if isinstance(gpu, str):
-            name, gpu = named(gpu)[0], Hardware.of(gpu)
-            if packages:
-                gpu = gpu.with_kernels(PACKAGE_KERNELS)
-            ranks = GPUS[name].node if gpus_per_node is None else gpus_per_node
+            usual, gpu = GPUS[named(gpu)[0]].node, Hardware.of(gpu)
+        if packages:
+            gpu = gpu.with_kernels(PACKAGE_KERNELS)
+        if not tiers:
+            ranks = usual if gpus_per_node is None else gpus_per_node
             if min(ranks, nodes, oversubscription) < 1:
                 raise ValueError(
                     "expected gpus_per_node, nodes and oversubscription of at least 1, got "
                     f"{ranks}, {nodes} and {oversubscription}"
                 )
-            network = Hardware.of(f"{name}, {internode}")
+            network = Hardware.of(f"H100, {internode}")  # whatever the GPU
             outer = replace(Tier.of(network, nodes), speed=network.link_speed / oversubscription)
             tiers = tuple(tier for tier in (Tier.of(gpu, ranks), outer) if tier.ranks > 1) or (Tier.of(gpu, 1),)
         object.__setattr__(self, "gpu", gpu)

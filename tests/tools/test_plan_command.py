@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def test_a_cluster_is_gpus_and_tiers() -> None:
     fast, usual = Cluster("H200", packages=True).gpu, Cluster("H200").gpu
     assert fast.flops / usual.flops == pytest.approx(675 / 590)
     assert fast.kernels == PACKAGE_KERNELS
+    own = replace(usual, link_speed=1e11, shares_memory=False)
+    assert [(tier.ranks, tier.speed) for tier in Cluster(own, nodes=1).tiers] == [(8, 1e11)]
     with pytest.raises(ValueError, match="of at least 1, got 8, 0 and 1"):
         Cluster("H100", nodes=0)
     with pytest.raises(ValueError, match="got 'H100, Token Ring'"):
