@@ -217,7 +217,7 @@ def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: Tra
     works, memory = [], 0.0
     for outer_rank, inner_rank in sorted(ranks if busiest is None else {*ranks, divmod(busiest, inner.ranks)}):
         tiling = replace(spec, partition=OuterPartition(spec.partition, inner.ranks, inner_rank)).tiling
-        plan = ring_plan(tiling, outer_rank, spec.kv_heads)
+        plan = ring_plan(tiling, outer_rank, spec.kv_heads, *OUTER_TRANSPORT.head_groups(spec, outer.ranks))
         rings: dict[tuple[int, int], Passes] = {}  # by hop and number of heads
         passes: tuple[list[Step], list[Step]] = ([], [])
         held = 0.0
