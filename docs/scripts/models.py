@@ -93,7 +93,7 @@ def cells_here(short: bool, all_compiled: bool) -> dict[tuple[str, str], str]:
     from support.models import FAMILIES, is_in_this_version
     from support.processes import Processes
 
-    processes, cells = Processes(2, timeout=200), {}
+    processes, cells = Processes(2, timeout=600), {}
     for family in SHORT_FAMILIES if short else FAMILIES:
         for column in SHORT_COLUMNS if short else COLUMNS:
             if column == "compiled" and not (all_compiled or family in COMPILED):
