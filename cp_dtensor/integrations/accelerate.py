@@ -313,11 +313,8 @@ def _trainer_made(original: Callable[..., None], trainer: Any, *args: Any, **kwa
     """`Trainer.__init__`, after which SFTTrainer would refuse packing: here packed documents are kept apart."""
     original(trainer, *args, **kwargs)
     config, given = trainer.accelerator.parallelism_config, trainer.args
-    if (
-        config is None
-        or not config.cp_enabled
-        or not (getattr(given, "packing", 0) or getattr(given, "eval_packing", 0))
-    ):
+    is_packed = getattr(given, "packing", False) or getattr(given, "eval_packing", False)
+    if config is None or not config.cp_enabled or not is_packed:
         return
     trainer._cp_packing = given.packing, given.eval_packing
     given.packing = given.eval_packing = False  # what was given is packed already

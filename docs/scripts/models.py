@@ -101,7 +101,7 @@ def cells_here(short: bool, all_compiled: bool, families: Collection[str] = ()) 
     from support.multimodal import FROM_PROCESSORS
     from support.processes import Processes
 
-    processes, cells = Processes(2, timeout=200), {}
+    processes, cells = Processes(2, timeout=600), {}
     tables: list[tuple[Any, Any, Any]] = [(FAMILIES, COLUMNS, run_cell)]
     tables.append((FROM_PROCESSORS, MULTIMODAL_COLUMNS, run_multimodal_cell))
     if short:

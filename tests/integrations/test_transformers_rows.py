@@ -114,6 +114,8 @@ def test_what_is_refused() -> None:
             bert(**rows())
         with pytest.raises(NotImplementedError, match=r"has attention beside its backbone \(Attends\)"):
             whole_rows(attends, mesh).__enter__()
+        with pytest.raises(NotImplementedError, match="needs a model of transformers, got Attends"):
+            whole_rows(Attends(), mesh).__enter__()
         with pytest.raises(NotImplementedError, match="precompute_ref_log_probs=True gives each row the numbers"):
             step(rank, classifier(), rows(), precompute_ref_logps=True)
 

@@ -75,9 +75,7 @@ def test_ranks_of_several_nodes_are_told_their_links_and_a_mesh(
     found = run_ranks(4, body)[0]
     assert re.match(r"2 nodes of 2 \(.*: ranks 0 to 1; .*: ranks 2 to 3\)\n\S+ GB/s into each", found["nodes"].text)
     start, table = found["mesh"].text.split("\n", 1)
-    assert start.startswith(
-        "init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses')), method 'ring': pred"
-    )
+    assert start.startswith("init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses')), method 'ring': pred")
     assert "ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in table
 
 

@@ -228,11 +228,12 @@ def _with_whole_bias(
 ) -> torch.Tensor:  # fmt: skip
     """Bias of T5 (1, H, queries, keys): a function of the positions of this rank's queries and of all keys."""
     before = _positions_before(query_length, device)  # the method adds the number of past tokens to arange
-    return compute_bias(module, query_length, _whole_length(key_length), device, before[:, None])
+    return compute_bias(module, query_length, whole_length(key_length), device, before[:, None])
 
 
 @never_compiled
-def _whole_length(local: int) -> int:
+def whole_length(local: int) -> int:
+    """Return the global length of which this rank has `local` tokens in the context."""
     context = sharding_context()
     assert context is not None
     return length_of(context.call, local)

@@ -21,7 +21,7 @@ from cp_dtensor.api.extension import (
     value_of,
 )
 from cp_dtensor.integrations.transformers.chosen import Latents, attention_to_chosen
-from cp_dtensor.integrations.transformers.layers import refuse_arguments, shards_are_seen
+from cp_dtensor.integrations.transformers.layers import refuse_arguments, shards_are_seen, whole_length
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES
 from cp_dtensor.integrations.transformers.private import PROVIDER, table_of
 
@@ -87,11 +87,12 @@ def _attention(
         if query.size(0) != 1:
             raise NotImplementedError(f"cu_seq_lens_q needs a batch of one row, got {query.size(0)}")
         documents = Documents(cu_seq_lens_q, cu_seq_lens_k)
-    # Zeros of attention without positions, such as T5's to its encoder, have this rank's keys; a bias has all.
-    has_bias = position_bias is not None and position_bias.size(-1) != key.size(2)
+    bias, keys = position_bias, key.size(2)
+    if bias is not None and bias.size(-1) == keys and shards_are_seen() and keys != whole_length(keys):
+        bias = None  # zeros of attention without positions, such as T5's to its encoder, have this rank's keys
     out = attention_of_shards(
         query, key, value, attn_mask=attention_mask, is_causal=causal, mask=documents, dropout_p=dropout, scale=scaling,
-        sinks=s_aux, bias=position_bias if has_bias else None, softcap=softcap or 0.0,
+        sinks=s_aux, bias=bias, softcap=softcap or 0.0,
     )  # fmt: skip
     if out is None:
         refused = {"softcap": softcap, "s_aux": s_aux, "cu_seq_lens_q": cu_seq_lens_q}

@@ -31,10 +31,12 @@ def whole_rows(model: nn.Module, mesh: Mesh, **options: Any) -> Iterator[None]:
         options: of `context_parallel`.
 
     Raises:
-        NotImplementedError: the head attends, too. When called: as models in contexts; a backbone that gives more than
-            the last hidden states.
+        NotImplementedError: no model of transformers, or one whose head attends, too. When called: as models in
+            contexts; a backbone that gives more than the last hidden states.
     """
-    whole: Any = next(filter(is_model, model.modules()))
+    whole: Any = next(filter(is_model, model.modules()), None)
+    if whole is None:
+        raise NotImplementedError(f"a loss of whole rows needs a model of transformers, got {type(model).__name__}")
     backbone, inside = whole.base_model, {*whole.base_model.modules()}
     for module in whole.modules():
         if module not in inside and facts_of(type(module)).calls_attention:
