@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from cp_dtensor import ATTENTION_OPS, context_parallel
 from cp_dtensor.api.explain_model import Model
 from cp_dtensor.engine import run
+from cp_dtensor.plan.cluster import PACKAGE_KERNELS, Hardware
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 50, "num_attention_heads": 4,
@@ -114,8 +115,10 @@ def test_measured_steps() -> None:
     assert rows
     for row in rows:
         ranks, gpu = row["machine"].split("x")
+        assert "flash-attn-4" in row["versions"]
+        hardware = Hardware.of(gpu).with_kernels(PACKAGE_KERNELS)
         step = of_model(
-            int(ranks), model=QWEN3_8B, seq_len=int(row["tokens"]), hardware=gpu, tile=8192, offload=True,
+            int(ranks), model=QWEN3_8B, seq_len=int(row["tokens"]), hardware=hardware, tile=8192, offload=True,
             keep_attention=row["method"] == "ours",
         ).step  # fmt: skip
         assert step.peak / 2**20 == pytest.approx(float(row["mib"]), rel=0.05), row
