@@ -162,7 +162,7 @@ def test_indices_of_an_unknown_indexer_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("family", "column", "reason"), [
-    ("MiniMax M3", "packed", "takes position ids for places of keys"),
+    ("MiniMax M3", "packed", "position ids are taken for places of keys"),
     ("MiniMax M3", "padded", "no padding at the left"),
 ])  # fmt: skip
 def test_what_a_model_itself_computes_by_places_is_refused(family: str, column: str, reason: str) -> None:

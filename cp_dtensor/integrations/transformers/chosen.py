@@ -67,7 +67,7 @@ def refuse_padding_first(owner: str, mask: Mask, length: int, batch_size: int) -
         spans = [band.keys(0) for bands in sets for band in bands if band.first == 0]
         if not any(lo < hi for lo, hi in spans):
             raise NotImplementedError(
-                f"{owner} in context_parallel expects no padding at the left, which attends to all keys alike in "
+                f"{owner}: expected no padding at the left in context_parallel, which attends to all keys alike in "
                 "transformers, and whose keys are in the blocks that other tokens see"
             )
 

@@ -163,7 +163,7 @@ def check_places(owner: str, context: OpenContext) -> None:
     positions = whole_positions(context)
     if positions is None or not bool((positions == torch.arange(positions.size(1), device="cpu")).all()):
         raise NotImplementedError(
-            f"{owner} takes position ids for places of keys in the sequence, which they are not in packed documents"
+            f"{owner}: position ids are taken for places of keys in the sequence, and are others in packed documents"
         )
 
 
