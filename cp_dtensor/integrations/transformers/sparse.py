@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import select_blocks, select_keys
-from cp_dtensor.api.extension import OpenContext, never_compiled
+from cp_dtensor.api.extension import never_compiled
 from cp_dtensor.integrations.transformers.chosen import (
     CONTEXT,
     UNCOMPILED,
     Chosen,
     Function,
     Latents,
+    check_places,
     selecting_context,
     whole_mask,
 )
-from cp_dtensor.integrations.transformers.masks import whole_positions
 from cp_dtensor.integrations.transformers.private import implementation_of
 
 
@@ -156,15 +156,6 @@ def _select_blocks(forward: Function, module: Any, *args: Any, **kwargs: Any) ->
         local_blocks=module.local_blocks, mesh=CONTEXT,
     )  # fmt: skip
     return blocks.transpose(1, 2)
-
-
-def check_places(owner: str, context: OpenContext) -> None:
-    """Refuse position ids that are not places: MiniMax M3 compares them with the places of keys."""
-    positions = whole_positions(context)
-    if positions is None or not bool((positions == torch.arange(positions.size(1), device="cpu")).all()):
-        raise NotImplementedError(
-            f"{owner}: position ids are taken for places of keys in the sequence, and are others in packed documents"
-        )
 
 
 # Other methods of layers
