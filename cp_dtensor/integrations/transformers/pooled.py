@@ -28,14 +28,7 @@ from cp_dtensor.integrations.transformers.chosen import (
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.masks import interval_sets_of
 
-Edges = tuple[int, ...] | None
-
-
-def _by_row(edges: list[Edges], select: Callable[[slice, Edges], Tensor]) -> Tensor:
-    """Return what `select` returns for batch rows, which it gets together if their documents are the same."""
-    if len({*edges}) == 1:
-        return select(slice(None), edges[0])
-    return torch.cat([select(slice(row, row + 1), each) for row, each in enumerate(edges)])
+Edges = tuple[int, ...]
 
 
 # GLM-5 Next: blocks begin with the first token that is no padding
@@ -64,21 +57,19 @@ def _select_after_padding(
 
 
 def _after_padding(owner: str, kept: Tensor) -> list[Edges]:
-    """Return the documents of each batch row: the padding at the left, and the rest; None if there is no such padding.
+    """Return the documents of each batch row: those of the context's mask, and the padding at the left as one more.
 
     Args:
         kept: (B, T), False for padding, of this rank.
     """
-    context = selecting_context()
-    call = context.call
-    length = length_of(call, kept.size(1))
-    (segments,) = [call.layout.segments(length, call.ranks.rank, call.ranks.size, 0)]
-    places = positions_of(segments, kept.device).masked_fill(~kept, length)
-    firsts = call.ranks.gather_integers(places.amin(1).tolist() if kept.size(1) else [length] * len(kept), kept.device)
-    starts = [min(of_row) for of_row in zip(*firsts, strict=True)]
-    if any(starts) and call.mask is not None:
-        raise NotImplementedError(f"{owner} expects no padding at the left in a context with the mask {call.mask}")
-    return [(0, start, length) if start else None for start in starts]
+    context, rows = selecting_context(), len(kept)
+    call, length = context.call, length_of(context.call, kept.size(1))
+    segments = call.layout.segments(length, call.ranks.rank, call.ranks.size, 0)
+    # The place of this rank's first token in each row, and behind all tokens one for rows and ranks without any.
+    places = F.pad(positions_of(segments, kept.device).masked_fill(~kept, length), (0, 1), value=length)
+    starts = zip(*call.ranks.gather_integers(places.amin(1).tolist(), kept.device), strict=True)
+    documents = _checked_documents(owner, whole_mask(context, owner, None), length, rows)
+    return [(*sorted({*edges, min(of_row)}),) for edges, of_row in zip(documents, starts, strict=True)]
 
 
 def _chosen(_: Function, module: Any, topk_indices: Tensor, *args: Any, **kwargs: Any) -> Chosen:
@@ -132,22 +123,34 @@ def _select_seen(
         keys = rotate(module.k_layernorm(pooled).unsqueeze(1), None, *at.chunk(2, 2)).squeeze(1)
         return select_pooled(queries[rows], keys, weights[rows], topk=module.block_topk, expanded=True, **place)
 
-    mask, rows = whole_mask(context, owner, attention_mask.mask), len(hidden_states)
-    edges = _documents(mask, length_of(context.call, hidden_states.size(1)), rows)
-    if None in edges:
+    mask, length = whole_mask(context, owner, attention_mask.mask), length_of(context.call, hidden_states.size(1))
+    return Chosen(_by_row(_checked_documents(owner, mask, length, len(hidden_states)), select))
+
+
+# Documents
+
+
+def _by_row(documents: list[Edges], select: Callable[[slice, Edges], Tensor]) -> Tensor:
+    """Return what `select` returns for batch rows, which it gets together if their documents are the same."""
+    if len({*documents}) == 1:
+        return select(slice(None), documents[0])
+    return torch.cat([select(slice(row, row + 1), edges) for row, edges in enumerate(documents)])
+
+
+def _checked_documents(owner: str, mask: Mask, length: int, batch_size: int) -> list[Edges]:
+    """Return the documents of each batch row; refuse a mask in which queries do not see theirs up to themselves."""
+    found = _documents(mask, length, batch_size)
+    if None in found:
         raise NotImplementedError(
             f"{owner} in context_parallel expects queries to see their documents up to themselves, got {mask}"
         )
-    return Chosen(_by_row(edges if len(edges) == rows else edges * rows, select))
+    return [edges or () for edges in found] * (1 if len(found) == batch_size else batch_size)
 
 
 @lru_cached
-def _documents(mask: Mask, length: int, batch_size: int) -> list[Edges]:
-    """Return the documents of each batch row, or one entry for all rows, if queries see theirs up to themselves.
-
-    None for another mask.
-    """
-    found, at = list[Edges](), torch.arange(length, device="cpu")
+def _documents(mask: Mask, length: int, batch_size: int) -> list[Edges | None]:
+    """Return edges of the documents of each batch row, or one entry for all rows; None for another mask."""
+    found, at = list[Edges | None](), torch.arange(length, device="cpu")
     for sets in interval_sets_of(mask, length, length, batch_size):
         lo, hi = torch.stack([seen_positions(bands, at) for bands in sets or ((),)], 1)
         count, start = (hi - lo).clamp(min=0).sum(0), lo.masked_fill(lo >= hi, length).amin(0)
@@ -166,7 +169,10 @@ def _compress(
     forward: Function, module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Compressed, None]:
     """Stand for the forward of a compressor and of its indexer."""
-    check_places(type(module).__name__, selecting_context())
+    owner, context = type(module).__name__, selecting_context()
+    check_places(owner, context)
+    if context.call.mask is not None:
+        raise NotImplementedError(f"{owner} expects a context without a mask, got {context.call.mask}")
     rotate = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
     indexer, indices = getattr(module, "indexer", None), None
     if indexer is not None:
