@@ -72,18 +72,35 @@ def test_layouts_of_three_ranks(family: str, layout: Layout) -> None:
 # Blocks that are pooled
 
 
-@pytest.mark.parametrize("kind", ["", "packed", "padded"])
-@pytest.mark.parametrize("family", ["GLM-5 Next", "Qwen4"])
-def test_pooled_index_keys(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers with an indexer each, without the recurrent layers of these models (docs/models.md has both)."""
+def only_indexed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a family's models those of two indexed layers: docs/models.md has them with recurrent layers."""
     name, changes = FAMILIES[family]
     sizes = changes.get("text_config", changes)
     indexed = {**sizes, "layer_types": ["indexed_attention"] * 2, "indexer_types": ["full", "shared"]}
     both = {**changes, "text_config": indexed} if "text_config" in changes else indexed
     monkeypatch.setitem(FAMILIES, family, (name, both))
+
+
+@pytest.mark.parametrize("kind", ["", "packed", "padded"])
+@pytest.mark.parametrize("family", ["GLM-5 Next", "Qwen4"])
+def test_pooled_index_keys(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_indexed(family, monkeypatch)
     monkeypatch.setattr(model_cells, "recurrences_in_float64", lambda _: nullcontext())
     published(family, "provider")
     assert {*run_ranks(3, run_cell, family, kind or "plain", Striped(5))} == {"right"}
+
+
+def test_blocks_begin_with_documents_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_indexed("GLM-5 Next", monkeypatch)
+    model, batch, tokens = model_of("GLM-5 Next"), batch_of(), batch_of().inputs["input_ids"]
+    parts = [model(input_ids=part, use_cache=False).logits for part in tokens.split([21, LENGTH - 21], 1)]
+    expected = torch.cat(parts, 1)
+    found = in_context(model, batch, layout=Contiguous(), mask=Documents([0, 21, LENGTH]))
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    with pytest.raises(NotImplementedError, match="expects queries to see their documents up to themselves"):
+        in_context(model, batch, mask=SlidingWindow(9, 0))
+    with pytest.raises(NotImplementedError, match="expects a context without a mask"):
+        in_context(model_of("DeepSeek-V4"), batch, mask=Documents([0, 21, LENGTH]))
 
 
 @pytest.mark.parametrize(("mask", "documents"), [
@@ -101,7 +118,7 @@ def test_documents_of_a_mask(mask: Mask, documents: list[Any]) -> None:
 # What travels
 
 
-def in_context(model: Any, batch: ModelBatch, ranks: int = 2) -> list[torch.Tensor]:
+def in_context(model: Any, batch: ModelBatch, **options: Any) -> list[torch.Tensor]:
     """Logits of each rank."""
 
     def body(_: int) -> torch.Tensor:
@@ -109,13 +126,13 @@ def in_context(model: Any, batch: ModelBatch, ranks: int = 2) -> list[torch.Tens
         buffers: Any = [*given.values()]
         with (
             warnings.catch_warnings(),
-            context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=[1] * len(buffers)),  # type: ignore[arg-type]
+            context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=[1] * len(buffers), **options),  # type: ignore[arg-type]
         ):
             warnings.simplefilter("ignore")
             logits: torch.Tensor = model(**given, use_cache=False).logits
         return logits
 
-    return run_ranks(ranks, body)
+    return run_ranks(2, body)
 
 
 def batch_of(**others: Any) -> ModelBatch:

@@ -35,7 +35,7 @@ Edges = tuple[int, ...]
 
 
 def _select_after_padding(
-    _: Function, module: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any
+    _: Function, module: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Stand for the forward of an indexer: return (B, T, K) positions in the whole sequence, -1 for none."""
     size, keys = module.index_kpool, module.k_norm(module.wk(hidden_states))
@@ -101,7 +101,7 @@ def _with_readable_mask(forward: Function, module: Any, *args: Any, **kwargs: An
 
 def _select_seen(
     forward: Function, module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: _Seen, past_key_values: Any,
+    attention_mask: _Seen, *args: Any, **kwargs: Any,
 ) -> Chosen:  # fmt: skip
     """Stand for the forward of an indexer of which each query groups the tokens that it sees."""
     context, owner, size = selecting_context(), type(module).__name__, module.compress_ratio

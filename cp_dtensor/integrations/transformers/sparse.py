@@ -128,7 +128,8 @@ def _run(forward: Function, module: nn.Module, args: tuple[Any, ...], kwargs: di
     """Run the forward of an indexer with the keys of all ranks in its cache."""
     bound = inspect.signature(forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
-    bound.arguments["past_key_values"] = _Cache(type(module).__name__, bound.arguments["past_key_values"])
+    name = "cache" if "cache" in bound.arguments else "past_key_values"  # its name before transformers 5.24
+    bound.arguments[name] = _Cache(type(module).__name__, bound.arguments[name])
     return forward(*bound.args, **bound.kwargs)
 
 
