@@ -88,6 +88,9 @@ class _Seen:
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
 
+    def is_floating_point(self) -> bool:
+        return False
+
     def __and__(self, chosen: Chosen) -> Chosen:
         return chosen
 
@@ -205,7 +208,7 @@ METHODS: tuple[tuple[str, frozenset[str], Function], ...] = (
     ("forward", frozenset({"update_indexer", "get_pooled_states", "index_kpool", "append_visible_tail"}), _select_glm),
     ("build_attention_mask_from_topk", frozenset({"indexer", "scatter_add_", "ne"}), _chosen),
     ("forward", frozenset({"update_indexer", "compress_ratio", "nonzero", "index_qk_proj"}), _select_qwen),
-    ("forward", frozenset({"indexer", "finfo", "chunk", "sigmoid", "_attn_implementation"}), _with_readable_mask),
+    ("forward", frozenset({"indexer", "q_norm", "chunk", "sigmoid"}), _with_readable_mask),
     ("forward", frozenset({"store_compression_weights", "update_compressor_states", "kv_norm"}), _compressed),
 )  # fmt: skip
 """As `METHODS` of layers that select keys one by one."""
