@@ -61,9 +61,7 @@ _SEES_ALL = frozenset({
 """Layer types of configurations whose attention is that of masks, or that mix no tokens."""
 _BY_KERNELS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
 """Layer types that are right in a context if their kernels are replaced (`is_caught`)."""
-_BY_INDEXERS = frozenset({
-    INDEXED, "minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention",
-})  # fmt: skip
+_BY_INDEXERS = INDEXED | {"minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention"}
 """Layer types that are right in a context if the forwards of indexers are replaced."""
 
 
