@@ -102,6 +102,7 @@ def _with_readable_mask(forward: Function, module: Any, *args: Any, **kwargs: An
     return forward(*bound.args, **bound.kwargs)
 
 
+@torch.no_grad()
 def _select_seen(
     forward: Function, module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
     attention_mask: _Seen, *args: Any, **kwargs: Any,

@@ -178,7 +178,11 @@ def _unmasked(_: Function, module: nn.Module, blocks: Tensor, mask: Tensor | Non
 
 
 METHODS: tuple[tuple[str, frozenset[str], Function], ...] = (
-    ("forward", frozenset({"update_indexer", "topk", "index_topk", "split"}), never_compiled(_select, UNCOMPILED)),
+    # Without "bool", in transformers 5.15, indexers add a boolean mask to scores.
+    (
+        "forward", frozenset({"update_indexer", "topk", "index_topk", "split", "bool"}),
+        never_compiled(_select, UNCOMPILED),
+    ),
     (
         "forward", frozenset({"update_index", "topk_blocks", "local_blocks", "block_size", "amax", "scatter_"}),
         never_compiled(_select_blocks, UNCOMPILED),
