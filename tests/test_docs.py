@@ -25,6 +25,7 @@ MODIFIERS = ROOT / "docs" / "modifiers.md"
 MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
 LAYERS = ROOT / "docs" / "layers.md"
+SPARSE = ROOT / "docs" / "sparse.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
 LONG_CONTEXT = ROOT / "docs" / "long_context.md"
 DECISIONS = ROOT / "docs" / "decisions.md"
@@ -63,6 +64,13 @@ def test_programs_about_layers_run_on_four_ranks(capsys: pytest.CaptureFixture[s
     for program in programs:
         run_ranks(4, lambda _rank, program=program: exec(program, {}))
     assert [capsys.readouterr().out] == blocks(LAYERS, "text")
+
+
+def test_the_exchanges_of_sparse_attention_are_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = blocks(SPARSE, "python")
+    run_ranks(4, lambda _rank: exec(compile(program, SPARSE.name, "exec"), {}))
+    assert capsys.readouterr().out == blocks(SPARSE, "text")[1]
+    assert len(SPARSE.read_text().split()) <= 700
 
 
 @pytest.mark.parametrize(

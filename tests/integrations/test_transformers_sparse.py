@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import model_cells
 from support.model_cells import COLUMNS, cells_of, run_cell
 from support.models import FAMILIES, LENGTH, VOCABULARY, tiny_model
 from support.ranks import run_ranks
 from torch import nn
 
-from cp_dtensor import Contiguous, HeadTail, Layout, Striped, context_parallel
+from cp_dtensor import (
+    Batched,
+    Causal,
+    Contiguous,
+    Documents,
+    Full,
+    HeadTail,
+    Layout,
+    Mask,
+    SlidingWindow,
+    Striped,
+    context_parallel,
+)
+from cp_dtensor.spec.model_masks import Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
-from cp_dtensor.integrations.transformers import ModelBatch, check_model, chosen, register  # noqa: E402
+from cp_dtensor.integrations.transformers import ModelBatch, check_model, chosen, pooled, register  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BY_INDICES = ("DeepSeek-V3.2", "AX-K2", "GLM-5", "Hunyuan V4", "dots.note", "Mistral Large 4")
-SPARSE = (*BY_INDICES, "MiniMax M3")
+SPARSE = (*BY_INDICES, "MiniMax M3", "DeepSeek-V4")
+NO_SDPA = {"Hunyuan V4", "DeepSeek-V4"}
 
 
 def published(family: str, column: str) -> str:
@@ -47,16 +63,62 @@ def test_a_training_step_is_as_published(family: str, column: str) -> None:
 
 
 @pytest.mark.parametrize("layout", [Contiguous(), HeadTail(), Striped(3)], ids=str)
-@pytest.mark.parametrize("family", ["GLM-5", "MiniMax M3"])
+@pytest.mark.parametrize("family", ["GLM-5", "MiniMax M3", "DeepSeek-V4"])
 def test_layouts_of_three_ranks(family: str, layout: Layout) -> None:
     assert published(family, "provider") == "right"
     assert {*run_ranks(3, run_cell, family, "provider", layout)} == {"right"}
 
 
+# Blocks that are pooled
+
+
+def only_indexed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a family's models those of two indexed layers: docs/models.md has them with recurrent layers."""
+    name, changes = FAMILIES[family]
+    sizes = changes.get("text_config", changes)
+    indexed = {**sizes, "layer_types": ["indexed_attention"] * 2, "indexer_types": ["full", "shared"]}
+    both = {**changes, "text_config": indexed} if "text_config" in changes else indexed
+    monkeypatch.setitem(FAMILIES, family, (name, both))
+
+
+@pytest.mark.parametrize("kind", ["", "packed", "padded"])
+@pytest.mark.parametrize("family", ["GLM-5 Next", "Qwen4"])
+def test_pooled_index_keys(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_indexed(family, monkeypatch)
+    monkeypatch.setattr(model_cells, "recurrences_in_float64", lambda _: nullcontext())
+    published(family, "provider")
+    assert {*run_ranks(3, run_cell, family, kind or "plain", Striped(5))} == {"right"}
+
+
+def test_blocks_begin_with_documents_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    only_indexed("GLM-5 Next", monkeypatch)
+    model, batch, tokens = model_of("GLM-5 Next"), batch_of(), batch_of().inputs["input_ids"]
+    parts = [model(input_ids=part, use_cache=False).logits for part in tokens.split([21, LENGTH - 21], 1)]
+    expected = torch.cat(parts, 1)
+    found = in_context(model, batch, layout=Contiguous(), mask=Documents([0, 21, LENGTH]))
+    torch.testing.assert_close(torch.cat(found, 1), expected)
+    with pytest.raises(NotImplementedError, match="expects queries to see their documents up to themselves"):
+        in_context(model, batch, mask=SlidingWindow(9, 0))
+    with pytest.raises(NotImplementedError, match="expects a context without a mask"):
+        in_context(model_of("DeepSeek-V4"), batch, mask=Documents([0, 21, LENGTH]))
+
+
+@pytest.mark.parametrize(("mask", "documents"), [
+    (Causal(), [(0, 6)]),
+    (Documents([0, 2, 6], within=Causal()), [(0, 2, 6)]),
+    (Batched([Causal(), Causal() & Keys(((1, 4),))]), [(0, 6), (0, 1, 6)]),
+    (Full(), [None]),
+    (Causal() & SlidingWindow(2, 0), [None]),
+    (Causal() & Keys(((0, 2), (3, 6))), [None]),
+])  # fmt: skip
+def test_documents_of_a_mask(mask: Mask, documents: list[Any]) -> None:
+    assert pooled._documents(mask, 6, 2) == documents
+
+
 # What travels
 
 
-def in_context(model: Any, batch: ModelBatch, ranks: int = 2) -> list[torch.Tensor]:
+def in_context(model: Any, batch: ModelBatch, **options: Any) -> list[torch.Tensor]:
     """Logits of each rank."""
 
     def body(_: int) -> torch.Tensor:
@@ -64,13 +126,13 @@ def in_context(model: Any, batch: ModelBatch, ranks: int = 2) -> list[torch.Tens
         buffers: Any = [*given.values()]
         with (
             warnings.catch_warnings(),
-            context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=[1] * len(buffers)),  # type: ignore[arg-type]
+            context_parallel(dist.group.WORLD, buffers=buffers, buffer_seq_dims=[1] * len(buffers), **options),  # type: ignore[arg-type]
         ):
             warnings.simplefilter("ignore")
             logits: torch.Tensor = model(**given, use_cache=False).logits
         return logits
 
-    return run_ranks(ranks, body)
+    return run_ranks(2, body)
 
 
 def batch_of(**others: Any) -> ModelBatch:
@@ -164,6 +226,8 @@ def test_indices_of_an_unknown_indexer_are_refused() -> None:
 @pytest.mark.parametrize(("family", "column", "reason"), [
     ("MiniMax M3", "packed", "position ids are taken for places of keys"),
     ("MiniMax M3", "padded", "no padding at the left"),
+    ("DeepSeek-V4", "packed", "position ids are taken for places of keys"),
+    ("DeepSeek-V4", "padded", "no padding at the left"),
 ])  # fmt: skip
 def test_what_a_model_itself_computes_by_places_is_refused(family: str, column: str, reason: str) -> None:
     assert reason in published(family, column)
@@ -183,7 +247,7 @@ def test_masks_and_dropout() -> None:
 # Outside of contexts
 
 
-@pytest.mark.parametrize("family", [family for family in SPARSE if family != "Hunyuan V4"])  # it has no "sdpa"
+@pytest.mark.parametrize("family", [family for family in SPARSE if family not in NO_SDPA])
 def test_outside_of_contexts_the_provider_attends_as_sdpa(family: str) -> None:
     model, batch = model_of(family).eval(), batch_of()
     padding = torch.ones(2, 20, dtype=torch.int64)

@@ -118,7 +118,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-5 Next": (
         "Glm5NextForConditionalGeneration",
         {"text_config": {
-            **SMALL, **_FOUR_KV_HEADS, "layer_types": ["linear_attention", "indexed_attention"], "qk_rope_head_dim": 0,
+            **SMALL, **_DELTA_AND_FULL, **_FOUR_KV_HEADS, "qk_rope_head_dim": 0,
             "indexer_types": ["full", "full"], "mlp_layer_types": ["dense", "sparse"], "index_kpool": 4, "hc_mult": 2},
          "vision_config": {
             "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
@@ -126,7 +126,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen4": (
         "Qwen4ExpForCausalLM",
-        {"layer_types": ["linear_attention", "indexed_attention"], "hc_count": 2, "hc_lowrank": 8,
+        {**_DELTA_AND_FULL, "hc_count": 2, "hc_lowrank": 8,
          "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 12,
          "indexer_compress_ratio": 4, "rope_parameters": {
             "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},

@@ -61,7 +61,7 @@ _SEES_ALL = frozenset({
 """Layer types of configurations whose attention is that of masks, or that mix no tokens."""
 _BY_KERNELS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
 """Layer types that are right in a context if their kernels are replaced (`is_caught`)."""
-_BY_INDEXERS = frozenset({INDEXED, "minimax_m3_sparse"})
+_BY_INDEXERS = INDEXED | {"minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention"}
 """Layer types that are right in a context if the forwards of indexers are replaced."""
 
 
@@ -102,7 +102,8 @@ def check_model(model: nn.Module) -> list[str]:
         return [f"{type(model).__name__} {OWN_TOKENS}"]
     found: dict[str, list[str]] = {}
     towers = {part for tower in model.modules() if _is_tower_of(model, tower) for part in tower.modules()}
-    inside = {part for module in model.modules() if is_caught(module) for part in module.modules()}
+    replaced = (each for each in model.modules() if is_caught(each) or facts_of(type(each)).selects)
+    inside = {part for module in replaced for part in module.modules()}
     calls = (module for module in model.modules() if facts_of(type(module)).calls_attention)
     seen = inside | {part for module in calls for part in module.modules()}
     for path, module in model.named_modules():

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor import Causal, Full, Mask, block_attention, indexed_attention
+from cp_dtensor import Causal, Full, Mask, block_attention, indexed_attention, pooled_attention
 from cp_dtensor.api.extension import (
     OpenContext,
     both_masks,
@@ -61,8 +61,19 @@ def whole_mask(context: OpenContext, owner: str, mask: Tensor | None) -> Mask:
     return both_masks(context.call.mask, own) or Full()
 
 
-def refuse_padding_first(owner: str, mask: Mask, length: int, batch_size: int) -> None:
+def check_places(owner: str, context: OpenContext) -> None:
+    """Refuse position ids that are not places: MiniMax M3 compares them with the places of keys."""
+    positions = whole_positions(context)
+    if positions is None or not bool((positions == torch.arange(positions.size(1), device="cpu")).all()):
+        raise NotImplementedError(
+            f"{owner}: position ids are taken for places of keys in the sequence, and are others in packed documents"
+        )
+
+
+def _refuse_padding_first(owner: str, mask: Mask, context: OpenContext, batch_size: int) -> None:
     """Refuse a mask of blocks with padding at the left, whose keys count in the blocks of other tokens."""
+    positions = whole_positions(context)
+    length = 0 if positions is None else positions.size(1)
     for sets in interval_sets_of(mask, length, length, batch_size):
         spans = [band.keys(0) for bands in sets for band in bands if band.first == 0]
         if not any(lo < hi for lo, hi in spans):
@@ -106,6 +117,26 @@ class Chosen:
         return Chosen(chosen.indices, mask)
 
 
+class Compressed(NamedTuple):
+    """Stands for the keys of a window, which are values too, and for those of all blocks."""
+
+    pooled: Tensor  # (B, n, D), the blocks of this rank
+    size: int
+    indices: Tensor | None  # (B, T, K), None for all blocks
+    keys: Any = None  # (B, 1, T, D)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 0, 0, 0, 0  # no longer than the mask, which a layer would extend
+
+    @classmethod
+    def __torch_function__(cls, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Compressed:
+        (keys, compressed), *_ = args
+        assert function is torch.cat
+        made: Compressed = compressed._replace(keys=keys)
+        return made
+
+
 # Attention
 
 
@@ -128,7 +159,7 @@ def attention_to_chosen(
     indices = attention_mask.indices if isinstance(attention_mask, Chosen) else indices
     if indices is None and isinstance(key, Latents):
         key, value = key.expand(key.latent, key.rotary)
-    if indices is None and block_indices is None:
+    if indices is None and block_indices is None and not isinstance(key, Compressed):
         return attend(module, query, key, value, attention_mask, **kwargs)
     if not is_sharded:
         made = _mask_uncompiled(module, query, key, attention_mask, indices, block_indices, kwargs.get("position_ids"))
@@ -139,7 +170,9 @@ def attention_to_chosen(
         if isinstance(kwargs[each], Tensor) or kwargs[each]:
             raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
     options = {"mesh": CONTEXT, "scale": kwargs.get("scaling"), **beside}
-    if indices is None:
+    if isinstance(key, Compressed):
+        out = _compressed_uncompiled(module, query, key, attention_mask, kwargs["sliding_window"], options)
+    elif indices is None:
         out = _blocks_uncompiled(module, query, key, value, block_indices, attention_mask, options)
     elif isinstance(key, Latents):
         out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
@@ -164,13 +197,22 @@ def _attention_to_blocks(
 ) -> Tensor:
     """Return attention (B, H, T, Dv) to blocks of keys, of which queries see those that the mask has."""
     context, name = selecting_context(), type(module).__name__
-    whole, positions = whole_mask(context, name, mask), whole_positions(context)
-    assert positions is not None
-    refuse_padding_first(name, whole, positions.size(1), query.size(0))
+    whole = whole_mask(context, name, mask)
+    _refuse_padding_first(name, whole, context, query.size(0))
     return block_attention(
         query, key, value, block_indices=blocks.transpose(1, 2), block_size=module.indexer.block_size, mask=whole,
         is_causal=False, **options,
     )  # fmt: skip
+
+
+def _attention_to_compressed(
+    module: Any, query: Tensor, key: Compressed, mask: Any, window: int, options: dict[str, Any]
+) -> Tensor:
+    """Return attention (B, H, T, D) to a window and to blocks."""
+    context, name = selecting_context(), type(module).__name__
+    _refuse_padding_first(name, whole_mask(context, name, mask), context, query.size(0))
+    place = {"size": key.size, "window": window, "indices": key.indices, **options}
+    return pooled_attention(query, key.keys.squeeze(1), key.pooled, **place)
 
 
 @constant_in_trace
@@ -209,4 +251,5 @@ def sdpa_of_chosen(table: dict[str, Any], is_sharded: Callable[[], bool]) -> Abs
 
 
 _blocks_uncompiled = never_compiled(_attention_to_blocks, UNCOMPILED)
+_compressed_uncompiled = never_compiled(_attention_to_compressed, UNCOMPILED)
 _mask_uncompiled = never_compiled(_mask_alone)

@@ -278,7 +278,8 @@ def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kw
     if asked is None or (context is None and is_block):
         return original(*args, **kwargs)
     if context is None:  # an indexer reads the mask itself
-        return asked.alone() if INDEXED in (getattr(asked.config, "layer_types", None) or ()) else handle_of(asked)
+        is_read = not INDEXED.isdisjoint(getattr(asked.config, "layer_types", None) or ())
+        return asked.alone() if is_read else handle_of(asked)
     mask, whole = asked.found(context.call)  # refused here, where the model is
     if is_block:
         return block_mask_of(mask, whole, kwargs["batch_size"], asked.device)

@@ -32,9 +32,9 @@ from cp_dtensor.api.extension import (
     queries_alone,
     wrapped,
 )
+from cp_dtensor.integrations.transformers import pooled, sparse
 from cp_dtensor.integrations.transformers.chosen import sdpa_of_chosen
 from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name, table_of
-from cp_dtensor.integrations.transformers.sparse import METHODS, SELECTIONS
 from cp_dtensor.layers.arguments import IN_CONTEXT
 
 Function = Callable[..., Any]
@@ -127,6 +127,8 @@ KERNELS: MappingProxyType[str, Function] = MappingProxyType({
     "selective_state_update": _one_token,
 })  # fmt: skip
 """By the name of a kernel: the function of shards."""
+METHODS = (*sparse.METHODS, *pooled.METHODS)
+SELECTIONS = sparse.SELECTIONS | pooled.SELECTIONS
 
 
 # Forwards: functions that take the original, the module and its arguments

@@ -18,8 +18,8 @@ REMAP = "remap_positions_for_packed_sequence"
 """The function of `MASKING_UTILS` that counts positions in each document, in versions that do so."""
 PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
-INDEXED = "indexed_attention"
-"""Type of layers whose indexer reads the mask, also one that other layers could leave out."""
+INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
+"""Types of layers whose indexer reads the mask; the last two are those of versions before 5.20."""
 SEEN = ("sdpa", "flex_attention", PROVIDER)
 """Attention implementations of transformers that a context sees."""
 TESTED = ("5.10", "5.24")

@@ -20,7 +20,7 @@ from cp_dtensor.api.extension import (
     sequence_ranks,
     value_of,
 )
-from cp_dtensor.integrations.transformers.chosen import Latents, attention_to_chosen
+from cp_dtensor.integrations.transformers.chosen import Chosen, Compressed, Latents, attention_to_chosen
 from cp_dtensor.integrations.transformers.layers import refuse_arguments, shards_are_seen, whole_length
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES
 from cp_dtensor.integrations.transformers.private import PROVIDER, table_of
@@ -63,7 +63,8 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention as a function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
     refuse_arguments(f'attn_implementation="{PROVIDER}"', kwargs)
-    if indices is not None or block_indices is not None or isinstance(key, Latents):
+    is_selected = indices is not None or block_indices is not None or isinstance(attention_mask, Chosen)
+    if is_selected or isinstance(key, (Latents, Compressed)):
         given = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         given |= {"position_bias": position_bias}
         return attention_to_chosen(

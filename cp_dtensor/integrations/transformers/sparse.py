@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import select_blocks, select_keys
-from cp_dtensor.api.extension import OpenContext, never_compiled
+from cp_dtensor.api.extension import never_compiled
 from cp_dtensor.integrations.transformers.chosen import (
     CONTEXT,
     UNCOMPILED,
     Chosen,
     Function,
     Latents,
+    check_places,
     selecting_context,
     whole_mask,
 )
-from cp_dtensor.integrations.transformers.masks import whole_positions
 from cp_dtensor.integrations.transformers.private import implementation_of
 
 
@@ -128,7 +128,8 @@ def _run(forward: Function, module: nn.Module, args: tuple[Any, ...], kwargs: di
     """Run the forward of an indexer with the keys of all ranks in its cache."""
     bound = inspect.signature(forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
-    bound.arguments["past_key_values"] = _Cache(type(module).__name__, bound.arguments["past_key_values"])
+    name = "cache" if "cache" in bound.arguments else "past_key_values"  # its name before transformers 5.24
+    bound.arguments[name] = _Cache(type(module).__name__, bound.arguments[name])
     return forward(*bound.args, **bound.kwargs)
 
 
@@ -158,15 +159,6 @@ def _select_blocks(forward: Function, module: Any, *args: Any, **kwargs: Any) ->
     return blocks.transpose(1, 2)
 
 
-def check_places(owner: str, context: OpenContext) -> None:
-    """Refuse position ids that are not places: MiniMax M3 compares them with the places of keys."""
-    positions = whole_positions(context)
-    if positions is None or not bool((positions == torch.arange(positions.size(1), device="cpu")).all()):
-        raise NotImplementedError(
-            f"{owner}: position ids are taken for places of keys in the sequence, and are others in packed documents"
-        )
-
-
 # Other methods of layers
 
 
@@ -186,7 +178,11 @@ def _unmasked(_: Function, module: nn.Module, blocks: Tensor, mask: Tensor | Non
 
 
 METHODS: tuple[tuple[str, frozenset[str], Function], ...] = (
-    ("forward", frozenset({"update_indexer", "topk", "index_topk", "split"}), never_compiled(_select, UNCOMPILED)),
+    # Without "bool", in transformers 5.15, indexers add a boolean mask to scores.
+    (
+        "forward", frozenset({"update_indexer", "topk", "index_topk", "split", "bool"}),
+        never_compiled(_select, UNCOMPILED),
+    ),
     (
         "forward", frozenset({"update_index", "topk_blocks", "local_blocks", "block_size", "amax", "scatter_"}),
         never_compiled(_select_blocks, UNCOMPILED),
