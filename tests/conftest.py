@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("cp_dtensor")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sweeps", action="store_true", help="run the sweeps, too: rarer cases, minutes of them")
     about = "cases of each random test that compares attention with a reference; a failing one is printed as a call"
     parser.addoption("--cases", type=int, metavar="N", help=about)
     about = "how long tests/matrix/test_soak.py draws cases; default: a few cases"
@@ -43,6 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--sweeps"):
+        sweeps = {item for item in items if item.get_closest_marker("sweep")}
+        config.hook.pytest_deselected(items=[*sweeps])
+        items[:] = [item for item in items if item not in sweeps]
     shared = GPUS and config.getoption("--share-gpu")
     for item in items:
         if marker := item.get_closest_marker("gpu"):

@@ -31,7 +31,7 @@ def test_the_tests_that_kill_it_exist(mutant: Mutant) -> None:
         assert re.search(rf"^def {name or 'test_'}", (ROOT / path).read_text(), re.MULTILINE), each
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_program_tells_what_lives(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An edit that changes nothing lives, one that changes results is killed."""
     old, test = "base_lse.to(lse, copy=True)\n", "tests/attention/test_merge.py::test_nothing_is_the_identity"

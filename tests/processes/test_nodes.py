@@ -74,7 +74,7 @@ def _links(rank: int, nodes: int) -> str:
     return links_of_nodes(mesh_over_nodes(2, "cpu", nodes), mesh_over_nodes(1, "cpu", nodes))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_links_are_measured(several: Nodes) -> None:
     """Of the doctor: both ranks of a node share its link."""
     text = several.ranks.run(_links, len(several.net.nodes))[0]
@@ -156,7 +156,7 @@ def test_results_over_nodes_are_those_of_one_device(two: Nodes, way: str, mask: 
     two.ranks.run(check, "cpu", way, SHORT[mask], PROBLEM)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_over_several_nodes(several: Nodes, way: str, mask: str) -> None:
@@ -165,7 +165,7 @@ def test_every_way_over_several_nodes(several: Nodes, way: str, mask: str) -> No
         _check_bytes(several, way, MASKS[mask])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", [MASKS[name] for name in ("causal", "documents")], ids=str)
 def test_times_are_in_the_predicted_order(several: Nodes, mask: Mask) -> None:
     """Where predictions differ by half, and the link takes most of the time."""
@@ -196,7 +196,7 @@ def _times_by_groups(rank: int, groups: tuple[int, ...]) -> list[float]:
     return [*best.values()]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_transfers_hide_in_groups_of_heads(two: Nodes) -> None:
     """K/V and gradients take about as long as attention here, and the latter waits for all of the former otherwise."""
     at_once, in_groups = map(max, zip(*two.ranks.run(_times_by_groups, (1, 8)), strict=True))
@@ -229,7 +229,7 @@ sys.exit(max(each.wait() for each in started))
 """Stand-in for Slurm's: one task on each node."""
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_scripts_of_the_example(tmp_path: Path) -> None:
     """That of Slurm calls that of torchrun on each node."""
     with network(2, "1gbit") as net:
@@ -264,7 +264,10 @@ def _calls(rank: int, seconds: float, timeout: float) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("down", "timeout", "error"), [(2.0, 60.0, ""), (9.0, 3.0, "an exchange of rows failed")])
+@pytest.mark.parametrize(
+    ("down", "timeout", "error"),
+    [(2.0, 60.0, ""), pytest.param(9.0, 3.0, "an exchange of rows failed", marks=pytest.mark.sweep)],
+)
 def test_a_link_that_is_down(two: Nodes, down: float, timeout: float, error: str) -> None:
     """TCP sends again what was lost in two seconds. After the timeout of the group, ranks get errors with names."""
     begins = threading.Timer(0.5, two.net.set_link, (1, "down"))
@@ -280,7 +283,7 @@ def test_a_link_that_is_down(two: Nodes, down: float, timeout: float, error: str
     assert all(error in each and bool(each) == bool(error) for each in found), found
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_packets_that_are_late_or_lost(two: Nodes, way: str) -> None:
     """A short queue before a slow link, which delays a packet by up to 30 ms and loses what does not fit."""

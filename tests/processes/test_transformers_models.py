@@ -15,9 +15,18 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 COMPILED = ("Llama", "BART")
 """Families of which compiled models are run here: compiling takes seconds. The script runs all."""
 
+EVERY_TIME = ("Llama", "Gemma 3", "T5", "Qwen3-Next", "DeepSeek-V3.2", "Qwen3-VL")
+"""Families that are no sweep."""
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, *FROM_PROCESSORS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=() if each in EVERY_TIME else pytest.mark.sweep)
+        for each in (*FAMILIES, *FROM_PROCESSORS)
+    ],
+)
 def test_cells_are_as_published(two_processes: Processes, family: str) -> None:
     is_multimodal = family in FROM_PROCESSORS
     titles, run = (MULTIMODAL_COLUMNS, run_multimodal_cell) if is_multimodal else (COLUMNS, run_cell)

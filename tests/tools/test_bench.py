@@ -343,7 +343,9 @@ def test_peak_memory_is_that_of_the_call_above_what_was_held_before_it_was_prepa
 # Torch's methods
 
 
-@pytest.mark.parametrize("mask", ["causal", "documents 50", "window 40"])
+@pytest.mark.parametrize(
+    "mask", ["documents 50", *(pytest.param(each, marks=pytest.mark.sweep) for each in ("causal", "window 40"))]
+)
 def test_torchs_methods_for_packed_documents(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for FlashAttention-2, which CPUs do not have, and FlexAttention, which has no backward there."""
     case = replace(CASE, seq_len=256, mask=mask, batch=1)
