@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.models import tiny_model
+from torch import nn
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
@@ -28,6 +29,8 @@ def test_check_model_names_layers() -> None:
         "T5Attention joins its position bias and a mask of" in line for line in check_model(tiny_model("T5", "sdpa"))
     )
     model: Any = tiny_model("Llama", "sdpa")
+    model.add_module("pool", type("LaterCompressor", (nn.Identity,), {})())
+    assert check_model(model) == ["pool: LaterCompressor compresses keys of this rank's shard only"]
     model.config.layer_types = ["full_attention", "attention_of_a_later_version"]
     assert any("layer_types has 'attention_of_a_later_version', layers that" in line for line in check_model(model))
 

@@ -166,7 +166,8 @@ def _latents(expand: Function, module: Any, latent: Tensor, rotary: Tensor) -> t
     """Stand for `expand_kv` of a layer; keys are expanded where the weight is not a plain one that can be absorbed."""
     up = module.kv_b_proj
     is_plain = type(up) is nn.Linear and "forward" not in vars(up) and not isinstance(up.weight, DTensor)
-    if is_plain and up.bias is None:
+    has_hooks = bool(up._forward_hooks or up._forward_pre_hooks or up._backward_hooks)  # such as tensor parallelism's
+    if is_plain and not has_hooks and up.bias is None:
         latents = Latents(latent, rotary, partial(expand, module))
         return latents, latents
     return expand(module, latent, rotary)
