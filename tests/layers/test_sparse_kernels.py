@@ -304,10 +304,14 @@ def test_keys_by_kernels(mask: Mask | None, is_causal: bool, step: int) -> None:
 def test_pooled_keys_by_kernels(serves_top_k: bool) -> None:
     """Equal to those of torch operations where a block has more queries than there are pooled keys."""
     q, weights = normal(2, 57, 3, 4).round(), normal(2, 57, 3, seed=2).round()
-    pooled, place = normal(2, 57 // 4, 4, seed=1).round(), {"size": 4, "topk": 3, "seq_len": 57}
+    pooled = normal(2, 57 // 4, 4, seed=1).round()
 
     def found() -> torch.Tensor:
-        return run_ranks(1, lambda _: select_pooled(q, pooled, weights, mesh=dist.group.WORLD, **place))[0]  # type: ignore
+        def body(_: int) -> torch.Tensor:
+            mesh: Any = dist.group.WORLD
+            return select_pooled(q, pooled, weights, size=4, topk=3, mesh=mesh, seq_len=57)
+
+        return run_ranks(1, body)[0]
 
     wanted = found()
     with indexer_used(serves_top_k, 1 << 29):
