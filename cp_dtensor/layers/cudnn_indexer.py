@@ -43,7 +43,8 @@ def select_by_kernel(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, seen: T
     """
     if not _serves(q, weights):
         return False
-    topk, numbers = out.size(1), torch.arange(max(k.size(0), out.size(1)), dtype=torch.int32, device=q.device)
+    topk = out.size(1)
+    numbers = torch.arange(max(q.size(0), k.size(0), topk), dtype=torch.int32, device=q.device)
     for start, stop, is_scored in _blocks(seen, topk, k.size(0)):
         at = slice(start, stop)
         if not is_scored:

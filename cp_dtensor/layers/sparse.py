@@ -381,7 +381,7 @@ def pooled_attention(
     All heads share one key a token, which is its value too. A query sees the last `window` tokens of its document up to
     itself, and pooled keys of blocks whose last tokens are not after it: those of `indices`, or all. The ranks exchange
     the window - 1 rows before their runs, and gather pooled keys; in backward gradients are summed over the ranks, in
-    float32 (float64 for float64). Torch operations compute it, in blocks of bounded memory.
+    float32 (float64 for float64). Kernels of packages or torch operations compute it, as `indexed_attention`.
 
     The gradient of `sinks` is a share of this rank's queries. Differentiable once. In compiled code a graph breaks.
 

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.models import tiny_model
+from support.ranks import run_ranks
+from torch import nn
+
+from cp_dtensor import context_parallel
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
 
 from cp_dtensor.integrations.transformers import check_model, register
-from cp_dtensor.integrations.transformers.private import TESTED, warn_of_version
+from cp_dtensor.integrations.transformers.private import TESTED, table_of, warn_of_version
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +34,8 @@ def test_check_model_names_layers() -> None:
         "T5Attention joins its position bias and a mask of" in line for line in check_model(tiny_model("T5", "sdpa"))
     )
     model: Any = tiny_model("Llama", "sdpa")
+    model.add_module("pool", type("LaterCompressor", (nn.Identity,), {})())
+    assert check_model(model) == ["pool: LaterCompressor compresses keys of this rank's shard only"]
     model.config.layer_types = ["full_attention", "attention_of_a_later_version"]
     assert any("layer_types has 'attention_of_a_later_version', layers that" in line for line in check_model(model))
 
@@ -52,6 +60,24 @@ def test_attention_that_the_provider_does_not_see_is_refused(kind: str, changes:
     config = model_class.config_class(**sizes, num_attention_heads=4, **changes)
     config._attn_implementation = register()
     assert any(reason in line for line in check_model(model_class(config)))
+
+
+def test_a_position_bias_of_the_shard_is_refused() -> None:
+    """Of a model that says nothing of it. T5's attention without positions gives zeros, which are left out."""
+    import transformers
+
+    function = table_of(transformers.AttentionInterface)[register()]
+
+    def body(_: int) -> None:
+        x, module = torch.ones(1, 2, 16, 8), nn.Module()
+        with context_parallel(dist.group.WORLD, buffers=[x], buffer_seq_dims=[2]):  # type: ignore[arg-type]
+            bias = torch.zeros(1, 2, 8, 8)
+            with pytest.raises(ValueError, match=r"16 keys of the whole sequence.* got \(1, 2, 8, 8\)"):
+                function(module, x, x, x, None, position_bias=bias, is_causal=False)
+            module.has_relative_attention_bias = False  # type: ignore[assignment]
+            assert function(module, x, x, x, None, position_bias=bias, is_causal=False)[0].shape == (1, 8, 2, 8)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize(("version", "warns"), [("5.9.1", 1), ("5.10.4", 0), ("5.24.2", 0), ("5.25.0.dev0", 1)])

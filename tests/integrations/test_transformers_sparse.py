@@ -158,9 +158,14 @@ def test_latents_travel_where_a_layer_expands_them(family: str, monkeypatch: pyt
         monkeypatch.setattr(chosen, name, counted)
     found = in_context(model, batch_of())
     assert {*calls} == {"indexed_attention"}
-    for module in model.modules():
-        if hasattr(module, "kv_b_proj"):
-            module.kv_b_proj.__class__ = OtherLinear
+    projections: list[Any] = [module.kv_b_proj for module in model.modules() if hasattr(module, "kv_b_proj")]
+    hooks = [each.register_forward_pre_hook(lambda *_: calls.append("hook")) for each in projections]
+    calls.clear()
+    torch.testing.assert_close(in_context(model, batch_of()), found)
+    assert {*calls} == {"block_attention", "hook"}
+    for each, hook in zip(projections, hooks, strict=True):
+        hook.remove()
+        each.__class__ = OtherLinear
     calls.clear()
     torch.testing.assert_close(in_context(model, batch_of()), found)
     assert {*calls} == {"block_attention"}

@@ -14,6 +14,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 from cp_dtensor import Contiguous, Layout, MirroredBatch, Striped, context_parallel
+from cp_dtensor.api.extension import sequence_ranks
 from cp_dtensor.integrations.transformers import ModelBatch, multimodal, register
 
 pytest.importorskip("transformers", reason="needs the extra: pip install -c constraints.txt -e '.[transformers]'")
@@ -138,6 +139,23 @@ def call(rank: int, name: str, case: str) -> None:
 def test_refusals(name: str, case: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run_ranks(2, call, name, case)
+
+
+def joined_features(rank: int) -> None:
+    """Two images of the first rank in one row, as a model gives them, and one of the other."""
+    features = torch.zeros(1, 8 - 4 * rank, 4)
+    multimodal._of_all_ranks(sequence_ranks(whole_world()), 2 - rank, "get_image_features", features)
+
+
+def test_features_of_several_images_in_one_row_are_refused_on_every_rank() -> None:
+    def body(rank: int) -> str:
+        with pytest.raises(NotImplementedError) as error:
+            joined_features(rank)
+        return str(error.value)
+
+    assert {*run_ranks(2, body)} == {
+        "get_image_features returns features of several images as one row: pass shard_images=False"
+    }
 
 
 def after_an_error(rank: int) -> None:

@@ -29,6 +29,7 @@ from cp_dtensor import (
     Striped,
     block_attention,
     select_keys,
+    select_pooled,
 )
 from cp_dtensor.layers import block_kernels, chosen, chosen_kernels, cudnn_indexer
 from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
@@ -265,6 +266,20 @@ def selected(sequence: Sequence, given: list[torch.Tensor], topk: int, **options
     return run_ranks(sequence.ranks, body)
 
 
+@contextmanager
+def indexer_used(serves_top_k: bool, step: int) -> Iterator[None]:
+    """Pretends that the package serves indexers."""
+    with (
+        mock.patch.object(cudnn_indexer, "_serves", return_value=True),
+        mock.patch.object(cudnn_indexer, "_top_k_serves", return_value=serves_top_k),
+        mock.patch.object(cudnn_indexer, "_module", cudnn),
+        mock.patch.object(cudnn_indexer, "_BYTES", step),
+        mock.patch.object(cudnn_indexer, "_FEWEST_QUERIES", 1),
+        mock.patch.object(cudnn_indexer, "_FEWEST_COLUMNS", 8),
+    ):
+        yield
+
+
 MASKS: list[Mask | None] = [
     None, Documents([0, 9, 11, 40, 57]), SlidingWindow(12, 3), Documents([0, 30]) | SlidingWindow(3, None),
 ]  # fmt: skip
@@ -280,16 +295,27 @@ def test_keys_by_kernels(mask: Mask | None, is_causal: bool, step: int) -> None:
         sequence = Sequence(57, ranks, layout, 2)
         wanted = selected(sequence, given, 6, mask=mask, is_causal=is_causal)
         for serves_top_k in (True, False):
-            with (
-                mock.patch.object(cudnn_indexer, "_serves", return_value=True),
-                mock.patch.object(cudnn_indexer, "_top_k_serves", return_value=serves_top_k),
-                mock.patch.object(cudnn_indexer, "_module", cudnn),
-                mock.patch.object(cudnn_indexer, "_BYTES", step),
-                mock.patch.object(cudnn_indexer, "_FEWEST_QUERIES", 1),
-                mock.patch.object(cudnn_indexer, "_FEWEST_COLUMNS", 8),
-            ):
+            with indexer_used(serves_top_k, step):
                 found = selected(sequence, given, 6, mask=mask, is_causal=is_causal)
             assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), (ranks, serves_top_k)
+
+
+@pytest.mark.parametrize("serves_top_k", [True, False])
+def test_pooled_keys_by_kernels(serves_top_k: bool) -> None:
+    """Equal to those of torch operations where a block has more queries than there are pooled keys."""
+    q, weights = normal(2, 57, 3, 4).round(), normal(2, 57, 3, seed=2).round()
+    pooled = normal(2, 57 // 4, 4, seed=1).round()
+
+    def found() -> torch.Tensor:
+        def body(_: int) -> torch.Tensor:
+            mesh: Any = dist.group.WORLD
+            return select_pooled(q, pooled, weights, size=4, topk=3, mesh=mesh, seq_len=57)
+
+        return run_ranks(1, body)[0]
+
+    wanted = found()
+    with indexer_used(serves_top_k, 1 << 29):
+        assert torch.equal(found(), wanted)
 
 
 @pytest.mark.parametrize("changed", ["", "scores", "place", "keys"])

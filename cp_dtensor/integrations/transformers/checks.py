@@ -77,6 +77,8 @@ def _problem_of_layer(module: nn.Module) -> str | None:
         return f"{name} counts positions within {shard}"
     if "indexer" in name.lower() and not facts_of(type(module)).selects:
         return f"{name} selects keys of {shard} only"
+    if name.endswith("Compressor") and not facts_of(type(module)).selects:
+        return f"{name} compresses keys of {shard} only"
     # A forward of the module itself, as accelerate sets, calls that of the class without our patch.
     if counts_positions(module) and (not facts_of(type(module)).counts or "forward" in vars(module)):
         return f"{name} scales queries by positions within {shard} (attn_temperature_tuning)"

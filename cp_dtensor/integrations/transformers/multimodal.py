@@ -299,9 +299,11 @@ def _counts(patches: list[int], size: int) -> list[int]:
 def _of_all_ranks(ranks: SequenceRanks, units: int, what: str, own: Any) -> Any:
     """Gather features (..., D) of a rank's images, or a list of such, in the order of ranks; gradients are summed."""
     pieces = [own] if isinstance(own, torch.Tensor) else [*own]
-    if len(pieces) == 1 and pieces[0].dim() == 3 and len(pieces[0]) == 1 and units > 1:
-        raise NotImplementedError(f"{what} returns features of {units} images as one row: pass shard_images=False")
-    by_rank = ranks.gather_objects([tuple(each.shape) for each in pieces] if units else [], pieces[0].device)
+    is_one_row = len(pieces) == 1 and pieces[0].dim() == 3 and len(pieces[0]) == 1 and units > 1
+    shapes_of_rank = [tuple(each.shape) for each in pieces] if units else []
+    one_rows, by_rank = zip(*ranks.gather_objects((is_one_row, shapes_of_rank), pieces[0].device), strict=True)
+    if any(one_rows):
+        raise NotImplementedError(f"{what} returns features of several images as one row: pass shard_images=False")
     shapes = [shape for each in by_rank for shape in each]
     flat = torch.cat([each.flatten(0, -2) for each in pieces])
     layout = _Parts(tuple(sum(math.prod(shape[:-1]) for shape in each) for each in by_rank))

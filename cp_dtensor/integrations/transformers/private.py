@@ -7,6 +7,8 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
+from torch import nn
+
 MASKING_UTILS = "transformers.masking_utils"
 MODELING_UTILS = "transformers.modeling_utils"
 CACHE_UTILS = "transformers.cache_utils"
@@ -36,6 +38,11 @@ def implementation_of(config: Any) -> str | None:
     """Return the `attn_implementation` of a model's configuration."""
     name: str | None = getattr(config, "_attn_implementation", None)
     return name
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks, by which transformers' tensor parallelism exchanges inputs and outputs."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def table_of(interface: Any) -> dict[str, Any]:

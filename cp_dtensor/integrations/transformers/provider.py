@@ -89,7 +89,8 @@ def _attention(
             raise NotImplementedError(f"cu_seq_lens_q needs a batch of one row, got {query.size(0)}")
         documents = Documents(cu_seq_lens_q, cu_seq_lens_k)
     bias, keys = position_bias, key.size(2)
-    if bias is not None and bias.size(-1) == keys and shards_are_seen() and keys != whole_length(keys):
+    is_zeros = getattr(module, "has_relative_attention_bias", True) is False  # or the bias of an earlier layer
+    if is_zeros and bias is not None and bias.size(-1) == keys and shards_are_seen() and keys != whole_length(keys):
         bias = None  # zeros of attention without positions, such as T5's to its encoder, have this rank's keys
     out = attention_of_shards(
         query, key, value, attn_mask=attention_mask, is_causal=causal, mask=documents, dropout_p=dropout, scale=scaling,

@@ -29,7 +29,7 @@ from cp_dtensor.integrations.transformers.chosen import (
     selecting_context,
     whole_mask,
 )
-from cp_dtensor.integrations.transformers.private import implementation_of
+from cp_dtensor.integrations.transformers.private import has_hooks, implementation_of
 
 
 class _IndexKeys:
@@ -166,7 +166,7 @@ def _latents(expand: Function, module: Any, latent: Tensor, rotary: Tensor) -> t
     """Stand for `expand_kv` of a layer; keys are expanded where the weight is not a plain one that can be absorbed."""
     up = module.kv_b_proj
     is_plain = type(up) is nn.Linear and "forward" not in vars(up) and not isinstance(up.weight, DTensor)
-    if is_plain and up.bias is None:
+    if is_plain and not has_hooks(up) and up.bias is None:
         latents = Latents(latent, rotary, partial(expand, module))
         return latents, latents
     return expand(module, latent, rotary)
