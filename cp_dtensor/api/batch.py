@@ -187,7 +187,7 @@ def plan_batch(
     steps = []
     for groups in plan_steps(lengths, mesh.size(), tokens_per_rank, seconds):
         mine = next(group for group in groups if group.first <= rank < group.first + group.size)
-        ranks = submesh(mesh, mine.first, mine.size)
+        ranks = submesh(mesh, [group.size for group in groups])
         of_mine = tuple(lengths[document] for document in mine.documents)
         steps.append(BatchStep(groups, ranks, mine.documents, of_mine, mesh.size() / targets))
     return BatchPlan(tuple(steps))
