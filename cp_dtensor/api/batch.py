@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor.api.explain import check_numbers
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.submeshes import submesh
 from cp_dtensor.comm.transports import ROTATE_METHODS
+from cp_dtensor.engine.agreement import hash_of, refuse_disagreement
 from cp_dtensor.engine.arguments import expect
 from cp_dtensor.engine.choose import estimates
 from cp_dtensor.engine.planner import call_spec
@@ -121,6 +124,16 @@ def _attention_seconds(length: int, size: int, heads: tuple[int, int, int], hard
     return low + (high - low) * (length - below) / (above - below) if above > below else low
 
 
+def _refuse_other_arguments(mesh: DeviceMesh, facts: dict[str, object]) -> None:
+    """Refuse arguments that differ between ranks: their groups would differ, and wait for each other."""
+    ranks = SequenceRanks(mesh.get_group())
+    if ranks.size == 1 or dist.get_backend(ranks.outer) == "fake":
+        return
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    if len({*map(tuple, ranks.gather_integers([hash_of(facts)], device))}) > 1:
+        refuse_disagreement(ranks.gather_objects(facts, device))
+
+
 def plan_batch(
     lengths: Sequence[int], mesh: DeviceMesh, *, tokens_per_rank: int, q_heads: int, kv_heads: int | None = None,
     head_dim: int = 128, parameters: int | None = None, targets: int | None = None, hardware: Hardware | str = "H200",
@@ -129,7 +142,8 @@ def plan_batch(
 
     A long document gets as many ranks as its memory or its attention needs, and short ones are packed on one rank: they
     would lose more by exchanges than they gain. All ranks take part in each step (none is left without documents), so
-    FSDP's and DDP's collectives stay in step. Every rank passes equal arguments and gets an equal plan.
+    FSDP's and DDP's collectives stay in step. Every rank passes equal arguments and gets an equal plan; a collective
+    compares the arguments.
 
     Args:
         lengths: tokens of each document of the whole batch, at least 1.
@@ -142,7 +156,8 @@ def plan_batch(
         hardware: GPU and links, as `explain` takes them.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; a document that does not fit into the memory of all ranks.
+        TypeError, ValueError: arguments that do not fit, or differ between ranks; a document that does not fit into the
+            memory of all ranks.
 
     Each step is a context of its own (examples/batch_plan.py):
 
@@ -156,6 +171,12 @@ def plan_batch(
 
     Source: as NVIDIA's Dynamic Context Parallelism and ByteScale (arXiv:2502.21231), with groups of any size.
     """
+    expect(isinstance(mesh, DeviceMesh) and mesh.ndim == 1, "a mesh with one axis", f"got {mesh!r}")
+    facts = {
+        "lengths": list(lengths), "tokens_per_rank": tokens_per_rank, "heads": (q_heads, kv_heads, head_dim),
+        "parameters": parameters, "targets": targets, "hardware": hardware,
+    }  # fmt: skip
+    _refuse_other_arguments(mesh, facts)
     kv_heads = q_heads if kv_heads is None else kv_heads
     parameters = 12 * (q_heads * head_dim) ** 2 if parameters is None else parameters
     check_numbers(
@@ -163,7 +184,6 @@ def plan_batch(
         parameters=parameters,
     )  # fmt: skip
     expect(q_heads % kv_heads == 0, "q_heads to be a multiple of kv_heads", f"got {q_heads} and {kv_heads}")
-    expect(isinstance(mesh, DeviceMesh) and mesh.ndim == 1, "a mesh with one axis", f"got {mesh!r}")
     lengths = list(lengths)
     good = bool(lengths) and all(is_integer(length) and length >= 1 for length in lengths)
     expect(good, "lengths to be positive integers, one at least", f"got {lengths!r}")
@@ -187,7 +207,7 @@ def plan_batch(
     steps = []
     for groups in plan_steps(lengths, mesh.size(), tokens_per_rank, seconds):
         mine = next(group for group in groups if group.first <= rank < group.first + group.size)
-        ranks = submesh(mesh, mine.first, mine.size)
+        ranks = submesh(mesh, [group.size for group in groups])
         of_mine = tuple(lengths[document] for document in mine.documents)
         steps.append(BatchStep(groups, ranks, mine.documents, of_mine, mesh.size() / targets))
     return BatchPlan(tuple(steps))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +14,7 @@ import torch.distributed as dist
 from cp_dtensor._torch import all_gather_single, group_timeout, name_of_group, prepared
 from cp_dtensor._torch.cache import GroupCache, refuse_capture
 from cp_dtensor.comm.groups import SequenceRanks
-from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
+from cp_dtensor.comm.symm_mem_workspace import host_of_rank, p2p_obstacle
 from cp_dtensor.plan.cluster import PACKAGE_KERNELS, Cluster, Hardware, Tier
 
 _GATHERED_BYTES = 256 << 20
@@ -38,8 +35,9 @@ _splits = GroupCache[SequenceRanks | None]()
 def split_over_hosts(ranks: SequenceRanks, device: torch.device) -> SequenceRanks | None:
     """Return ranks along one axis as those along two: hosts, and the ranks of a host. They keep their order.
 
-    None for ranks along two axes, of one host, that share memory over several, or that are not neighbours and equally
-    many on each host. The first call for an axis is a collective; it makes the process groups of the two axes.
+    None for ranks along two axes, of one host, that share memory over several, or that are not in ascending order,
+    neighbours and equally many on each host. The first call for an axis is a collective; it makes the process groups of
+    the two axes.
 
     Raises:
         RuntimeError: the first call is in the capture of a CUDA graph.
@@ -55,10 +53,11 @@ def split_over_hosts(ranks: SequenceRanks, device: torch.device) -> SequenceRank
 
 
 def _split(ranks: SequenceRanks, device: torch.device) -> SequenceRanks | None:
-    size = neighbours(ranks.gather_objects(_host(), device))
-    if size is None or p2p_obstacle(ranks.outer, device) is None:
-        return None
+    size = neighbours(ranks.gather_objects(host_of_rank(), device))
     members = dist.get_process_group_ranks(ranks.outer)
+    # Torch sorts the ranks of new groups: those in another order would get the rows of others.
+    if size is None or members != sorted(members) or p2p_obstacle(ranks.outer, device) is None:
+        return None
     host, place = divmod(ranks.rank, size)
     timeout = timedelta(seconds=group_timeout(ranks.outer, device))
     inner, outer = (  # the ranks of one group only take part
@@ -66,12 +65,6 @@ def _split(ranks: SequenceRanks, device: torch.device) -> SequenceRanks | None:
         for each in (members[host * size : (host + 1) * size], members[place::size])
     )
     return SequenceRanks(outer, inner, members=tuple(members))
-
-
-def _host() -> tuple[str, str, str | None]:
-    """Return what tells this host from others. NCCL goes by NCCL_HOSTID, too."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # different for different hosts that have the same hostname
-    return socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("NCCL_HOSTID")
 
 
 def neighbours(hosts: Sequence[object]) -> int | None:

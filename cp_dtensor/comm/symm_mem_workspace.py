@@ -68,10 +68,7 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
     ranks = SequenceRanks(group)
     reason = None if cuda_driver.is_available() else "the CUDA driver has no stream memory operations"
     reason = reason or _unreachable_peer(device)
-    boot = Path("/proc/sys/kernel/random/boot_id")  # different for different hosts that have the same hostname
-    # NCCL goes by NCCL_HOSTID, too, with which the ranks of one host stand for those of several.
-    host = socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("NCCL_HOSTID")
-    facts = (host, str(torch.cuda.get_device_properties(device).uuid), reason)
+    facts = (host_of_rank(), str(torch.cuda.get_device_properties(device).uuid), reason)
     hosts, devices, reasons = zip(*ranks.gather_objects(facts, device), strict=True)
     if len(set(devices)) < group.size() and not may_share:
         return "some ranks share a device"
@@ -87,6 +84,15 @@ def probe_p2p(group: dist.ProcessGroup, device: torch.device) -> str | None:
             reason = f"mapping memory failed: {error}"
         reasons = tuple(ranks.gather_objects(reason, device))
     return next(filter(None, reasons), None)
+
+
+def host_of_rank() -> tuple[str, str, str | None]:
+    """Return what tells the host of this rank from others.
+
+    NCCL goes by NCCL_HOSTID, too, with which the ranks of one host stand for those of several.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")  # different for different hosts that have the same hostname
+    return socket.gethostname(), boot.read_text() if boot.exists() else "", os.environ.get("NCCL_HOSTID")
 
 
 def _obstacles_of_hosts(ranks: SequenceRanks, device: torch.device) -> tuple[str | None, ...]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import platform
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor import GPUS
+from cp_dtensor.attention.backends.packages import installed_version
 from cp_dtensor.attention.backends.select import PACKAGES
 
 Row = dict[str, Any]
@@ -30,8 +29,9 @@ def versions() -> Iterator[tuple[str, str]]:
         RuntimeError: torch refuses another cuDNN than that it was built with.
     """
     for package in ("cp_dtensor", "torch", "triton", "sgl-flash-mla", "fla-core"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            yield package, torch.__version__ if package == "torch" else importlib.metadata.version(package)
+        version = torch.__version__ if package == "torch" else installed_version(package)
+        if version is not None:
+            yield package, version
     yield "Python", platform.python_version()
     if torch.cuda.is_available():
         number = torch.backends.cudnn.version() or 0  # 91900 is 9.19.0

@@ -94,7 +94,7 @@ def groups_of_one_size(lengths: Sequence[int], mesh: DeviceMesh, size: int, most
         documents = tuple(step[mine if mine < len(step) else 0])
         scale = mesh.size() / sum(lengths) if mine < len(step) else 0.0
         groups = tuple(RankGroup(index * size, size, tuple(row), 0.0) for index, row in enumerate(step))
-        ranks = submesh(mesh, mine * size, size)
+        ranks = submesh(mesh, [size] * (mesh.size() // size))
         yield BatchStep(groups, ranks, documents, tuple(lengths[each] for each in documents), scale)
 
 

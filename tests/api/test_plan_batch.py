@@ -112,6 +112,15 @@ def test_bad_arguments(lengths: list[int], changed: dict[str, Any], message: str
             raise error
 
 
+def test_batches_that_differ_between_ranks() -> None:
+    def plan(rank: int) -> None:
+        plan_batch([4, 4 + rank // 3], init_device_mesh("cpu", (WORLD,)), tokens_per_rank=8, **SHAPE)
+
+    for error in errors_by_rank(WORLD, plan):
+        with pytest.raises(ValueError, match=r"disagree about lengths: rank 3 says \[4, 5\], the others \[4, 4\]"):
+            raise error
+
+
 def test_a_mesh_of_two_axes_and_documents_of_other_lengths_are_refused() -> None:
     def plan(rank: int) -> None:
         with pytest.raises(ValueError, match="expected a mesh with one axis"):

@@ -32,7 +32,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(links, "group_timeout", lambda group, device: 60.0)
 
     def of(names: str) -> None:
-        monkeypatch.setattr(links, "_host", lambda: names[dist.get_rank()])
+        monkeypatch.setattr(links, "host_of_rank", lambda: names[dist.get_rank()])
 
     return of
 
@@ -81,6 +81,14 @@ def test_the_groups_are_made_once_in_the_order_of_the_ranks(hosts: Any) -> None:
         assert split_over_hosts(split, CPU) is None
 
     run_ranks(6, body)
+
+
+def test_ranks_in_another_order_are_not_split(hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sorts the ranks of new groups, so the parts would not keep the order."""
+    hosts("aabb")
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "get_process_group_ranks", lambda group: [1, 0, 2, 3])
+        assert run_ranks(4, lambda rank: split_over_hosts(SequenceRanks(dist.group.WORLD), CPU)) == [None] * 4
 
 
 def test_hosts_that_share_memory_are_not_split(hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from cp_dtensor import (
     select_pooled,
     shift,
 )
+from cp_dtensor.comm.submeshes import submesh
 
 Names = tuple[str, ...]
 NAMES: list[Names] = [("cp",), ("cp", "cp2"), ("ring", "ulysses"), ("ulysses", "ring"), ("ulysses", "tp")]
@@ -199,6 +200,23 @@ def _one_rank_raises(rank: int) -> None:
 def _one_rank_hangs(rank: int) -> None:
     if rank == 1:
         time.sleep(60)
+
+
+def _sums_over_parts(rank: int) -> list[float]:
+    mesh, sums = mesh_of(("cp",)), []
+    for sizes in [(2, 2), (2, 1, 1), (3, 1), (1, 3), (2, 2), (4,)]:
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=submesh(mesh, sizes).get_group())
+        sums.append(float(ones))
+    dist.barrier(dist.new_group([*range(4)], use_local_synchronization=True))  # the ranks name later groups alike
+    return sums
+
+
+def test_parts_of_a_mesh_where_only_some_are_new(four_processes: Processes) -> None:
+    """Torch names groups by their number on a rank, so ranks with different numbers would wait for each other."""
+    assert four_processes.run(_sums_over_parts) == [
+        [2, 2, 3, 1, 2, 4], [2, 2, 3, 3, 2, 4], [2, 1, 3, 3, 2, 4], [2, 1, 1, 3, 2, 4]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
