@@ -313,7 +313,8 @@ def _trainer_made(original: Callable[..., None], trainer: Any, *args: Any, **kwa
     """`Trainer.__init__`, after which SFTTrainer would refuse packing: here packed documents are kept apart."""
     original(trainer, *args, **kwargs)
     config, given = trainer.accelerator.parallelism_config, trainer.args
-    is_packed = getattr(given, "packing", False) or getattr(given, "eval_packing", False)
+    is_sft = any(kind.__name__ == "SFTTrainer" for kind in type(trainer).__mro__)  # its __init__ gives packing back
+    is_packed = is_sft and (given.packing or given.eval_packing)
     if config is None or not config.cp_enabled or not is_packed:
         return
     trainer._cp_packing = given.packing, given.eval_packing
