@@ -232,7 +232,7 @@ ATTENTION_OPS = (
 
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them.
 Attention of sharded sequences is one of the first two in compiled code, the third in eager code. It is saved whole, out
-and log-sum-exp: a recompute does not compute it again, and only Ulysses exchanges rows again, in eager code. A policy is
-asked twice for each attention call of eager code, so one that counts its calls does not fit. A policy without the third
-saves the fused operators of eager code tile by tile; transfers and merges run again.
+and log-sum-exp: a recompute does not compute it again, and only Ulysses exchanges rows again, in eager code. A policy
+without the third saves the fused operators of eager code tile by tile; transfers and merges run again. In eager code a
+policy is asked twice for each attention call, so one that counts its calls does not fit.
 """
