@@ -386,7 +386,7 @@ def without_attention() -> None:
 CASES: list[Any] = [
     *[(layouts, *each) for each in (("Gemma 3", "sdpa"), ("gpt-oss", "cp_dtensor"))],
     *[(caches_and_checkpoints, family) for family in ("Gemma 3", "gpt-oss", "Mistral")],
-    *[pytest.param((compiled_layers, family), marks=pytest.mark.slow) for family in ("gpt-oss", "Gemma 3")],
+    *[pytest.param((compiled_layers, family), marks=pytest.mark.sweep) for family in ("gpt-oss", "Gemma 3")],
     *[(modules, family) for family in ("Gemma 3", "gpt-oss", "Qwen3-Next")],
     (mean_gradients,), (outside_of_contexts,), (whole_padding, "sdpa"), (whole_padding, "cp_dtensor"),
     (counted_embeddings, "BART"), (counted_embeddings, "T5"),

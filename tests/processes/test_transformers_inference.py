@@ -131,7 +131,7 @@ def readme(rank: int) -> None:
     "case",
     [
         (caches, False), (caches, True), (generation,), (caches_of_cross_attention,), (joined_documents,), (readme,),
-        pytest.param((caches_of_compiled_models,), marks=pytest.mark.slow),
+        pytest.param((caches_of_compiled_models,), marks=pytest.mark.sweep),
     ],
 )  # fmt: skip
 def test_caches(two_processes: Processes, case: tuple[Any, ...]) -> None:

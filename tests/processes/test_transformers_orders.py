@@ -125,6 +125,7 @@ def test_transformers_is_imported_before_inside_or_after_a_context(order: str, t
     launch(1, program, order, folder=tmp_path)
 
 
+@pytest.mark.sweep
 def test_models_that_were_compiled_before_the_first_context(tmp_path: Path) -> None:
     """Such code has kept a `__call__` that no patch reaches: refused, right, or given position ids as eager models."""
     pytest.importorskip("accelerate", reason="needs the extra [integrations]")

@@ -56,6 +56,7 @@ def test_a_sound_machine_ends_in_ok(tmp_path: Path) -> None:
     assert "65,536 tokens on 2 ranks, 16:4 heads of 128" in findings["auto"]["text"]
 
 
+@pytest.mark.sweep
 def test_four_ranks_have_hybrids_and_nested_rings(meshes_of_threads: None) -> None:
     ((finding,), *_) = run_ranks(4, lambda rank: list(results(of_threads(), Device(use_gpu=False))))
     assert finding.status == OK
@@ -90,6 +91,7 @@ def test_ranks_of_a_host_stand_for_those_of_nodes(monkeypatch: pytest.MonkeyPatc
         stand_for_nodes(3)
 
 
+@pytest.mark.sweep
 def test_a_check_of_one_rank_that_raises_is_a_problem_and_others_run(
     meshes_of_threads: None,
 ) -> None:
