@@ -2,7 +2,7 @@
 
 All ranks compute one step after another, and wait for the slowest group of each. Long documents need many ranks, for
 their memory or their time; short ones lose by exchanges what they gain, so they share one rank. The search tries
-several lengths of a step, puts documents into groups no slower than that, and then moves single documents while the
+several durations of a step, puts documents into groups no slower than that, and then moves single documents while the
 sum of the steps gets less.
 """
 
@@ -18,7 +18,7 @@ Seconds = Callable[[Sequence[int], int], float]
 _Groups = tuple[tuple[int, ...], ...]
 """The documents, by index, of each group of a step."""
 _TARGETS = 16
-"""Lengths of a step that are tried, between the shortest possible and all work at once."""
+"""Durations of a step that are tried, between the shortest possible and all work at once."""
 _DIVISIONS = 24
 """Divisions of the ranks into groups that are tried, from one group on."""
 _TRIED = 3_000
@@ -104,7 +104,7 @@ class _Search:
         return tuple(found)
 
     def targets(self) -> Iterator[float]:
-        """Yield lengths of a step to try, evenly spaced in their logarithm."""
+        """Yield durations of a step to try, evenly spaced in their logarithm."""
         least = max(self.seconds((document,), self.ranks) for document in self.by_length)
         most = sum(self.seconds((document,), self.least_ranks((document,))) for document in self.by_length)
         for index in range(_TARGETS):
@@ -162,7 +162,7 @@ class _Search:
         """Return the fewest ranks with which a document takes at most the target, else the number that is fastest."""
         sizes = range(self.least_ranks((document,)), self.ranks + 1)
         fitting = (size for size in sizes if self.seconds((document,), size) <= target)
-        return next(fitting, min(sizes, key=lambda size: self.seconds((document,), size)))
+        return next(fitting, None) or min(sizes, key=lambda size: self.seconds((document,), size))
 
     def improved(self, steps: list[_Groups]) -> list[_Groups]:
         """Move documents, one at a time or two in exchange, as long as that makes the sum of the steps less."""

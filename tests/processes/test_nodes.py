@@ -264,13 +264,8 @@ def _calls(rank: int, seconds: float, timeout: float) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("down", "timeout", "error"),
-    [
-        pytest.param(2.0, 60.0, "", marks=pytest.mark.sweep),
-        pytest.param(9.0, 3.0, "an exchange of rows failed", marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("down", "timeout", "error"), [(2.0, 60.0, ""), (9.0, 3.0, "an exchange of rows failed")])
 def test_a_link_that_is_down(two: Nodes, down: float, timeout: float, error: str) -> None:
     """TCP sends again what was lost in two seconds. After the timeout of the group, ranks get errors with names."""
     begins = threading.Timer(0.5, two.net.set_link, (1, "down"))
