@@ -21,7 +21,7 @@ from cp_dtensor import (
     select_pooled,
 )
 
-LENGTH, WIDTH, DEVICE = 261, 32, "cuda"
+LENGTH, DEVICE = 261, "cuda"
 
 
 def _results(tensors: list[torch.Tensor], bias: torch.Tensor, sinks: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
@@ -44,10 +44,11 @@ def _results(tensors: list[torch.Tensor], bias: torch.Tensor, sinks: torch.Tenso
     ]
 
 
-def _compare(rank: int, dtype: torch.dtype) -> None:
+def _compare(rank: int, dtype: torch.dtype, heads: int, width: int) -> None:
     mesh, alone = init_device_mesh(DEVICE, (2,)), init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("dp", "cp"))["cp"]
     random = torch.Generator().manual_seed(0)
-    shapes = (2, LENGTH, 4, WIDTH), (2, LENGTH, WIDTH), (2, LENGTH, WIDTH), (2, LENGTH, 4), (4, WIDTH), (4,)
+    rows = 2, LENGTH
+    shapes = (*rows, heads, width), (*rows, width), (*rows, width), (*rows, heads), (4, width), (heads,)
     whole, results = [torch.randn(*shape, generator=random) for shape in shapes], []
     for used, kind in ((mesh, dtype), (alone, torch.float64)):
         leaves = [x.to(dtype).to(DEVICE, kind).requires_grad_() for x in whole]
@@ -84,6 +85,10 @@ def ranks() -> Iterator[Processes]:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_two_ranks(ranks: Processes, dtype: torch.dtype) -> None:
-    ranks.run(_compare, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "width"),
+    [(torch.float64, 4, 32), (torch.bfloat16, 4, 32), (torch.bfloat16, 16, 128)],  # packages' kernels take the last
+    ids=str,
+)
+def test_two_ranks(ranks: Processes, dtype: torch.dtype, heads: int, width: int) -> None:
+    ranks.run(_compare, dtype, heads, width)
