@@ -5,9 +5,9 @@ python docs/scripts/models.py --transformers 5.10.4 5.24.0
 python docs/scripts/models.py --matrix --transformers 5.24.0
 
 The first command writes the matrix of the version that is installed. The second one installs each version into a folder
-of its own, runs the matrix there (compiled models of two families), and writes its row of the table of versions: the
-cells that differ from the matrix. The third one does both. `--short` runs a few families and writes nothing; status 1
-means that cells differ. `--families NAME ...` runs these alone, and keeps the other rows of the matrix.
+of its own, runs the matrix there, and writes its row of the table of versions: the cells that differ from the matrix.
+The third one does both. `--short` runs a few families and writes nothing; status 1 means that cells differ.
+`--families NAME ...` runs these alone, and keeps the other rows of the matrix.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ ends before the first minor version that was not run; another version is warned 
 """
 SHORT_FAMILIES = ("Llama", "Gemma 3", "Llama 4", "DeepSeek-V3", "BERT")
 SHORT_COLUMNS = ("plain", "plain packed", "packed", "padded")
-COMPILED = ("Llama", "BART")
-"""Families of which compiled models are run with other versions: compiling takes seconds."""
 ABSENT = "this version does not have it"
 
 IMAGES = """
@@ -94,7 +92,7 @@ sizes, and are in both rows of the batch; a video of three frames is in the same
 """
 
 
-def cells_here(short: bool, all_compiled: bool, families: Collection[str] = ()) -> dict[tuple[str, str], str]:
+def cells_here(short: bool, families: Collection[str] = ()) -> dict[tuple[str, str], str]:
     """Run the cells of some families, () for all, with the version that is imported here, and return them."""
     from support.model_cells import COLUMNS, MULTIMODAL_COLUMNS, run_cell, run_multimodal_cell
     from support.models import FAMILIES, is_in_this_version
@@ -108,8 +106,6 @@ def cells_here(short: bool, all_compiled: bool, families: Collection[str] = ()) 
         tables = [(SHORT_FAMILIES, SHORT_COLUMNS, run_cell)]
     for known, columns, run in tables:
         for family, column in itertools.product(known, columns):
-            if column == "compiled" and not (all_compiled or family in COMPILED):
-                continue
             if families and family not in families:
                 continue
             if is_in_this_version(family):
@@ -165,7 +161,7 @@ def main() -> None:
     if options.print_cells:
         import transformers
 
-        cells = cells_here(options.short, all_compiled=False)
+        cells = cells_here(options.short)
         rows = [[family, column, cell] for (family, column), cell in cells.items()]
         print(json.dumps({"transformers": transformers.__version__, "cells": rows}))
         return
@@ -178,7 +174,7 @@ def main() -> None:
 
         here = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
         about = INTRODUCTION.format(length=LENGTH, window=WIDE_WINDOW, ranks=2, versions=here)
-        cells, tables = cells_here(options.short, all_compiled=True, families=options.families), []
+        cells, tables = cells_here(options.short, options.families), []
         for families, titles in ((FAMILIES, COLUMNS), (FROM_PROCESSORS, MULTIMODAL_COLUMNS)):
             known = {**(cells_of(matrix, titles) if options.families else {}), **cells}
             shown = {key: known[key] for key in itertools.product(families, titles) if key in known}

@@ -124,7 +124,7 @@ def test_transforms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch's own decompositions
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch's own decompositions
 @pytest.mark.parametrize("name", [name for name in EACH if name not in ("flex", *OF_STATES)])
 def test_forward_mode_and_batches_of_gradients(name: str) -> None:
     """On one rank, since torch's level of forward mode is one of all threads; FlexAttention is torch's own there."""
