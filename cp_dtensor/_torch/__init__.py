@@ -16,8 +16,8 @@ from cp_dtensor._torch.autograd import (
 )
 from cp_dtensor._torch.cache import is_before_capture, is_in_cuda_graph, prepared
 from cp_dtensor._torch.collectives import (
-    SymmetricBuffer, all_gather_single, group_of_name, group_store, group_timeout, has_cpu_backend, name_of_group,
-    reduce_scatter_single, start_all_to_all, symmetric_buffer, traced_broadcast, uses_nccl,
+    SymmetricBuffer, all_gather_single, group_count, group_of_name, group_store, group_timeout, has_cpu_backend,
+    local_group, name_of_group, reduce_scatter_single, start_all_to_all, symmetric_buffer, traced_broadcast, uses_nccl,
 )
 from cp_dtensor._torch.compiler import (
     begin_traced_scope, compiled_code_kept_apart, constant_in_trace, define_operator, end_traced_scope, is_traced,
@@ -33,6 +33,6 @@ from cp_dtensor._torch.patches import (
     wrapped,
 )
 from cp_dtensor._torch.tensors import (
-    below_autograd, content_hash, current_stream_handle, is_wrapper, label, no_modes, swap_identities,
-    version_of,
+    below_autograd, content_hash, current_stream_handle, installed_version, is_wrapper, label, no_modes,
+    swap_identities, version_of,
 )

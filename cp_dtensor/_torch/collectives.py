@@ -152,6 +152,31 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     return seconds
 
 
+def group_count() -> int:
+    """Return the number of groups that this rank has, by which torch names those of `local_group`."""
+    return len(distributed_c10d._world.pg_names)
+
+
+def local_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Make a group of some ranks, this one among them, with the backends and the timeout of another group.
+
+    No other rank takes part. All ranks of the group have equally many groups before, else they would wait for groups of
+    different names.
+    """
+    world = distributed_c10d._get_default_group()
+    has_backend = device.type in [each.type for each in like._device_types]  # groups of threads have none
+    options = getattr(like._get_backend(device), "options", None) if has_backend else None
+    # NCCL would split the communicator of a default group that is bound to a device, with all ranks of that group.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(
+            ranks, None if options is None else options._timeout, dist.get_backend_config(like),
+            use_local_synchronization=True,
+        )  # fmt: skip
+    finally:
+        world.bound_device_id = bound
+
+
 @dataclass(frozen=True)
 class SymmetricBuffer:
     """A buffer of each rank of a group that every rank can address directly."""

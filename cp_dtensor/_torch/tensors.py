@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -16,6 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 TRITON_AVAILABLE = find_spec("triton") is not None
 
 Span = tuple[int, int]
+
+
+@lru_cache
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None without it. Imports nothing of it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cut(tensor: torch.Tensor, batch: Span | None, heads: Span | None, rows: Span | None) -> torch.Tensor:

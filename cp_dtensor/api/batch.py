@@ -129,7 +129,7 @@ def _refuse_other_arguments(mesh: DeviceMesh, facts: dict[str, object]) -> None:
     ranks = SequenceRanks(mesh.get_group())
     if ranks.size == 1 or dist.get_backend(ranks.outer) == "fake":
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = torch.device(mesh.device_type)
     if len({*map(tuple, ranks.gather_integers([hash_of(facts)], device))}) > 1:
         refuse_disagreement(ranks.gather_objects(facts, device))
 
@@ -193,6 +193,7 @@ def plan_batch(
     targets = sum(lengths) if targets is None else targets
     expect(is_integer(targets) and targets >= 1, "targets to be an integer >= 1", f"got {targets!r}")
     found = Hardware.of(hardware) if isinstance(hardware, str) else hardware
+    expect(isinstance(found, Hardware), "hardware to be a Hardware or the name of one", f"got {hardware!r}")
     unlaunched = replace(found, launch=0.0)  # documents of a group are one call, so launches count once
     heads = q_heads, kv_heads, head_dim
     attention = cache(partial(_attention_seconds, heads=heads, hardware=unlaunched))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import all_gather_single, group_timeout, name_of_group, prepared
+from cp_dtensor._torch import all_gather_single, installed_version, name_of_group, prepared
 from cp_dtensor._torch.cache import GroupCache, refuse_capture
 from cp_dtensor.comm.groups import SequenceRanks
+from cp_dtensor.comm.submeshes import groups_within
 from cp_dtensor.comm.symm_mem_workspace import host_of_rank, p2p_obstacle
 from cp_dtensor.plan.cluster import PACKAGE_KERNELS, Cluster, Hardware, Tier
 
@@ -59,11 +58,8 @@ def _split(ranks: SequenceRanks, device: torch.device) -> SequenceRanks | None:
     if size is None or members != sorted(members) or p2p_obstacle(ranks.outer, device) is None:
         return None
     host, place = divmod(ranks.rank, size)
-    timeout = timedelta(seconds=group_timeout(ranks.outer, device))
-    inner, outer = (  # the ranks of one group only take part
-        dist.new_group(each, timeout=timeout, use_local_synchronization=True)
-        for each in (members[host * size : (host + 1) * size], members[place::size])
-    )
+    parts = members[host * size : (host + 1) * size], members[place::size]
+    inner, outer = groups_within(ranks.outer, parts, device)
     return SequenceRanks(outer, inner, members=tuple(members))
 
 
@@ -102,14 +98,15 @@ def cluster_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> Clu
 
 def _measured(ranks: SequenceRanks, device: torch.device) -> Cluster:
     properties = torch.cuda.get_device_properties(device)
-    mine = [float(properties.major), float(properties.multi_processor_count), float(all(map(_is_installed, _PACKAGES)))]
+    has_packages = all(map(installed_version, _PACKAGES))
+    mine = [float(properties.major), float(properties.multi_processor_count), float(has_packages)]
     for group in ranks.groups:
         mine += [link_speed(group, device), float(p2p_obstacle(group, device) is None)]
     # Other ranks are in other groups, which have measured other values.
     weakest = ranks.gather(torch.tensor(mine, dtype=torch.float64, device=device)).amin(0)
-    capability, multiprocessors, has_packages, *links = weakest.tolist()
+    capability, multiprocessors, have_packages, *links = weakest.tolist()
     gpu = _BY_CAPABILITY[min(max(int(capability), min(_BY_CAPABILITY)), max(_BY_CAPABILITY))]
-    if has_packages and capability in (9, 10):
+    if have_packages and capability in (9, 10):
         gpu = gpu.with_kernels(PACKAGE_KERNELS)
     return Cluster(
         replace(gpu, multiprocessors=int(multiprocessors)),
@@ -118,14 +115,6 @@ def _measured(ranks: SequenceRanks, device: torch.device) -> Cluster:
             for group, speed, shares in zip(ranks.groups, links[::2], links[1::2], strict=True)
         ),
     )
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def link_speed(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.benchmark import Timer
 
-from cp_dtensor import GPUS, Causal, Contiguous, Hardware
+from cp_dtensor import GPUS, Causal, Contiguous, Hardware, explain
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.packages import INSTALL, has_package_kernels, installed_version
@@ -41,7 +41,7 @@ from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
-from cp_dtensor.tools.nodes import links_of_nodes, mesh_to_choose, predicted
+from cp_dtensor.tools.nodes import links_of_nodes, mesh_to_choose
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.plan import save_cluster
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
@@ -402,7 +402,11 @@ def results(ranks: Ranks, device: Device) -> Iterator[Finding]:
 def choice(mesh: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
     """Yield the predicted times of a shape, with the method that "auto" takes; a collective."""
     on_cpu = ["CPUs take the ring; predictions for GPUs:"] if mesh.device_type == "cpu" else []
-    yield Finding("auto", OK, "\n".join([*on_cpu, str(predicted(mesh, seq_len, heads))]))
+    dim, v_dim = heads.dims
+    predicted = explain(
+        mesh, seq_len=seq_len, q_heads=heads.q, kv_heads=heads.kv, head_dim=dim, v_head_dim=v_dim, quiet=True
+    )
+    yield Finding("auto", OK, "\n".join([*on_cpu, str(predicted)]))
 
 
 def nodes(mesh: DeviceMesh, flat: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:

@@ -6,16 +6,16 @@ import os
 import socket
 import sys
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor import explain
-from cp_dtensor.comm.links import link_speed
-from cp_dtensor.plan.cost import nearly_fastest
+from cp_dtensor import Causal, Cluster
+from cp_dtensor.comm.groups import sequence_ranks
+from cp_dtensor.comm.links import cluster_of, link_speed
 from cp_dtensor.tools.cases import Heads
+from cp_dtensor.tools.plan import chosen, reasons, snippet, ways
 
 _GATHERED = 4 << 20
 """Bytes of each CPU rank in a timed all-gather."""
@@ -36,15 +36,6 @@ def stand_for_nodes(nodes: int) -> None:
     }  # fmt: skip
 
 
-def predicted(mesh: DeviceMesh, seq_len: int, heads: Heads, hardware: dict[str, str] | None = None) -> Any:
-    """Return `explain` of a shape; a collective, which measures links where no hardware is assumed."""
-    dim, v_dim = heads.dims
-    return explain(
-        mesh, seq_len=seq_len, q_heads=heads.q, kv_heads=heads.kv, head_dim=dim, v_head_dim=v_dim, quiet=True,
-        hardware=hardware,
-    )  # fmt: skip
-
-
 def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh) -> str:
     """Name the nodes and measure the links inside of them and between them; a collective.
 
@@ -63,20 +54,14 @@ def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh) -> str:
 
 
 def mesh_to_choose(mesh: DeviceMesh, flat: DeviceMesh, seq_len: int, heads: Heads) -> str:
-    """Compare predictions over both meshes of `links_of_nodes`; a collective on GPUs. On CPUs, H200s are assumed."""
-    found = {}
-    for each in (mesh, flat):
-        names = each.mesh_dim_names or ()
-        assumed = dict.fromkeys(names, "H200") | {names[0]: "H200, InfiniBand NDR"}
-        found[each] = predicted(each, seq_len, heads, assumed if mesh.device_type == "cpu" else None)
-    seconds = {each: of_mesh.methods[of_mesh.chosen].seconds for each, of_mesh in found.items()}
-    best = nearly_fastest([*seconds], [*seconds.values()])  # two axes, if equal: fewer bytes between nodes
-    other, others = (flat, "one axis") if best is mesh else (mesh, "two axes")
-    ratio = seconds[best] / seconds[other]
-    return (
-        f"init_device_mesh({mesh.device_type!r}, {tuple(best.shape)}, mesh_dim_names={best.mesh_dim_names}), method "
-        f"{found[best].chosen!r}: predicted {ratio:.2f} of the time over {others}\n{found[mesh]}"
-    )
+    """Say what "auto" takes over both meshes of `links_of_nodes`, and why; a collective. On CPUs, H200s are assumed."""
+    if mesh.device_type == "cuda":
+        cluster = cluster_of(sequence_ranks(flat), torch.device("cuda", torch.cuda.current_device()), 2)
+    else:
+        cluster = Cluster("H200", gpus_per_node=mesh.size(1), nodes=mesh.size(0))
+    found = ways(cluster, Causal(), seq_len, heads, ["HeadTail"])
+    best = chosen(found, cluster)
+    return "\n".join([*reasons(best, found, cluster), snippet(best, flat.size())])
 
 
 def _speed(group: dist.ProcessGroup, device_type: str) -> float:

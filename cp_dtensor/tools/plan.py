@@ -171,15 +171,21 @@ def _time(value: float) -> str:
     return f"{value:.3g} s" if value >= 9.995 else f"{1e3 * value:.4g} ms"
 
 
+def tier_names(cluster: Cluster) -> tuple[str, ...]:
+    """Return the places of the links of a cluster; nodes of one GPU have no links inside."""
+    has_inner = len(cluster.tiers) > 1 or cluster.tiers[0].shares_memory
+    return ("in a node", "between nodes")[not has_inner :][: len(cluster.tiers)]
+
+
 def table(found: Sequence[Planned], flops: float) -> str:
     """Return the table of some ways; `flops` are those of both passes that count, of all ranks."""
     head = ["ranks", "layout", "method", "K/V by", "forward", "both", "exposed", "TFLOP/s a GPU"]
-    tiers = max(len(each.cluster.tiers) for each in found)
-    head += ["in a node", "between nodes"][:tiers] + ["memory", "imbalance"]
+    tiers = max((tier_names(each.cluster) for each in found), key=len)
+    head += [*tiers, "memory", "imbalance"]
     rows = [head]
     for each in found:
         estimate = each.estimate
-        moved = [f"{estimate.bytes_over(tier) / 2**20:,.0f} MiB" for tier in range(tiers)]
+        moved = [f"{estimate.bytes_over(tier) / 2**20:,.0f} MiB" for tier in range(len(tiers))]
         times = list(map(_time, (estimate.forward, estimate.seconds, each.exposed)))
         speed = f"{flops / each.degree / estimate.seconds / 1e12:.0f}"
         names = [f"{each.degree:,}", each.layout, each.method, each.transport]
@@ -192,10 +198,7 @@ def reasons(best: Planned, found: Sequence[Planned], cluster: Cluster) -> Iterat
     """Yield lines that say what is chosen, what limits it, and what the others would take."""
     within = f"the first within {cluster.tolerance - 1:.0%} of the fastest"
     yield f"chosen: {_named(best)}, {best.layout}: {within}"
-    links = [
-        f"{name} {_time(best.transferring(tier))}"
-        for tier, name in zip(range(len(best.cluster.tiers)), ("links in a node", "links between nodes"), strict=False)
-    ]
+    links = [f"links {name} {_time(best.transferring(tier))}" for tier, name in enumerate(tier_names(best.cluster))]
     yield f"limits: computation {_time(best.computing)}, {', '.join(links)}; {_time(best.exposed)} exposed"
     for each in found:
         if each.layout == best.layout and each is not best:
@@ -220,8 +223,7 @@ def drawn(planned: Planned) -> tuple[Drawn, float]:
 
 
 def _lanes(planned: Planned) -> dict[int | None, str]:
-    names: dict[int | None, str] = {None: "GPU", 0: "in a node", 1: "between nodes"}
-    return {tier: name for tier, name in names.items() if tier is None or tier < len(planned.cluster.tiers)}
+    return {None: "GPU", **dict(enumerate(tier_names(planned.cluster)))}
 
 
 def timeline(planned: Planned) -> str:

@@ -100,6 +100,7 @@ def test_the_table() -> None:
         ([4], {"tokens_per_rank": 0}, "expected tokens_per_rank to be an integer >= 1, got 0"),
         ([4], {"targets": 0}, "expected targets to be an integer >= 1; got 0"),
         ([4], {"hardware": "a fast one"}, "expected hardware to be a GPU"),
+        ([4], {"hardware": 1e15}, "expected hardware to be a Hardware or the name of one; got 1000000000000000"),
         ([4], {"q_heads": 3}, "expected q_heads to be a multiple of kv_heads; got 3 and 2"),
     ],
 )

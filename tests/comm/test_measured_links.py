@@ -86,7 +86,7 @@ def test_ranks_that_differ_have_the_weakest_values_in_common(
     def properties(device: torch.device) -> Any:
         return SimpleNamespace(major=9 + (dist.get_rank() == 1), multi_processor_count=132 - dist.get_rank())
 
-    monkeypatch.setattr(links, "_is_installed", lambda distribution: dist.get_rank() != without)
+    monkeypatch.setattr(links, "installed_version", lambda distribution: "1.0" if dist.get_rank() != without else None)
     meshes: dict[int, Any] = {}
     monkeypatch.setattr(links, "link_speed", speed)
     monkeypatch.setattr(links, "p2p_obstacle", lambda group, device: "it is far" if dist.get_rank() == 2 else None)

@@ -28,8 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the host of each rank. Groups of threads have no timeout."""
-    monkeypatch.setattr(links, "group_timeout", lambda group, device: 60.0)
+    """Sets the host of each rank."""
 
     def of(names: str) -> None:
         monkeypatch.setattr(links, "host_of_rank", lambda: names[dist.get_rank()])

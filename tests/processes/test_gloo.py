@@ -2,6 +2,7 @@
 
 import random
 import time
+from datetime import timedelta
 from functools import cache
 from itertools import product
 from typing import Any
@@ -33,6 +34,7 @@ from cp_dtensor import (
     select_pooled,
     shift,
 )
+from cp_dtensor._torch import group_timeout
 from cp_dtensor.comm.submeshes import submesh
 
 Names = tuple[str, ...]
@@ -203,10 +205,14 @@ def _one_rank_hangs(rank: int) -> None:
 
 
 def _sums_over_parts(rank: int) -> list[float]:
-    mesh, sums = mesh_of(("cp",)), []
+    cpu, whole, sums = torch.device("cpu"), dist.new_group([*range(4)], timedelta(seconds=77)), []
+    for _ in range(rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(whole, "cpu", mesh_dim_names=("cp",))
     for sizes in [(2, 2), (2, 1, 1), (3, 1), (1, 3), (2, 2), (4,)]:
-        ones = torch.ones(1)
-        dist.all_reduce(ones, group=submesh(mesh, sizes).get_group())
+        ones, group = torch.ones(1), submesh(mesh, sizes).get_group()
+        dist.all_reduce(ones, group=group)
+        assert (group_timeout(group, cpu), dist.get_backend_config(group)) == (77, dist.get_backend_config(whole))
         sums.append(float(ones))
     dist.barrier(dist.new_group([*range(4)], use_local_synchronization=True))  # the ranks name later groups alike
     return sums

@@ -19,10 +19,14 @@ import torch.distributed as dist
 from support.forked_programs import launch
 from support.ranks import run_ranks
 
+from cp_dtensor import Causal, Cluster, HeadTail
+from cp_dtensor.comm.transports import ROTATE_METHODS
+from cp_dtensor.engine.choose import estimates, fastest
 from cp_dtensor.tools import doctor, methods
 from cp_dtensor.tools.cases import Heads
 from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, check, report, results
 from cp_dtensor.tools.nodes import stand_for_nodes
+from cp_dtensor.tools.plan import spec_of
 from cp_dtensor.tools.ranks import Device, Ranks
 
 
@@ -75,9 +79,13 @@ def test_ranks_of_several_nodes_are_told_their_links_and_a_mesh(
 
     found = run_ranks(4, body)[0]
     assert re.match(r"2 nodes of 2 \(.*: ranks 0 to 1; .*: ranks 2 to 3\)\n\S+ GB/s into each", found["nodes"].text)
-    start, table = found["mesh"].text.split("\n", 1)
-    assert start.startswith("init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses')), method 'ring': pred")
-    assert "ring: H200, InfiniBand NDR, 36.7 GB/s; ulysses: H200, NVLink 4, 330 GB/s" in table
+    cluster, spec = Cluster("H200", gpus_per_node=2, nodes=2), spec_of(Causal(), HeadTail(), 131072, 4, Heads(32, 8))
+    auto = fastest(estimates(spec, cluster, ROTATE_METHODS["auto"], one_axis=True), cluster.tolerance)
+    assert auto == "split ring"  # that is, rings over two axes
+    text = found["mesh"].text
+    assert text.startswith("chosen: nested ring, K/V by symm_mem, HeadTail: the first within 30% of the fastest")
+    assert 'init_device_mesh("cuda", (2, 2), mesh_dim_names=("ring", "ulysses"))["ring", "ulysses"]' in text
+    assert 'context_parallel(mesh, method="ring"' in text
 
 
 def test_ranks_of_a_host_stand_for_those_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

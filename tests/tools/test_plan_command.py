@@ -135,6 +135,13 @@ def test_the_command_prints_degrees_ways_reasons_and_a_timeline(
     assert not output or picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_gpus_that_are_nodes_have_links_between_nodes_only(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--gpus-per-node", "1", "--nodes", "4", "--seq-len", "64k", "--degrees", "4"])
+    text = capsys.readouterr().out
+    assert "between nodes" in text
+    assert "in a node" not in text
+
+
 def test_measured_clusters_are_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, other = tmp_path / "cluster.json", tmp_path / "other.json"
     cluster = Cluster("B200", gpus_per_node=4, packages=True)

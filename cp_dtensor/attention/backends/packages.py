@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import inspect
 import io
 import logging
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_dtensor._torch import installed_version
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.first_use import SmallTile, first_use
 from cp_dtensor.plan.partition import CallSpec
@@ -108,15 +108,6 @@ class Package:
 def has_package_kernels(capability: tuple[int, int] | None) -> bool:
     """Return True for Hopper (compute capability 9.0) and datacenter Blackwell (10.0 and 10.3)."""
     return capability is not None and capability[0] in (9, 10)
-
-
-@lru_cache(maxsize=16)
-def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, None without it. Imports nothing of it."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 _being_quiet = threading.RLock()
