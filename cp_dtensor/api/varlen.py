@@ -233,6 +233,6 @@ ATTENTION_OPS = (
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them.
 Attention of sharded sequences is one of the first two in compiled code, the third in eager code. It is saved whole, out
 and log-sum-exp: a recompute does not compute it again, and only Ulysses exchanges rows again, in eager code. A policy
-without the third saves the fused operators of eager code tile by tile; transfers and merges run again. In eager code a
-policy is asked twice for each attention call, so one that counts its calls does not fit.
+without the third saves the fused operators of eager code tile by tile; transfers and merges run again. A policy is
+asked once about each call, in eager code before it is computed: `op_output` (torch 2.13) has its shapes, no values.
 """
