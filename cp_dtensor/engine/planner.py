@@ -94,7 +94,7 @@ def planned(
                 plans.add(key, found)
     plan, pair, signature, calls, split = found
     scale = 1.0 / math.sqrt(q.size(3)) if call.scale is None else call.scale
-    return Done(call, plan, pair, scale, signature, calls, rows, split)
+    return Done(call, plan, pair, scale, signature, calls, rows, split or ranks)
 
 
 def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], allowed: Allowed) -> _Planned:
@@ -164,11 +164,11 @@ def _method(spec: CallSpec, call: Call, ranks: SequenceRanks) -> tuple[str, Sequ
         return call.method, None
     if _is_alone(spec):
         return "ring" if spec.latent_dims is None else EXPANDED + "ring", None
-    if spec.masking is Masking.INTERVALS_UNBROKEN:
-        return "ring", None  # by heads, the rows of a bias would have to travel
     device = torch.device(spec.device)
     with on_device(device):
         split = split_over_hosts(ranks, device)
+        if spec.masking is Masking.INTERVALS_UNBROKEN and split is None:
+            return "ring", None  # by heads, the rows of a bias would have to travel
         method = _predicted_fastest(spec, call.transport, ranks, split)
     return method.replace(SPLIT, ""), split if SPLIT in method else None
 
@@ -182,6 +182,8 @@ def _predicted_fastest(
         return method
     cluster = cluster_of(ranks, torch.device(spec.device), spec.itemsize)
     found = estimates(spec, cluster, transport, one_axis=ranks.inner is None)
+    if spec.masking is Masking.INTERVALS_UNBROKEN:
+        found = {name: each for name, each in found.items() if name.endswith("ring")}
     chosen = fastest(found, cluster.tolerance)
     times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
     within = f"the first within {cluster.tolerance - 1:.0%} of the fastest"

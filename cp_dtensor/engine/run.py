@@ -70,7 +70,7 @@ def run(
     done.begin(q)
     # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
     with no_autocast(q), _torch.below_autograd(), done:
-        values = Values(modifiers_of(call, t), done.split or call.ranks, done.scale)
+        values = Values(modifiers_of(call, t), done.ranks, done.scale)
         if _torch.open_modes():
             out, lse, saved = _forward_in_modes(done.plan, q, k, v, values, needs_lse)
         else:
@@ -139,7 +139,7 @@ def run_backward(
         grad_out, out, lse = split_rows(grad_out, rows), split_rows(out, rows), split_rows(lse, rows)
     done.begin(grad_out, backward=True)
     with no_autocast(grad_out), _torch.below_autograd(), done:
-        values = Values(modifiers, done.split or done.call.ranks, done.scale)
+        values = Values(modifiers, done.ranks, done.scale)
         if not saved:
             q, k, v = split_rows(t.q, rows), split_rows(t.k, rows), split_rows(t.v, rows)
             saved = done.plan.remake_saved(q, k, v, out, dense_lse(lse), values)
