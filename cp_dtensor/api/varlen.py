@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.functional import context_parallel_attention, takes_options
-from cp_dtensor.engine.arguments import check_tensors, expect, refuse_beside
+from cp_dtensor.engine.arguments import check_qkv, check_tensors, expect, refuse_beside
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, Options
@@ -186,6 +186,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
         raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
     within = bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1))
     traced, views = _torch.is_traced(q), heads_first_of_packed(*tensors)
+    check_qkv(*views, enable_gqa=True)
     if traced:
         checked_lengths(context.call.lengths)
     documents = torch.ops.cp_dtensor.documents(call["cu_seq_q"], call["cu_seq_k"], _within.key_of(within))
