@@ -42,15 +42,14 @@ from cp_dtensor.plan.partition import (
     CallSpec,
     HeadPartition,
     MergedPartition,
-    OuterPartition,
     SequencePartition,
     head_stages,
-    inner_partitions,
     masking_of,
+    nested_rings,
     partition_call,
     with_heads,
 )
-from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.logs import is_logged, log_once
@@ -272,21 +271,12 @@ def plan_nested_ring(
 ) -> NestedRingPlan:
     """Return a ring over the outer axis of rings over the inner one."""
     assert ranks.inner is not None
-    inner_size, inner_rank = ranks.inner.size(), ranks.inner.rank()
-    # Direct hops between ranks with the same inner rank.
-    outer = replace(spec, partition=OuterPartition(spec.partition, inner_size, inner_rank))
-    groups = OUTER_TRANSPORT.head_groups(spec, ranks.outer.size())
-    tile_plan = ring_plan(outer.tiling, ranks.outer.rank(), spec.kv_heads, *groups)
-    inner: dict[tuple[int, int], RingPlan | None] = {}
-    within = inner_partitions(spec.partition, tile_plan, inner_size)
-    for step, partition in zip(tile_plan.forward, within, strict=True):
-        key = step.hop, step.heads[1] - step.heads[0]
-        if key not in inner:
-            q_heads = spec.q_heads // spec.kv_heads * key[1] if spec.kv_heads else spec.q_heads
-            of_step = replace(spec, partition=partition, kv_heads=key[1], q_heads=q_heads)
-            inner[key] = None
-            if _has_tiles(of_step):
-                inner[key] = plan_ring(of_step, transport, backend, ranks.inner, inner_rank)
+    groups, rank = OUTER_TRANSPORT.head_groups(spec, ranks.outer.size()), ranks.inner.rank()
+    tile_plan, rings = nested_rings(spec, ranks.outer.rank(), ranks.inner.size(), rank, groups)
+    inner = {
+        key: plan_ring(each, transport, backend, ranks.inner, rank) if _has_tiles(each) else None
+        for key, each in rings.items()
+    }
     return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), inner)
 
 
