@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cp_dtensor._torch.compiler import constant_in_trace, never_compiled
+from cp_dtensor._torch.patches import attribute_replaced
 from cp_dtensor._torch.tensors import is_batched
 
 Tensors = tuple[torch.Tensor, ...]
@@ -139,17 +141,45 @@ open_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _RECORDS = getattr(checkpoint, "_CachingTorchDispatchMode", ())
 _REPEATS = getattr(checkpoint, "_CachedTorchDispatchMode", ())
 _SAVES = (True, checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE)
+_TELLS_RESULTS = "op_output" in signature(checkpoint.SelectiveCheckpointContext).parameters  # torch 2.13
+_ANSWERS = "cp_dtensor_answers"
+"""Key of a checkpoint's storage, which forward and recompute share: the answers of its policy, in order."""
 
 
-def checkpoint_keeps(operator: Any) -> bool:
-    """Return whether a selective checkpoint of eager code, open in this thread, keeps the results of an operator."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _RECORDS):
-            if mode.policy_fn(checkpoint.SelectiveCheckpointContext(is_recompute=False), operator) in _SAVES:
-                return True
-        elif isinstance(mode, _REPEATS) and operator in mode.storage:
-            return True
-    return False
+@contextmanager
+def checkpoint_keeps(operator: Any, argument: torch.Tensor, results: Tensors) -> Iterator[bool]:
+    """Yield whether a selective checkpoint of eager code, open in this thread, keeps the results of a call.
+
+    Each policy is asked once a call, as for all operators, since it may count its calls: while open, the modes of
+    checkpoints have its answer. A recompute repeats the answer of forward.
+
+    Args:
+        operator: what is called.
+        argument: of the call.
+        results: tensors like those that the call will return, for policies that look at them.
+    """
+    with ExitStack() as stack:
+        keeps = False
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            if not isinstance(mode, (_RECORDS, _REPEATS)):
+                continue
+            policy, answers = getattr(mode, "policy_fn", None), mode.storage.setdefault(_ANSWERS, [])
+            answer, is_recompute = None, isinstance(mode, _REPEATS)
+            if policy is not None:  # from torch 2.13 on, recomputes ask no policy
+                told = {"op_output": results} if _TELLS_RESULTS else {}
+                context = checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute, **told)
+                answer = policy(context, operator, argument)
+            if is_recompute:
+                answer = answers.pop(0) if answers else None
+            else:
+                answers.append(answer)
+            stack.enter_context(attribute_replaced(mode, "policy_fn", lambda *_, answer=answer: answer))
+            keeps = keeps or answer in _SAVES
+            if is_recompute and keeps:  # the modes below do not see the call
+                break
+        if not keeps:
+            stack.close()  # the policies are asked about the operators of tiles
+        yield keeps
 
 
 # State of a thread that follows a backward to the threads in which autograd runs it

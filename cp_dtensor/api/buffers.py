@@ -210,15 +210,6 @@ def take_shard(tensor: torch.Tensor, dim: int, layout: Layout, rank: int, world_
     return shard if shard.dtype == tensor.dtype else shard.view(tensor.dtype)
 
 
-def put_shard(whole: torch.Tensor, shard: torch.Tensor, dim: int, layout: Layout, rank: int, world_size: int) -> None:
-    """Write a rank's part, as `take_shard` returns it, into its places of a whole tensor."""
-    source, groups = indexable(shard), layout.batch_groups(whole.size(0))
-    positions = positions_by_group(layout, whole.size(dim), rank, world_size, whole.size(0), whole.device)
-    for (start, stop), each in zip(groups, positions, strict=True):
-        rows = source if len(groups) == 1 else source[start:stop]
-        indexable(whole)[start:stop].index_copy_(dim, each, rows)
-
-
 @lru_cached
 def _segments(layout: Layout, seq_len: int, rank: int, world_size: int, group: int) -> tuple[Segment, ...]:
     return layout.segments(seq_len, rank, world_size, group)

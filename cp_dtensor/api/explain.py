@@ -15,7 +15,7 @@ from cp_dtensor.comm.groups import Mesh, SequenceRanks, axis_names, sequence_ran
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.engine.arguments import expect
 from cp_dtensor.engine.call import Call, checked_mask
-from cp_dtensor.engine.choose import SPLIT, Estimate, counted, estimates, fastest, with_bytes
+from cp_dtensor.engine.choose import SPLIT, Estimate, counted, estimates, fastest
 from cp_dtensor.engine.contexts import inherited
 from cp_dtensor.engine.planner import call_spec
 from cp_dtensor.plan.cluster import GPUS, NETWORK, TOLERANCE, Cluster, Hardware, Tier, named
@@ -173,7 +173,10 @@ def explain(
     is_split = ranks.inner is None and len(cluster.tiers) == 2
     found = estimates(spec, cluster, call.transport, one_axis=is_split)
     if is_split:
-        found = {name: with_bytes(each) for name, each in found.items()}
+        found = {
+            name: replace(each, outer_bytes=int(each.bytes_over(1)), inner_bytes=int(each.bytes_over(0)))
+            for name, each in found.items()
+        }
         names = f"{names[0]}, between hosts", "within"
     else:
         found = counted(found, spec, *(tier.ranks for tier in reversed(cluster.tiers)))

@@ -10,12 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
-from cp_dtensor.api.buffers import positions_of_batch, put_shard, take_shard
+from cp_dtensor._torch.tensors import indexable
+from cp_dtensor.api.buffers import positions_of_batch, take_shard
 from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.engine.agreement import global_length, hash_of, length_of, warn_once
 from cp_dtensor.engine.arguments import check_devices
 from cp_dtensor.engine.call import Sharding, checked_layout, checked_length, refuse_other_lengths
 from cp_dtensor.engine.contexts import around
+from cp_dtensor.engine.gather_kv import select_rows
 from cp_dtensor.spec.layouts import HeadTail, Layout, shard_lengths
 from cp_dtensor.spec.masks import is_integer
 
@@ -238,8 +240,12 @@ class _Unshard(RankFunction):
         lengths, seq_len = _lengths(shard.size(dim), kind, layout, ranks, shard.device)
         ctx.arguments = (dim, layout, ranks, sum_gradients, lengths)
         whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
-        for rank, part in enumerate(_gathered(shard.movedim(dim, 0), lengths, ranks)):
-            put_shard(whole, part.movedim(0, dim), dim, layout, rank, len(lengths))
+        padded = _padded(shard.movedim(dim, 0), max(lengths))
+        if padded.numel():
+            # As bytes: process groups do not support every dtype.
+            rows = ranks.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype).view(-1, *padded.shape[1:])
+            rows = indexable(rows.movedim(0, dim))
+            select_rows(rows, indexable(whole), dim, layout, seq_len, len(lengths), to_shards=False)
         return whole
 
     @staticmethod
@@ -250,8 +256,10 @@ class _Unshard(RankFunction):
         if not sum_gradients or world_size == 1:
             return take_shard(grad, dim, layout, rank, world_size), None, None, None, None, None
         refuse_batches(grad)
-        parts = [take_shard(grad, dim, layout, other, world_size).movedim(dim, 0) for other in range(world_size)]
-        own = ranks.reduce_scatter(torch.stack([_padded(part, max(lengths)) for part in parts]))
+        blocks = grad.new_empty(world_size * max(lengths), *grad.movedim(dim, 0).shape[1:])
+        if blocks.numel():
+            select_rows(grad, blocks.movedim(0, dim), dim, layout, grad.size(dim), world_size, to_shards=True)
+        own = ranks.reduce_scatter(blocks.unflatten(0, (world_size, max(lengths))))
         return own[: lengths[rank]].movedim(0, dim).contiguous(), None, None, None, None, None
 
 
@@ -262,18 +270,6 @@ def gathered_shards(
     with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):
         whole: torch.Tensor = _Unshard.apply(shard, dim, layout, ranks, has_gradient, what)
     return whole
-
-
-def _gathered(rows: torch.Tensor, lengths: list[int], ranks: SequenceRanks) -> list[torch.Tensor]:
-    """Return the rows (dim 0) of every rank."""
-    if len(lengths) == 1:
-        return [rows]
-    padded = _padded(rows, max(lengths))
-    if not padded.numel():  # on every rank
-        return [padded] * len(lengths)
-    # As bytes: process groups do not support every dtype.
-    shards = ranks.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype).view(len(lengths), *padded.shape)
-    return [shard[:length] for shard, length in zip(shards, lengths, strict=True)]
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:

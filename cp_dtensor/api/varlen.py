@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.functional import context_parallel_attention, takes_options
-from cp_dtensor.engine.arguments import check_tensors, expect, refuse_beside
+from cp_dtensor.engine.arguments import check_qkv, check_tensors, expect, refuse_beside
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, Options
@@ -186,6 +186,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
         raise NotImplementedError("varlen_attn of sequence shards expects cu_seq_k to be a tensor, got None")
     within = bottom_right_mask(call["is_causal"], call["window_size"] or (-1, -1))
     traced, views = _torch.is_traced(q), heads_first_of_packed(*tensors)
+    check_qkv(*views, enable_gqa=True)
     if traced:
         checked_lengths(context.call.lengths)
     documents = torch.ops.cp_dtensor.documents(call["cu_seq_q"], call["cu_seq_k"], _within.key_of(within))
@@ -233,6 +234,6 @@ ATTENTION_OPS = (
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes them as a list, or a policy looks for them.
 Attention of sharded sequences is one of the first two in compiled code, the third in eager code. It is saved whole, out
 and log-sum-exp: a recompute does not compute it again, and only Ulysses exchanges rows again, in eager code. A policy
-without the third saves the fused operators of eager code tile by tile; transfers and merges run again. In eager code a
-policy is asked twice for each attention call, so one that counts its calls does not fit.
+without the third saves the fused operators of eager code tile by tile; transfers and merges run again. A policy is
+asked once about each call, in eager code before it is computed: `op_output` (torch 2.13) has its shapes, no values.
 """

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from cp_dtensor._torch.tensors import cut
+from cp_dtensor._torch.tensors import cut, wide_dtype
+from cp_dtensor.attention.lse import empty_lse
 from cp_dtensor.attention.merge import with_sinks
 from cp_dtensor.spec.layouts import Span
 
@@ -58,6 +59,11 @@ class Modifiers:
     def value_dim(self, q: Tensor, v: Tensor) -> int:
         """Return the head dim of the output."""
         return v.size(3) if self.up is None else self.up.size(1) + v.size(3) - q.size(3)
+
+    def empty_results(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return uninitialised `out` (B, H, S, Dv) and `lse` of a call."""
+        out = q.new_empty(*q.shape[:3], self.value_dim(q, v))
+        return out, empty_lse(q, q.shape[:3], wide_dtype(q), self.split_lse)
 
     def part(self, batch: Span, heads: Span, rows: Span | None = None) -> Modifiers:
         """Return the modifiers of some batch rows, query heads and queries."""

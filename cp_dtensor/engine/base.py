@@ -120,17 +120,12 @@ class Done(NamedTuple):
     """The global (queries, keys)."""
     scale: float
     signature: Signature
-    calls: tuple[Calls, ...] = ()
+    calls: tuple[Calls, ...]
     """Those that count the passes; none for a rank that has all rows."""
-    rows: int = 1
+    rows: int
     """Batch rows that make up the one row of packed tensors."""
-    split: SequenceRanks | None = None
-    """The ranks along two axes, if the plan is over these and those of the call are along one."""
-
-    @property
-    def ranks(self) -> SequenceRanks:
-        """Those of the plan."""
-        return self.split or self.call.ranks
+    ranks: SequenceRanks
+    """Those of the plan, maybe along two axes where those of the call are along one."""
 
     def begin(self, x: Tensor, *, backward: bool = False) -> None:
         """Count a pass before it exchanges anything (see `Calls.begin`); `x` is a tensor of the pass."""

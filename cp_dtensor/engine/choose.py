@@ -31,10 +31,11 @@ from cp_dtensor.plan.partition import (
     OuterPartition,
     head_stages,
     hides_exchanges,
+    nested_rings,
     partition_call,
     with_heads,
 )
-from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking, rows_in_order
 from cp_dtensor.spec.layouts import Span
 
@@ -216,23 +217,19 @@ def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: Tra
     ranks = {(outer_rank, inner_rank) for outer_rank in (0, outer.ranks - 1) for inner_rank in (0, inner.ranks - 1)}
     works, memory = [], 0.0
     for outer_rank, inner_rank in sorted(ranks if busiest is None else {*ranks, divmod(busiest, inner.ranks)}):
-        tiling = replace(spec, partition=OuterPartition(spec.partition, inner.ranks, inner_rank)).tiling
-        plan = ring_plan(tiling, outer_rank, spec.kv_heads, *OUTER_TRANSPORT.head_groups(spec, outer.ranks))
-        rings: dict[tuple[int, int], Passes] = {}  # by hop and number of heads
+        groups = OUTER_TRANSPORT.head_groups(spec, outer.ranks)
+        plan, of_rings = nested_rings(spec, outer_rank, inner.ranks, inner_rank, groups)
+        rings: dict[Span, Passes] = {}
         passes: tuple[list[Step], list[Step]] = ([], [])
         held = 0.0
+        for key, of_ring in of_rings.items():
+            transport = _transport(of_ring, within, transport_method)
+            inner_plan = transport.plan(of_ring, inner_rank)
+            held = max(held, _ring_memory(inner_plan, of_ring, transport))
+            rings[key] = ring_work(inner_plan, of_ring, 0, int(transport.slows_compute))
         for is_backward, steps in enumerate((plan.forward, plan.backward)):
             for step in steps:
-                source, heads = (outer_rank - step.hop) % outer.ranks, step.heads[1] - step.heads[0]
-                if (step.hop, heads) not in rings:
-                    partition = InnerPartition(spec.partition, inner.ranks, outer_rank, source)
-                    q_heads = spec.q_heads // max(spec.kv_heads, 1) * heads
-                    of_step = replace(spec, partition=partition, kv_heads=heads, q_heads=q_heads)
-                    transport = _transport(of_step, within, transport_method)
-                    inner_plan = transport.plan(of_step, inner_rank)
-                    held = max(held, _ring_memory(inner_plan, of_step, transport))
-                    rings[step.hop, heads] = ring_work(inner_plan, of_step, 0, int(transport.slows_compute))
-                ring = list(rings[step.hop, heads][is_backward])
+                ring = list(rings[step.hop, step.heads[1] - step.heads[0]][is_backward])
                 arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, 1)[0]
                 ring[0] += Step(received=arriving)
                 if is_backward:
@@ -291,11 +288,6 @@ def counted(
     """Add bytes to the estimates of a call, by the plans of all ranks; `inner_size` is None if there is one axis."""
     by_method = {name: attention_bytes(spec, name, outer_size, inner_size) for name in found}
     return {name: replace(found[name], outer_bytes=o, inner_bytes=i) for name, (o, i) in by_method.items()}
-
-
-def with_bytes(found: Estimate) -> Estimate:
-    """Add the bytes over two tiers of the slowest rank, of which a call along one axis makes no difference."""
-    return replace(found, outer_bytes=int(found.bytes_over(1)), inner_bytes=int(found.bytes_over(0)))
 
 
 def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None = None) -> Span:

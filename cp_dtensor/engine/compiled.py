@@ -19,9 +19,8 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.autograd import Tensors as Saved
 from cp_dtensor._torch.autograd import differentiated_once, refuse_traced_transforms
-from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.select import allowed_backends
-from cp_dtensor.attention.lse import dense_lse, empty_lse, rounded_lse, with_gradient_of_lse
+from cp_dtensor.attention.lse import dense_lse, rounded_lse, with_gradient_of_lse
 from cp_dtensor.attention.modifiers import Modifiers
 from cp_dtensor.engine.arguments import drawn_seed, positive_scale
 from cp_dtensor.engine.base import Done, Tensors
@@ -96,11 +95,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _fake_forward(*arguments: Any, leaves_handle: bool) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, _key, _factors, _numbers, needs_lse, needs_backward = arguments
     t = Tensors(*tensors)
-    batch, heads, length, _ = t.q.shape
-    lse = t.q.new_empty(0, dtype=wide_dtype(t.q))
-    if needs_lse or needs_backward:
-        lse = empty_lse(t.q, (batch, heads, length), wide_dtype(t.q), Modifiers(t.bias).split_lse)
-    out = t.q.new_empty(batch, heads, length, Modifiers(up=t.up).value_dim(t.q, t.v))
+    out, lse = Modifiers(t.bias, up=t.up).empty_results(t.q, t.v)
+    if not (needs_lse or needs_backward):
+        lse = lse.new_empty(0)
     return _row_after_row(out), lse, fake_handle() if leaves_handle else t.q.new_empty(0, dtype=torch.int64)
 
 

@@ -32,7 +32,7 @@ from cp_dtensor.engine.call import Call
 from cp_dtensor.plan.tiling import rows_in_order
 from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.layouts import Layout, shard_lengths
-from cp_dtensor.spec.logs import log_once
+from cp_dtensor.spec.logs import is_logged, log_once
 
 Pair = tuple[Tensor, Tensor]
 """K and V or their gradients: (B, Hkv, T, D) and (B, Hkv, T, Dv)."""
@@ -108,6 +108,8 @@ class KVGather:
 
     def _all_gather(self, k: Tensor, v: Tensor) -> Pair:
         """Gather by the second way of the module's docstring."""
+        if is_logged("engine"):
+            _log_gather(self.call.layout, self.seq_len, self.call.ranks.size, "all-gathered")
         packed = k.new_empty(self._longest, *k.shape[:2], k.size(3) + v.size(3))
         for rows, shard in zip(_split_kv(packed[: k.size(2)], k.size(3)), (k, v), strict=True):
             rows.copy_(shard)
@@ -118,11 +120,7 @@ class KVGather:
         return all_k, all_v
 
     def _select_rows(self, source: Tensor, out: Tensor, to_shards: bool) -> None:
-        """Copy rows (dim 2) of `source` to `out` by `_row_index`, which may differ between batch groups."""
-        layout, size = self.call.layout, self.call.ranks.size
-        for group, (start, stop) in enumerate(layout.batch_groups(source.size(0))):
-            index = cached(_row_index, source.device, layout, self.seq_len, size, group, to_shards)
-            torch.index_select(source[start:stop], 2, index, out=out[start:stop])
+        select_rows(source, out, 2, self.call.layout, self.seq_len, self.call.ranks.size, to_shards=to_shards)
 
 
 class GatherKV(RankFunction):
@@ -160,6 +158,18 @@ def _split_kv(rows: Tensor, width: int) -> Pair:
     return rows[..., :width].movedim(0, 2), rows[..., width:].movedim(0, 2)
 
 
+def select_rows(
+    source: Tensor, out: Tensor, dim: int, layout: Layout, seq_len: int, world_size: int, *, to_shards: bool
+) -> None:
+    """Copy rows (`dim`) of gathered shards, each padded to the longest, to their positions of the whole `out`.
+
+    `to_shards`: copy those of the whole to their places in padded shards, whose padding gets any row.
+    """
+    for group, (start, stop) in enumerate(layout.batch_groups(source.size(0)) if dim else [(0, None)]):
+        index = cached(_row_index, source.device, layout, seq_len, world_size, group, to_shards)
+        torch.index_select(source[start:stop], dim, index, out=out[start:stop])
+
+
 def _row_index(
     device: torch.device, layout: Layout, seq_len: int, world_size: int, group: int, to_shards: bool
 ) -> Tensor:
@@ -170,8 +180,6 @@ def _row_index(
     at, values = (rows, torch.cat(shards)) if to_shards else (torch.cat(shards), rows)
     index = torch.zeros(world_size * longest if to_shards else seq_len, dtype=torch.int32, device=device)
     index[at] = values.int()
-    if not to_shards:
-        _log_gather(layout, seq_len, world_size, "all-gathered")
     return index
 
 

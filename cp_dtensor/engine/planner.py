@@ -42,15 +42,14 @@ from cp_dtensor.plan.partition import (
     CallSpec,
     HeadPartition,
     MergedPartition,
-    OuterPartition,
     SequencePartition,
     head_stages,
-    inner_partitions,
     masking_of,
+    nested_rings,
     partition_call,
     with_heads,
 )
-from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.spec.cache import LRUCache, lru_cached
 from cp_dtensor.spec.logs import is_logged, log_once
@@ -94,7 +93,7 @@ def planned(
                 plans.add(key, found)
     plan, pair, signature, calls, split = found
     scale = 1.0 / math.sqrt(q.size(3)) if call.scale is None else call.scale
-    return Done(call, plan, pair, scale, signature, calls, rows, split)
+    return Done(call, plan, pair, scale, signature, calls, rows, split or ranks)
 
 
 def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], allowed: Allowed) -> _Planned:
@@ -164,11 +163,11 @@ def _method(spec: CallSpec, call: Call, ranks: SequenceRanks) -> tuple[str, Sequ
         return call.method, None
     if _is_alone(spec):
         return "ring" if spec.latent_dims is None else EXPANDED + "ring", None
-    if spec.masking is Masking.INTERVALS_UNBROKEN:
-        return "ring", None  # by heads, the rows of a bias would have to travel
     device = torch.device(spec.device)
     with on_device(device):
         split = split_over_hosts(ranks, device)
+        if spec.masking is Masking.INTERVALS_UNBROKEN and split is None:
+            return "ring", None  # by heads, the rows of a bias would have to travel
         method = _predicted_fastest(spec, call.transport, ranks, split)
     return method.replace(SPLIT, ""), split if SPLIT in method else None
 
@@ -182,6 +181,8 @@ def _predicted_fastest(
         return method
     cluster = cluster_of(ranks, torch.device(spec.device), spec.itemsize)
     found = estimates(spec, cluster, transport, one_axis=ranks.inner is None)
+    if spec.masking is Masking.INTERVALS_UNBROKEN:
+        found = {name: each for name, each in found.items() if name.endswith("ring")}
     chosen = fastest(found, cluster.tolerance)
     times = ", ".join(f"{name} {1e3 * each.seconds:.3g} ms" for name, each in found.items())
     within = f"the first within {cluster.tolerance - 1:.0%} of the fastest"
@@ -270,21 +271,12 @@ def plan_nested_ring(
 ) -> NestedRingPlan:
     """Return a ring over the outer axis of rings over the inner one."""
     assert ranks.inner is not None
-    inner_size, inner_rank = ranks.inner.size(), ranks.inner.rank()
-    # Direct hops between ranks with the same inner rank.
-    outer = replace(spec, partition=OuterPartition(spec.partition, inner_size, inner_rank))
-    groups = OUTER_TRANSPORT.head_groups(spec, ranks.outer.size())
-    tile_plan = ring_plan(outer.tiling, ranks.outer.rank(), spec.kv_heads, *groups)
-    inner: dict[tuple[int, int], RingPlan | None] = {}
-    within = inner_partitions(spec.partition, tile_plan, inner_size)
-    for step, partition in zip(tile_plan.forward, within, strict=True):
-        key = step.hop, step.heads[1] - step.heads[0]
-        if key not in inner:
-            q_heads = spec.q_heads // spec.kv_heads * key[1] if spec.kv_heads else spec.q_heads
-            of_step = replace(spec, partition=partition, kv_heads=key[1], q_heads=q_heads)
-            inner[key] = None
-            if _has_tiles(of_step):
-                inner[key] = plan_ring(of_step, transport, backend, ranks.inner, inner_rank)
+    groups, rank = OUTER_TRANSPORT.head_groups(spec, ranks.outer.size()), ranks.inner.rank()
+    tile_plan, rings = nested_rings(spec, ranks.outer.rank(), ranks.inner.size(), rank, groups)
+    inner = {
+        key: plan_ring(each, transport, backend, ranks.inner, rank) if _has_tiles(each) else None
+        for key, each in rings.items()
+    }
     return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), inner)
 
 

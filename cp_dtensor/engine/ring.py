@@ -23,7 +23,6 @@ from cp_dtensor._torch.autograd import Tensors
 from cp_dtensor._torch.tensors import NO_LABEL, cut, cut_all, in_order_of, is_profiled, on_device, unit_stride
 from cp_dtensor.attention.accumulate import Accumulator, Part, place_sums
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.lse import empty_lse
 from cp_dtensor.attention.masked import attention_delta
 from cp_dtensor.attention.modifiers import NO_MODIFIERS, Modifiers, bias_part
 from cp_dtensor.comm.groups import SequenceRanks
@@ -143,8 +142,7 @@ class Ring(Plan):
         """Compute `out`, `lse` and what `backward` takes as `saved`. Rings always have lse: they merge tiles by it."""
         arguments, modifiers = (q, k, v), values.modifiers  # saved as they are given, not as copied below
         if 0 in q.shape[:2]:  # no batch rows or no heads, as in uneven DTensor shards: the whole ring has none
-            out = q.new_empty((*q.shape[:3], self.spec.v_head_dim))
-            lse = empty_lse(q, q.shape[:3], self.state_dtype, modifiers.split_lse)
+            out, lse = modifiers.empty_results(q, v)
             return out, lse, (*arguments, out, lse)
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)

@@ -70,9 +70,9 @@ def run(
     done.begin(q)
     # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
     with no_autocast(q), _torch.below_autograd(), done:
-        values = Values(modifiers_of(call, t), done.split or call.ranks, done.scale)
-        if _torch.open_modes() and _torch.checkpoint_keeps(_KEPT):
-            out, lse, saved = _kept_forward(done.plan, q, k, v, values)
+        values = Values(modifiers_of(call, t), done.ranks, done.scale)
+        if _torch.open_modes():
+            out, lse, saved = _forward_in_modes(done.plan, q, k, v, values, needs_lse)
         else:
             out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
     if rows > 1:
@@ -80,8 +80,8 @@ def run(
     return out, lse, saved, done
 
 
-def _kept_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, values: Values) -> Result:
-    """Compute a forward as one operator: a selective checkpoint keeps its results, and its recompute skips it.
+def _forward_in_modes(plan: Plan, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
+    """Compute a forward, as one operator if a selective checkpoint keeps its results, so that its recompute skips it.
 
     What backward needs is made again in the recompute, for which Ulysses exchanges rows.
     """
@@ -93,8 +93,11 @@ def _kept_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, values: Values) -
         return out, dense_lse(lse)
 
     with _torch.no_modes():
-        handle = handle_of(forward)
-    out, lse = _KEPT(handle)
+        handle, results = handle_of(forward), values.modifiers.empty_results(q, v)
+    with _torch.checkpoint_keeps(_KEPT, handle, results) as keeps:
+        if not keeps:
+            return plan.forward(q, k, v, values, needs_lse)
+        out, lse = _KEPT(handle)
     if not made:
         with _torch.no_modes():  # the checkpoint has not seen these operations in forward
             made.append(plan.remake_saved(q, k, v, out, lse, values))
@@ -136,7 +139,7 @@ def run_backward(
         grad_out, out, lse = split_rows(grad_out, rows), split_rows(out, rows), split_rows(lse, rows)
     done.begin(grad_out, backward=True)
     with no_autocast(grad_out), _torch.below_autograd(), done:
-        values = Values(modifiers, done.split or done.call.ranks, done.scale)
+        values = Values(modifiers, done.ranks, done.scale)
         if not saved:
             q, k, v = split_rows(t.q, rows), split_rows(t.k, rows), split_rows(t.v, rows)
             saved = done.plan.remake_saved(q, k, v, out, dense_lse(lse), values)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
-from cp_dtensor.plan.plan import TilePlan
+from cp_dtensor.plan.plan import TilePlan, ring_plan
 from cp_dtensor.plan.tiling import GatheredRows, GroupSegments, Masking, Tiling, rows_in_order, tiling_of
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span, chunk
@@ -255,10 +255,24 @@ class InnerPartition(AxisPartition):
         )
 
 
-def inner_partitions(whole: Partition, plan: TilePlan, inner_size: int) -> list[InnerPartition]:
-    """Return the partition of the inner ring in each step of the outer one, whose plan is `plan`."""
-    sources = [(plan.rank - step.hop) % plan.world_size for step in plan.forward]
-    return [InnerPartition(whole, inner_size, plan.rank, source) for source in sources]
+def nested_rings(
+    spec: CallSpec, outer_rank: int, inner_size: int, inner_rank: int, head_groups: Span
+) -> tuple[TilePlan, dict[Span, CallSpec]]:
+    """Return the plan of a nested ring over the outer axis, and its inner rings by hop and number of key heads.
+
+    `head_groups`: groups of heads of forward and of backward.
+    """
+    # Direct hops between ranks with the same inner rank.
+    outer = replace(spec, partition=OuterPartition(spec.partition, inner_size, inner_rank))
+    plan, rings = ring_plan(outer.tiling, outer_rank, spec.kv_heads, *head_groups), dict[Span, CallSpec]()
+    for step in (*plan.forward, *plan.backward):
+        heads = step.heads[1] - step.heads[0]
+        if (step.hop, heads) not in rings:
+            source = (outer_rank - step.hop) % plan.world_size
+            partition = InnerPartition(spec.partition, inner_size, outer_rank, source)
+            q_heads = spec.q_heads // max(spec.kv_heads, 1) * heads
+            rings[step.hop, heads] = replace(spec, partition=partition, kv_heads=heads, q_heads=q_heads)
+    return plan, rings
 
 
 def _joined(segments: list[list[Segment]]) -> list[list[Segment]]:

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cp_dtensor.attention.backends import packages, select
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
-from cp_dtensor.attention.backends.interval import WideGradients
 from cp_dtensor.attention.backends.select import choose_backend
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiling import Masking
@@ -83,7 +82,7 @@ def test_the_order_that_torch_sets_by_itself_is_not_the_users(fresh: Patch) -> N
 def test_flash_alone_where_torch_has_none_for_two_head_dims_falls_back_to_our_kernels(fresh: Patch) -> None:
     install(fresh, FlashModule(), FlexModule())
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert chosen(MLA) == "Flash4Attention or WideGradients"
+        assert chosen(MLA) == "Flash4Attention or IntervalAttention"
 
 
 def test_an_implementation_that_the_user_has_activated_is_used(fresh: Patch) -> None:
@@ -101,7 +100,6 @@ def test_deterministic_calls_are_masked_by_shape_where_flash4_computes_them(fres
     assert shaped == replace(spec, masking=Masking.BY_SHAPE)
     backend = choose_backend(shaped)
     assert backend == Flash4Attention(select._WIDE_GRADIENTS, deterministic=True)
-    assert isinstance(backend.instead, WideGradients)
     assert choose_backend(spec) == CudnnFlexAttention(has_gradients=False)
     for other in (replace(spec, capability=(8, 0)), replace(spec, masking=Masking.INTERVALS_UNBROKEN)):
         assert select.masked_by_shape.__wrapped__(other, allowed) == other

@@ -10,7 +10,7 @@ from support.ring_checks import attend, check_against_reference
 
 from cp_dtensor import HeadTail, Layout, Striped
 from cp_dtensor.attention.backends.base import AttentionBackend
-from cp_dtensor.attention.backends.interval import WideGradients
+from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import backend_by_name, with_wide_gradients
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
@@ -28,7 +28,7 @@ def facts(capability: tuple[int, int] | None = (9, 0), dtype: str = "bfloat16", 
 @pytest.mark.parametrize("name", ["CUDNN_ATTENTION", "FLASH_ATTENTION"])
 def test_where_our_kernels_are_nearly_as_fast(name: str) -> None:
     pytest.importorskip("triton")
-    assert isinstance(with_wide_gradients(backend_by_name(name, "cuda"), facts()), WideGradients)
+    assert with_wide_gradients(backend_by_name(name, "cuda"), facts()) == IntervalAttention(wide_gradients=True)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_others_keep_their_gradients(name: str, problem: CallSpec) -> None:
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(_backend: AttentionBackend, _spec: CallSpec) -> AttentionBackend:
-        return WideGradients()
+        return IntervalAttention(wide_gradients=True)
 
     monkeypatch.setattr(planning, "with_wide_gradients", wide)
 

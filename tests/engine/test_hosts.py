@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.method_checks import check
-from support.problems import Problem
+from support.masked_checks import MaskedCase, check_masked
+from support.masked_problems import MaskedProblem
 from support.ranks import run_ranks
 
-from cp_dtensor import Causal, HeadTail
+from cp_dtensor import Causal, Full, HeadTail
 from cp_dtensor.comm import links
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.links import split_over_hosts
@@ -36,7 +36,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def plans_of(method: str, world_size: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[type]:
+def plans_of(method: str, world_size: int, monkeypatch: pytest.MonkeyPatch, bias: str = "") -> set[type]:
     """Returns the kinds of plans of calls that give what one device gives."""
     made, original = [], planner.plan_call
 
@@ -46,8 +46,8 @@ def plans_of(method: str, world_size: int, monkeypatch: pytest.MonkeyPatch, **op
 
     with monkeypatch.context() as patched:
         patched.setattr(planner, "plan_call", recorded)
-        problem = Problem(53, 53, batch=2, q_heads=4, kv_heads=2, head_dim=4, is_causal=True)
-        check(problem, HeadTail(), ("cp",), (world_size,), method=method, **options)
+        problem = MaskedProblem(53, 53, Full(), 2, 4, 2, is_causal=True, bias=bias)
+        check_masked([MaskedCase(problem, HeadTail(), (("method", method),))], (world_size,), ("cp",))
     return set(map(type, made))
 
 
@@ -55,6 +55,7 @@ def plans_of(method: str, world_size: int, monkeypatch: pytest.MonkeyPatch, **op
 def test_auto_is_a_nested_ring_over_hosts(names: str, hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts(names)
     assert plans_of("auto", len(names), monkeypatch) == {NestedRingPlan}
+    assert plans_of("auto", len(names), monkeypatch, bias="additive hs") == {NestedRingPlan}
     for method, kind in (("ring", RingPlan), ("ulysses", UlyssesPlan)):
         assert plans_of(method, len(names), monkeypatch) == {kind}
 

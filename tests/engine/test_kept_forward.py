@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,13 @@ from support.masked_problems import MaskedProblem
 from support.ranks import run_ranks
 from support.shards import CAUSAL, Shards
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from cp_dtensor import ATTENTION_OPS, Causal, Documents, Full, context_parallel, context_parallel_mla
 from cp_dtensor.engine.ring import RingPlan
@@ -120,3 +127,52 @@ def test_policies_without_the_operator_keep_what_they_name() -> None:
         )
 
     assert forwards(partial(body, fused)) == forwards(partial(body, policy)) == 4
+
+
+_OPS = torch.ops.cp_dtensor.kept_forward.default, torch.ops.aten.mul.Tensor
+
+
+def every_second_call(_ctx: Any, op: Any, calls: Counter[Any]) -> bool:
+    return op in _OPS and sum(calls.values()) % 2 == 1
+
+
+def every_second_of_each(_ctx: Any, op: Any, calls: Counter[Any]) -> bool:
+    return op in _OPS and calls[op] % 2 == 1
+
+
+def large(ctx: Any, op: Any, _calls: Counter[Any]) -> bool:
+    """Keep results of some size, which torch 2.13 and later tell policies."""
+    result = getattr(ctx, "op_output", None)
+    return op in _OPS and (result[0] if isinstance(result, tuple) else result).numel() > 1
+
+
+@pytest.mark.parametrize("keeps", [every_second_call, every_second_of_each, large])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_policies_are_asked_once_a_call(method: str, keeps: Callable[[Any, Any, Counter[Any]], bool]) -> None:
+    """So policies that count their calls, as TorchTitan's of every second product, answer as for other operators."""
+    if keeps is large and not hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output"):
+        pytest.skip("policies learn of results from torch 2.13 on")
+
+    def body(rank: int) -> tuple[int, int]:
+        forward, again = Counter[Any](), Counter[Any]()
+
+        def policy(ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+            calls = again if ctx.is_recompute else forward
+            calls[op] += 1
+            return CheckpointPolicy.MUST_SAVE if keeps(ctx, op, calls) else CheckpointPolicy.PREFER_RECOMPUTE
+
+        shards, counting = Shards(rank), partial(create_selective_checkpoint_contexts, policy)
+
+        def thrice(*qkv: torch.Tensor) -> torch.Tensor:
+            a, b, c = (shards.sdpa(qkv[0] * x, *qkv[1:], scale=0.5 / x) * x for x in (1.0, 2.0, 3.0))
+            return 2 * a + c - 2 * b
+
+        shards.check(
+            lambda *qkv: checkpoint(thrice, *qkv, use_reentrant=False, context_fn=counting),
+            around=lambda: context_parallel(init_device_mesh("cpu", (2,)), method=method, seq_len=11),
+        )
+        return forward[_OPS[0]], again[_OPS[0]]
+
+    for forward, again in run_ranks(2, body):
+        assert forward == 3
+        assert again in (0, 3)  # from torch 2.13 on, recomputes ask no policy

@@ -14,8 +14,8 @@ from cp_dtensor import Causal, HeadTail
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllToAll
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import NestedRingPlan
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition, OuterPartition
-from cp_dtensor.plan.plan import TilePlan, ring_plan
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, nested_rings
+from cp_dtensor.plan.plan import TilePlan
 
 BY_HEAD = AllToAll(shard_bytes=1, grad_shard_bytes=1, flops_per_hop=1e-6, most_head_groups=8)
 FEATURES = ("causal", "gqa", "window", "documents", "sinks", "dropout", "softcap", "float_bias", "bool_bias", "lse")
@@ -47,8 +47,7 @@ def test_a_group_of_heads_at_a_time(feature: str, outer_steps: list[int]) -> Non
 def plan_of(tokens: int, ranks: int = 8, inner: int = 2) -> TilePlan:
     """Returns the outer plan of long sequences, on the first rank."""
     spec = CallSpec(LayoutPartition(HeadTail(), tokens, tokens, 1, ranks), Causal(), 1, 32, 8, 128, 128, "bfloat16")
-    groups = OUTER_TRANSPORT.head_groups(spec, ranks // inner)
-    return ring_plan(replace(spec, partition=OuterPartition(spec.partition, inner, 0)).tiling, 0, 8, *groups)
+    return nested_rings(spec, 0, inner, 0, OUTER_TRANSPORT.head_groups(spec, ranks // inner))[0]
 
 
 def test_transfers_are_small_parts_of_a_long_pass() -> None:

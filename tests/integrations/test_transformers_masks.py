@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +95,54 @@ def test_values_have_the_pairs_of_the_function(name: str, padded: bool) -> None:
             assert isinstance(value, Bands)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("sliding", ["no", "around", "before"])
+@pytest.mark.parametrize("size", [1, 4, 40])
+def test_blocks_of_tokens_are_evaluated_at_the_ends_of_ranges(sliding: str, size: int) -> None:
+    """In time that is linear in the tokens, to the value that all pairs give."""
+    if not hasattr(utils, "blockwise_overlay"):
+        pytest.skip("this transformers has no blocks")
+    length = 23
+    ids = torch.tensor([[-1, 0, 0, 0, 1, 1, -1, -1, *[2] * 9, -1, 3, 3, -1, 4, 4], [-1] * 12 + [5] * 11])
+    window, blocks = utils.sliding_window_overlay(size), utils.blockwise_overlay(ids)
+    causal, overlay = utils.causal_mask_function, utils.or_masks
+    function = {
+        "no": overlay(causal, blocks),
+        "around": utils.and_masks(overlay(causal, blocks), window),
+        "before": overlay(utils.and_masks(causal, window), blocks),
+    }[sliding]
+
+    def body(_rank: int) -> tuple[Mask, Mask]:
+        call = Call.of(init_device_mesh("cpu", (1,)))
+        with mock.patch.object(masks, "_values", side_effect=AssertionError("all pairs")):
+            found = value_of((function, None, None), length, call, use_vmap=True)
+        with mock.patch.object(masks, "_of_blocks", return_value=None):
+            return found, value_of((function, None, None), length, call, use_vmap=True)
+
+    found, expected = run_ranks(1, body)[0]
+    assert found == expected
+
+
+def test_other_functions_of_blocks_are_evaluated_at_all_pairs() -> None:
+    """Blocks of equal ids that are apart, and tokens that see what comes after them."""
+    if not hasattr(utils, "blockwise_overlay"):
+        pytest.skip("this transformers has no blocks")
+    apart, ids = torch.tensor([[0, 0, -1, 0, -1]]), torch.tensor([[-1, 0, 0, -1, -1]])
+    bidirectional = utils.sliding_window_bidirectional_mask_function(2)
+    functions = (
+        utils.or_masks(utils.causal_mask_function, utils.blockwise_overlay(apart)),
+        utils.or_masks(bidirectional, utils.blockwise_overlay(ids)),
+        utils.and_masks(utils.causal_mask_function, utils.blockwise_overlay(ids)),
+    )
+
+    def body(_rank: int) -> list[Mask]:
+        call = Call.of(init_device_mesh("cpu", (1,)))
+        return [value_of((function, None, None), 5, call, rows=1) for function in functions]
+
+    for function, value in zip(functions, run_ranks(1, body)[0], strict=True):
+        wanted = utils.sdpa_mask(1, 5, 5, mask_function=function, attention_mask=None, allow_is_causal_skip=False)
+        assert torch.equal(dense(value, 5), wanted[0, 0].long())
 
 
 @pytest.mark.parametrize("padded", [False, True])

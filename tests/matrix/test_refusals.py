@@ -125,7 +125,7 @@ BAD: dict[str, Bad] = {
     ),
     "k on another device": Bad(
         "expected one device for q, k and v; got cpu, meta, cpu|the same device type",
-        SHARDS | DTENSORS | PACKED - {"varlen_attn"}, _each(lambda k: k.to("meta"), "k"),
+        SHARDS | DTENSORS | PACKED, _each(lambda k: k.to("meta"), "k"),
     ),
     "k of another batch size": Bad(
         r"expected one batch size \(dim 0\).* k \(1, ", SHARDS | FLASH, _each(lambda k: k[:1], "k")
@@ -204,14 +204,7 @@ BAD: dict[str, Bad] = {
         "disagree about mask: rank 1 says", ALL - DTENSORS - FLEX, case=_odd(is_causal=True), compares=True
     ),
 }  # fmt: skip
-DEFECTS = {
-    ("varlen_attn", "integers"): "computes attention of integers",
-    ("varlen_attn", "v of another dtype"): "refused after ranks have compared their calls",
-}
-CELLS = [
-    pytest.param(name, bad, marks=[pytest.mark.xfail(reason=DEFECTS[name, bad])] if (name, bad) in DEFECTS else [])
-    for name in FRONTS for bad in BAD if name in BAD[bad].fronts
-]  # fmt: skip
+CELLS = [(name, bad) for name in FRONTS for bad in BAD if name in BAD[bad].fronts]
 
 
 def refusal(name: str, bad: Bad) -> tuple[str, str]:

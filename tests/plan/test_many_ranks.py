@@ -4,7 +4,6 @@ import random
 import sys
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,8 +17,7 @@ from cp_dtensor.engine.choose import nested_ring_estimate, ring_estimate, ulysse
 from cp_dtensor.layers.rows import Relayout, RowMap, SequenceLayout, Shift, row_route
 from cp_dtensor.plan import tiling as tilings
 from cp_dtensor.plan.cluster import Cluster
-from cp_dtensor.plan.partition import CallSpec, LayoutPartition, OuterPartition, inner_partitions, masking_of
-from cp_dtensor.plan.plan import ring_plan
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of, nested_rings
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.documents import Documents
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Striped
@@ -104,9 +102,8 @@ def test_a_nested_ring() -> None:
 
     def plan(ranks: int) -> object:
         spec = specs[ranks]
-        outer = ring_plan(replace(spec, partition=OuterPartition(spec.partition, 8, 3)).tiling, ranks // 16, 8)
-        within = inner_partitions(spec.partition, outer, 8)
-        return outer, [replace(spec, partition=each).tiling.most_rows() for each in within]
+        outer, rings = nested_rings(spec, ranks // 16, 8, 3, (1, 1))
+        return outer, [each.tiling.most_rows() for each in rings.values()]
 
     assert_linear(plan, 1024)
 

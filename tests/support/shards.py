@@ -48,7 +48,7 @@ class Shards:
         """Call SDPA as models do."""
         return F.scaled_dot_product_attention(
             *qkv, is_causal=self.problem.is_causal, enable_gqa=self.problem.q_heads != self.problem.kv_heads,
-            scale=self.problem.scale, **options,
+            **{"scale": self.problem.scale, **options},
         )  # fmt: skip
 
     def forward(self, attend: Callable[..., Any] | None = None) -> Callable[[], None]:

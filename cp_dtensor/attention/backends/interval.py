@@ -1,4 +1,4 @@
-"""Backends on the attention kernels of this package: interval-masked tiles, and float32 gradients."""
+"""Backend on the attention kernels of this package: tiles of any mask, and float32 gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cp_dtensor.attention.triton import MAX_PARTS
 from cp_dtensor.attention.triton.dropout import Dropout, are_in_runs
 from cp_dtensor.attention.triton.row_mask import CAUSAL_ROWS, FULL_ROWS, RowMask
 from cp_dtensor.plan.partition import CallSpec
-from cp_dtensor.plan.tiles import IntervalMask, KeyRun, TileMask
+from cp_dtensor.plan.tiles import IntervalMask, KeyRun, ShapedMask, TileMask
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.intervals import IntervalSet
 from cp_dtensor.spec.layouts import Span
@@ -45,6 +45,9 @@ class IntervalAttention(AttentionBackend):
     """Those of the tile."""
     delta: Tensor | None = None
     """(B, H, S), for backward: the delta of the tile's rows. All tiles of a row share it, so the ring computes it."""
+    wide_gradients: bool = False
+    """True for gradients in float32 (float64 for float64 inputs). Torch's kernels round those of each tile, so that a
+    sum has several rounding errors; that of a rank's own tile, usually the largest term, is the largest of these."""
 
     name = "INTERVALS"
     takes_modifiers = True
@@ -53,19 +56,19 @@ class IntervalAttention(AttentionBackend):
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        rows, k, v, options = self._tile(mask, k, v)
+        masks, k, v, options = self._tile(mask, k, v)
         options["split_lse"] = self.modifiers.split_lse
-        result, *others = [attention_forward(q, k, v, each, scale, **options) for each in rows.masks]
+        result, *others = [attention_forward(q, k, v, each, scale, **options) for each in masks]
         return _merged(result, others) if others else result
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, k, v, options = self._tile(mask, k, v)
+        masks, k, v, options = self._tile(mask, k, v)
         options["delta"] = attention_delta(grad_out, out) if self.delta is None else self.delta
-        options["grad_dtype"] = wide_dtype(q) if len(rows.masks) > 1 else None
+        options["grad_dtype"] = wide_dtype(q) if self.wide_gradients or len(masks) > 1 else None
         tile = grad_out, q, k, v, out, lse
-        grads, *others = [attention_backward(*tile, each, scale, **options) for each in rows.masks]
+        grads, *others = [attention_backward(*tile, each, scale, **options) for each in masks]
         for more in others:
             for total, grad in zip(grads, more, strict=True):
                 total.add_(grad)
@@ -75,19 +78,20 @@ class IntervalAttention(AttentionBackend):
         self, total: Tensor, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         mask: TileMask, scale: float,
     ) -> None:  # fmt: skip
-        rows, k, v, options = self._tile(mask, k, v)
+        (row_mask,), k, v, options = self._tile(mask, k, v)  # with a bias, rows see one interval
         assert self.delta is not None
-        (row_mask,) = rows.masks  # with a bias, rows see one interval
         share = attention_bias_gradient(
             grad_out, q, k, v, lse, row_mask, scale, delta=self.delta, grad_dtype=total.dtype, **options
         )
-        rows.add_to_bias_columns(total, share)
+        tile_rows(mask, k.device).add_to_bias_columns(total, share)
 
     def with_modifiers(self, modifiers: Modifiers, delta: Tensor | None) -> IntervalAttention:
         return IntervalAttention(modifiers, delta)
 
-    def _tile(self, mask: TileMask, k: Tensor, v: Tensor) -> tuple[TileRows, Tensor, Tensor, dict[str, Any]]:
-        """Return a tile's cached rows, k and v without hidden rows, and modifiers as arguments of kernels."""
+    def _tile(self, mask: TileMask, k: Tensor, v: Tensor) -> tuple[tuple[RowMask, ...], Tensor, Tensor, dict[str, Any]]:
+        """Return a tile's row masks, k and v without hidden rows, and modifiers as arguments of kernels."""
+        if isinstance(mask, ShapedMask):
+            return (CAUSAL_ROWS if mask.is_causal else FULL_ROWS,), k, v, {}
         rows = tile_rows(mask, k.device)
         k, v = rows.without_hidden(k, v)
         modifiers, dropout = self.modifiers, None
@@ -96,7 +100,7 @@ class IntervalAttention(AttentionBackend):
             queries, keys, in_runs = rows.positions
             first = modifiers.first_batch, modifiers.first_head
             dropout = Dropout(modifiers.dropout_p, modifiers.seed, queries, keys, *first, in_runs)
-        return rows, k, v, modifiers.of_tile(bias, dropout)
+        return rows.masks, k, v, modifiers.of_tile(bias, dropout)
 
 
 def _merged(result: tuple[Tensor, Tensor], others: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -237,25 +241,3 @@ def tile_rows(mask: TileMask, device: torch.device) -> TileRows:
     if rows is None:
         rows = _cached_rows.add(key, Shared(device, lambda: TileRows(mask, device), TileRows.tensors))
     return rows.read()
-
-
-class WideGradients(AttentionBackend):
-    """Full and causal tiles, with gradients in float32 (float64 for float64 inputs).
-
-    torch's kernels round gradients to the dtype of their inputs, so that a sum of several has several rounding errors.
-    Float32 gradients of a rank's own tile, usually the largest term, avoid the largest of these errors.
-    """
-
-    name = "WIDE_GRADIENTS"
-
-    def refusal(self, spec: CallSpec) -> str | None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: TileMask, scale: float) -> tuple[Tensor, Tensor]:
-        return attention_forward(q, k, v, CAUSAL_ROWS if mask.is_causal else FULL_ROWS, scale)
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: TileMask, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = CAUSAL_ROWS if mask.is_causal else FULL_ROWS
-        return attention_backward(grad_out, q, k, v, out, lse, rows, scale, grad_dtype=wide_dtype(q))

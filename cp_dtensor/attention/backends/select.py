@@ -24,7 +24,7 @@ from cp_dtensor.attention.backends.aten import (
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
-from cp_dtensor.attention.backends.interval import IntervalAttention, WideGradients
+from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.packages import has_package_kernels, log_missing
 from cp_dtensor.attention.masked import MAX_HEAD_DIM
 from cp_dtensor.plan.partition import CallSpec, SequencePartition, masking_of
@@ -40,7 +40,7 @@ PACKAGES = (flash4.PACKAGE, cudnn_flex.PACKAGE)
 """Optional packages of kernels, of the extra `kernels`."""
 _CPU_FLASH = CpuFlashAttention()
 _INTERVALS = IntervalAttention()
-_WIDE_GRADIENTS = WideGradients()
+_WIDE_GRADIENTS = IntervalAttention(wide_gradients=True)
 
 # Orders of preference for full and causal tiles, measured (docs/kernels.md).
 _PACKAGE_GPU_ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")

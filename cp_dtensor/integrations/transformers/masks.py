@@ -347,6 +347,9 @@ def _evaluated(asked: ModelMask, row: int, whole: Gathered) -> Mask:
                 f"the mask function of this model reads {name}, a tensor of this rank's tokens {tuple(value.shape)}, "
                 f"where context-parallel attention needs that of the whole sequence ({q_len} tokens)"
             )
+    blocks = _of_blocks(function, asked, row, kv_len) if q_len == kv_len else None
+    if blocks is not None:
+        return blocks
     if q_len * kv_len > _MOST_PAIRS:
         raise NotImplementedError(
             f"the mask function of this model ({_qualname(function)}) is not one of transformers' own, and {q_len} x "
@@ -362,6 +365,40 @@ def _evaluated(asked: ModelMask, row: int, whole: Gathered) -> Mask:
             f"{_MOST_RANGES}: use FlexAttention inside of the context"
         )
     return Bands.of_rows(rows, kv_len)
+
+
+def _of_blocks(function: MaskFunction, asked: ModelMask, row: int, length: int) -> Mask | None:
+    """Return the value of a causal function, or of a window, in which blocks of tokens (images) see each other.
+
+    Each part of such a function shows a query one range of keys around its own position, or none, and so does a union
+    or an intersection of parts. So it is enough to compare the ends of each query's range, which follow from its block,
+    with the function. Return None for another function.
+    """
+    ids, size = None, length
+    for name, value in _captured(function):
+        if name == "block_sequence_ids" and value.shape == (asked.batch_size, length):
+            ids = value[row]
+        elif name == "sliding_window":
+            size = value
+        elif getattr(value, "__module__", None) != MASKING_UTILS:
+            return None
+    if ids is None or not length:
+        return None
+    at = torch.arange(length, device=ids.device)
+    ids = torch.where(ids < 0, -1 - at, ids)  # a token of no block is one by itself
+    blocks, run, lengths = torch.unique_consecutive(ids, return_inverse=True, return_counts=True)
+    if len(blocks.unique()) < len(blocks):  # a block in several parts
+        return None
+    stop = lengths.cumsum(0)[run]
+    window = (at - size + 1).clamp(min=0)  # a block may see what is before a window, too
+    for first in (window, window.minimum(stop - lengths[run])):
+        ends = ((first, True), (stop - 1, True), (first - 1, False), (stop, False))
+        if all(
+            ((function(row, 0, at, keys.clamp(0, length - 1)) == seen) | (keys < 0) | (keys == length)).all()
+            for keys, seen in ends
+        ):
+            return Bands.of_rows([[span] for span in zip(first.tolist(), stop.tolist(), strict=True)], length)
+    return None
 
 
 def _qualname(function: MaskFunction) -> str:
