@@ -71,7 +71,7 @@ def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObje
 
 @no_gpu
 @each_kind
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20))
 @given(data=st.data())
 def test_kernels_make_it_too(kind: str, data: st.DataObject) -> None:
     """In Triton's interpreter, which cuts bfloat16 off."""

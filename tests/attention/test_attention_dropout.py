@@ -45,7 +45,14 @@ def test_kernels_of_runs_keep_what_the_reference_keeps(device: str, blocks: tupl
 
 
 @interpreted
-@pytest.mark.parametrize(("by", "step"), [*(((n, 8 - n), 1) for n in range(1, 8)), ((0, 1), 2), ((3, 0), 5)], ids=str)
+@pytest.mark.parametrize(
+    ("by", "step"),
+    [
+        *(((n, 8 - n), 1) for n in (1, 4, 7)), ((0, 1), 2), ((3, 0), 5),
+        *(pytest.param((n, 8 - n), 1, marks=pytest.mark.sweep) for n in (2, 3, 5, 6)),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_kernels_keep_what_the_reference_keeps_wherever_runs_begin(device: str, by: tuple[int, int], step: int) -> None:
     """Moved by a part of a run, and in stripes."""
     rows, columns = 17, 32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -44,8 +45,12 @@ def test_fronts_by_features(name: str, feature: str) -> None:
 
 
 FEATURES_OF_WORLDS = ("causal", "documents", "sinks", "checkpoint")
-IN_COMPILED_CODE = ("softcap", "bool_bias", "float_bias", "scale<0", "gqa", "lse", "window", "bf16")
+TOGETHER_IN_COMPILED_CODE = (("causal",), ("documents", "sinks", "checkpoint"))
+"""As `FEATURES_OF_WORLDS`, in few cases, since each takes seconds to compile."""
+OF_THE_OPERATOR = (("softcap", "float_bias", "scale<0"), ("bool_bias", "gqa", "lse", "window"), ("bf16",))
 """Constants, arguments and results of the operator, for fronts that reach it in different ways."""
+OVER_OTHERS = ("unified", "torch_experimental", "zigzag", "usp", "diffusers", "ring_documents", "zigzag_documents")
+"""Fronts that call others of these: that those take lengths that change is enough every time."""
 GPUS = torch.cuda.device_count()
 MARKS = {
     "compiled(2)": pytest.mark.slow,
@@ -55,29 +60,46 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("world_name", [pytest.param(each, marks=MARKS.get(each, ())) for each in [*WORLDS][1:]])
-@pytest.mark.parametrize("name", FRONTS)
+def _compiled_groups(name: str) -> list[tuple[str, ...]]:
+    """Returns the features of each compiled case: those that the front takes together, others alone."""
+    groups = []
+    of_operator = OF_THE_OPERATOR if name in ("function", "ulysses", "mla", "provider") else ()
+    for group in (*TOGETHER_IN_COMPILED_CODE, *of_operator):
+        expressed = [feature for feature in group if feature not in FRONTS[name].lacks]
+        refused = [feature for feature in expressed if refusals_of(name, (feature,), compiles=True)]
+        together = tuple(feature for feature in expressed if feature not in refused)
+        groups += [(feature,) for feature in refused] + ([together] if together else [])
+    return groups
+
+
+def _marks(name: str, world_name: str) -> list[pytest.MarkDecorator]:
+    marks = [MARKS[world_name]] if world_name in MARKS else []
+    return [*marks, pytest.mark.sweep] if name in OVER_OTHERS and WORLDS[world_name].dynamic else marks
+
+
+@pytest.mark.parametrize(
+    ("name", "world_name"),
+    [pytest.param(*each, marks=_marks(*each)) for each in product(FRONTS, [*WORLDS][1:])],
+)
 def test_fronts_by_worlds(name: str, world_name: str, request: pytest.FixtureRequest) -> None:
     world = WORLDS[world_name]
     base = Case() if world.device == "cpu" else Case(device="cuda", dtype="bfloat16", head_dim=64, lengths=(384, 384))
-    features = FEATURES_OF_WORLDS
-    if world_name == "compiled(2)" and name in ("function", "ulysses", "mla", "provider"):
-        features += IN_COMPILED_CODE
-    found = {feature: case_of(name, (feature,), world.size, base) for feature in features}
-    cases = {feature: case for feature, case in found.items() if case is not None}
-    if world.dynamic and not FRONTS[name].is_whole_graph:
-        pytest.skip("it runs between graphs, as in compiled(2): its code is compiled for no length")
-    if world.dynamic:  # the others do not depend on lengths, and each takes seconds to compile
-        cases = {feature: cases[feature] for feature in ["documents" if "documents" in cases else "causal"]}
+    groups = _compiled_groups(name) if world.compiles else [(feature,) for feature in FEATURES_OF_WORLDS]
+    if world.dynamic and not (FRONTS[name].is_whole_graph and not FRONTS[name].is_sized):
+        pytest.skip("its code is compiled for one length, or for none: it runs between graphs, as in compiled(2)")
+    if world.dynamic:  # the others do not depend on lengths
+        groups = [("causal",) if "documents" in FRONTS[name].lacks else ("documents",)]
+    found = {features: case_of(name, features, world.size, base) for features in groups}
+    cases = {features: case for features, case in found.items() if case is not None}
     if not world.fixture:
-        for feature, case in cases.items():
-            _cell(name, (feature,), world, case)
+        for features, case in cases.items():
+            _cell(name, features, world, case)
         return
     by_rank = request.getfixturevalue(world.fixture).run(check_all, name, cases, world)
     assert all(messages == by_rank[0] for messages in by_rank)
-    for feature in cases:
-        allowed, message = refusals_of(name, (feature,), 1, world.compiles), by_rank[0].get(feature)
-        assert (message is not None) == bool(allowed), f"{feature}: {message}"
+    for features in cases:
+        allowed, message = refusals_of(name, features, 1, world.compiles), by_rank[0].get(features)
+        assert (message is not None) == bool(allowed), f"{features}: {message}"
         assert message is None or re.search("|".join(allowed), message), message
 
 

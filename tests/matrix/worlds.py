@@ -23,6 +23,7 @@ from matrix.features import SEQ_DIMS, Case, Tensors, differentiate, documents, e
 from matrix.fronts import FRONTS, Front
 
 REFUSALS = TypeError, ValueError, NotImplementedError, RuntimeError
+Features = tuple[str, ...]
 NAMES = {1: ("cp",), 2: ("ring", "ulysses")}
 
 
@@ -113,15 +114,15 @@ def check(_rank: int, name: str, case: Case, world: World) -> None:
         assert all(torch.equal(results[name], again[name]) for name in results)
 
 
-def check_all(rank: int, name: str, cases: dict[str, Case], world: World) -> dict[str, str]:
-    """Runs the cases of a front on this rank, which is a process; returns the messages of refusals by feature."""
+def check_all(rank: int, name: str, cases: dict[Features, Case], world: World) -> dict[Features, str]:
+    """Runs the cases of a front on this rank, which is a process; returns the messages of refusals by features."""
     messages = {}
     with FRONTS[name].patch(world.compiles):
-        for feature, case in cases.items():
+        for features, case in cases.items():
             try:
                 (check_compiled if world.compiles else check)(rank, name, case, world)
             except REFUSALS as error:
-                messages[feature] = "\n".join(map(str, chain_of(error)))
+                messages[features] = "\n".join(map(str, chain_of(error)))
     return messages
 
 
@@ -141,12 +142,14 @@ def check_compiled(_rank: int, name: str, case: Case, world: World) -> None:
     mesh, front = mesh_of(world), FRONTS[name]
     function = torch.compile(front.call, fullgraph=front.is_whole_graph, dynamic=world.dynamic, backend="aot_eager")
     for step in range(1 + front.is_live):
-        lengths = (32, 32) if step and world.dynamic and not front.is_sized else case.lengths
+        lengths = (32, 32) if step and world.dynamic else case.lengths
         cases = [
             front.settle(other_mask(replace(case, lengths=lengths), 2 * step + number), mesh.size())
             for number in range(2)
         ]
-        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+        # Symbolic floats, of which dynamic lengths have no need, make Dynamo begin again.
+        constants = torch._dynamo.config.patch(specialize_float=True)
+        with constants, torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             check_in_turns(front, cases, mesh, function)
 
 

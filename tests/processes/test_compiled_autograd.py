@@ -14,7 +14,7 @@ def _steps(rank: int, whole: torch.Tensor, grad: torch.Tensor) -> list[torch.Ten
     """Gradients of the whole input by three backwards, the first and the last one by compiled autograd."""
     from torch._dynamo import compiled_autograd
 
-    found = []
+    found, compiler = [], torch.compile(backend="eager")
     for how in (True, False, True):
         x = whole.clone().requires_grad_()
         (mine,) = context_parallel_shard(dist.group.WORLD, [x], [2])
@@ -24,7 +24,7 @@ def _steps(rank: int, whole: torch.Tensor, grad: torch.Tensor) -> list[torch.Ten
         (out,) = context_parallel_unshard(dist.group.WORLD, [out], [2])
         loss = (out * grad).sum()
         if how:
-            with compiled_autograd._enable(torch.compile(backend="eager")), warnings.catch_warnings():
+            with compiled_autograd._enable(compiler), warnings.catch_warnings():
                 # Torch's own, while it captures: it filters warnings when they are shown.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
                 loss.backward()

@@ -70,7 +70,7 @@ def _dtensors(rank: int, seed: int) -> None:
 
 
 @torch_before_2_12
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.sweep)])
 def test_dtensors_with_uneven_shards(four_processes: Processes, seed: int) -> None:
     four_processes.run(_dtensors, seed)
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.forked_programs import launch
+from support.processes import way_to_start
 from support.ranks import run_ranks
 
 from cp_dtensor import Causal, Cluster, HeadTail
@@ -169,6 +171,8 @@ def test_ranks_that_crash_or_hang_are_a_problem(
     body: Any, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    start = partial(doctor.mp.start_processes, start_method=way_to_start("gloo").get_start_method())
+    monkeypatch.setattr(doctor.mp, "spawn", start)  # saves seconds
     monkeypatch.setattr(doctor, "_run_rank", body)
     monkeypatch.setattr(doctor, "_SECONDS", 2 if body is hang else 60)
     with pytest.raises(SystemExit) as ended:
