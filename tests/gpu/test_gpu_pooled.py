@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,15 +74,7 @@ def _compare(rank: int, dtype: torch.dtype) -> None:
             assert error <= tolerance, f"function {function}, result {index}: {error}"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    """Two processes."""
-    two = Processes(2, timeout=300, backend="nccl")
-    yield two
-    two.stop()
-
-
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_two_ranks(ranks: Processes, dtype: torch.dtype) -> None:
-    ranks.run(_compare, dtype)
+def test_two_ranks(two_gpus: Processes, dtype: torch.dtype) -> None:
+    two_gpus.run(_compare, dtype)
