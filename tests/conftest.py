@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import choose_cases
 from support.nan_memory import poisoned_empty
-from support.processes import GPU_RANKS, Processes
+from support.processes import GPU_RANKS, Processes, started
 
 GPUS = torch.cuda.device_count()
 
@@ -77,31 +77,31 @@ def _poison_uninitialised_memory() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def two_processes() -> Iterator[Processes]:
     """Two processes, started by the first test that uses them, for all files."""
-    yield from _started(2, timeout=250)
+    yield from started(2, timeout=250)
 
 
 @pytest.fixture(scope="session")
 def four_processes() -> Iterator[Processes]:
     """Four processes, started by the first test that uses them, for all files."""
-    yield from _started(4, timeout=120)
+    yield from started(4, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[Processes]:
     """Processes on GPUs of their own with NCCL (or on one, with gloo), for one file."""
-    yield from _started(GPU_RANKS, timeout=120, backend="nccl")
+    yield from started(GPU_RANKS, timeout=120, backend="nccl")
 
 
 @pytest.fixture(scope="module")
 def slow_gpus() -> Iterator[Processes]:
     """As `gpus`, for bodies that compile much or compute long."""
-    yield from _started(GPU_RANKS, timeout=280, backend="nccl")
+    yield from started(GPU_RANKS, timeout=280, backend="nccl")
 
 
-def _started(count: int, timeout: float, backend: str = "gloo") -> Iterator[Processes]:
-    processes = Processes(count, timeout, backend)
-    yield processes
-    processes.stop()
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[Processes]:
+    """Two processes on GPUs, however many ranks `gpus` has."""
+    yield from started(2, timeout=300, backend="nccl")
 
 
 @pytest.fixture

@@ -233,7 +233,7 @@ PROGRAMS = {
     "documents, module in a checkpoint": Program("packed module", _packed(), (0, 1), around=True),
     # Layouts of one length are no part of the code, but for blocks that stay whole
     "FlexAttention, layouts": Program("flex_context", FLEX, (0, 3, 5)),
-    "FlexAttention, recomputed": Program("flex_context", FLEX[:5], (0, 3), "all"),
+    "FlexAttention, recomputed": Program("flex_context", FLEX[:3], (0,), "all"),
     "FlexAttention, unequal shards": Program("flex", _of_lengths(13, 1, layout=MirroredBatch()), (0, 1)),
     **{f"{way}, inherited": Program(f"{way} in a context", INHERITED, (0, 1, 2, 3)) for way in ("function", "module")},
     **{f"{way}, inherited layouts of one length": Program(f"{way} in a context", ONE_LENGTH, (0, 1))

@@ -21,7 +21,7 @@ from matrix.fronts import FRONTS
 from matrix.worlds import WORLDS, World, check, compare, leaves_of, mesh_of, results_of
 from support.gpu_checks import WAYS, WORLD_SIZE, by, captured, replays
 from support.package_kernels import Unwanted
-from support.processes import Processes
+from support.processes import Processes, started
 from support.staging import BY_HEAD, in_stages
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -176,9 +176,7 @@ def _on_axes(rank: int, setup: str) -> None:
 def four_on_two() -> Iterator[Processes]:
     # Neighbours need NCCL between GPUs; "nccl" is gloo where all ranks share one.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() > 1 else "nccl"
-    processes = Processes(AXES.size, timeout=120, backend=backend)
-    yield processes
-    processes.stop()
+    yield from started(AXES.size, timeout=120, backend=backend)
 
 
 @pytest.mark.gpu(2)

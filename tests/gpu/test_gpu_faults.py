@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.different_calls import FAULTS, FAULTY, WRONG_STEP, check_named, steps_until_found, table
 from support.gpu_checks import WAYS, attend, shards
 from support.problems import Problem, assert_close, reference, shard
-from support.processes import Processes
+from support.processes import Processes, started
 from support.ranks import RanksFailed
 
 from cp_dtensor import HeadTail, PeerError, context_parallel_attention
@@ -36,9 +36,7 @@ every_fault = pytest.mark.parametrize("fault", FAULTS)
 @pytest.fixture
 def ranks() -> Iterator[Processes]:
     """Two processes of each test, since faults end them."""
-    two = Processes(RANKS, timeout=90, backend="nccl")
-    yield two
-    two.stop()
+    yield from started(RANKS, timeout=90, backend="nccl")
 
 
 def _group(seconds: float = SECONDS) -> Any:

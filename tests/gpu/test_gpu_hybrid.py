@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -11,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support.gpu_checks import one_setting_of_autotuners
 from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,17 +28,7 @@ from cp_dtensor import (
 from cp_dtensor.layers import fla
 from cp_dtensor.layers.fla import _small_error
 
-if torch.cuda.is_available() and find_spec("fla") is not None:
-    from triton.runtime.autotuner import Autotuner
-
-    _original = Autotuner.__init__
-
-    def _one_setting(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
-        _original(self, fn, names, list(configs)[:1], *arguments, **options)
-
-    # Before the package is imported. To compile all settings of its kernels takes minutes.
-    Autotuner.__init__ = _one_setting
-
+one_setting_of_autotuners()  # before the package is imported
 needs_package = pytest.mark.skipif(find_spec("fla") is None, reason="needs the extra: pip install -e '.[hybrid]'")
 REFUSES = "upgrade Triton to >= 3.7.1"
 """The package's own refusal of gated kernels on Hopper GPUs. Layers then give a warning and use torch's operations."""
@@ -122,15 +112,7 @@ def _compare(rank: int, dtype: torch.dtype) -> None:
             assert error <= tolerance, f"layer {layer}, result {index}: {error}"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    """Two processes, which compile kernels."""
-    two = Processes(2, timeout=300, backend="nccl")
-    yield two
-    two.stop()
-
-
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_two_ranks(ranks: Processes, dtype: torch.dtype) -> None:
-    ranks.run(_compare, dtype)
+def test_two_ranks(two_gpus: Processes, dtype: torch.dtype) -> None:
+    two_gpus.run(_compare, dtype)

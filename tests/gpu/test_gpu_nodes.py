@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.nodes import WAYS, check, masks, mesh_over_nodes
 from support.problems import Problem
-from support.processes import Processes
+from support.processes import Processes, started
 
 from cp_dtensor import Mask
 from cp_dtensor.comm.groups import SequenceRanks
@@ -25,9 +25,7 @@ pytestmark = pytest.mark.gpu(2, nccl=True)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Processes]:
-    four = Processes(4, timeout=280, backend="nccl", nodes=2)
-    yield four
-    four.stop()
+    yield from started(4, timeout=280, backend="nccl", nodes=2)
 
 
 @pytest.mark.parametrize("mask", masks(LENGTH).values(), ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,19 +75,11 @@ def _compare(rank: int, dtype: torch.dtype, heads: int, width: int) -> None:
             assert error <= tolerance, f"function {function}, result {index}: {error}"
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    """Two processes."""
-    two = Processes(2, timeout=300, backend="nccl")
-    yield two
-    two.stop()
-
-
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("dtype", "heads", "width"),
     [(torch.float64, 4, 32), (torch.bfloat16, 4, 32), (torch.bfloat16, 16, 128)],  # packages' kernels take the last
     ids=str,
 )
-def test_two_ranks(ranks: Processes, dtype: torch.dtype, heads: int, width: int) -> None:
-    ranks.run(_compare, dtype, heads, width)
+def test_two_ranks(two_gpus: Processes, dtype: torch.dtype, heads: int, width: int) -> None:
+    two_gpus.run(_compare, dtype, heads, width)

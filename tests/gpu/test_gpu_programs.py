@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.gpu_checks import WORLD_SIZE
-from support.processes import Processes
+from support.processes import Processes, started
 
 pytestmark = pytest.mark.gpu(WORLD_SIZE, nccl=True)
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -19,9 +19,7 @@ COLUMNS = ("plain", "plain packed", "plain padded", "provider", "packed", "padde
 @pytest.fixture(scope="module")
 def both_backends() -> Iterator[Processes]:
     """Processes whose group has gloo for CPU tensors beside NCCL."""
-    processes = Processes(WORLD_SIZE, 250, "cpu:gloo,cuda:nccl")
-    yield processes
-    processes.stop()
+    yield from started(WORLD_SIZE, 250, "cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.parametrize("column", COLUMNS)

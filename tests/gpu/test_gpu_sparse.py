@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -10,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpu_checks import one_setting_of_autotuners
 from support.processes import Processes
 
 from cp_dtensor import (
@@ -25,17 +25,7 @@ from cp_dtensor import (
 from cp_dtensor.layers import block_kernels, chosen_kernels, cudnn_indexer
 from cp_dtensor.layers.cudnn_indexer import _scores_error, _top_k_error
 
-if torch.cuda.is_available() and find_spec("fla") is not None:
-    from triton.runtime.autotuner import Autotuner
-
-    _original = Autotuner.__init__
-
-    def _one_setting(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
-        _original(self, fn, names, list(configs)[:1], *arguments, **options)
-
-    # Before the package is imported. To compile all settings of its kernels takes minutes.
-    Autotuner.__init__ = _one_setting
-
+one_setting_of_autotuners()  # before the package is imported
 _SERVED = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
 REASON = "needs a Hopper or datacenter Blackwell GPU and the extra: pip install -e '.[sparse]'"
 needs_flash_mla = pytest.mark.skipif(not _SERVED or find_spec("flash_mla") is None, reason=REASON)
@@ -110,21 +100,13 @@ def _alone(rank: int) -> Any:
     return [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    """Two processes, which compile kernels."""
-    two = Processes(2, timeout=300, backend="nccl")
-    yield two
-    two.stop()
-
-
 @pytest.mark.gpu(2, nccl=True)
 @needs_cudnn
 @pytest.mark.parametrize(
     ("kind", "is_causal"), [("causal", True), ("documents", True), ("window", True), ("causal", False)]
 )
-def test_two_ranks_select_the_keys_of_one(ranks: Processes, kind: str, is_causal: bool) -> None:
-    for found in ranks.run(_selected, kind, is_causal):
+def test_two_ranks_select_the_keys_of_one(two_gpus: Processes, kind: str, is_causal: bool) -> None:
+    for found in two_gpus.run(_selected, kind, is_causal):
         *by_two, by_one = found
         assert all(torch.equal(each, by_one) for each in by_two)
         assert int((by_one >= 0).sum()) > LENGTH * KEYS
@@ -167,9 +149,9 @@ def _attended(rank: int, heads: int, has_sink: bool) -> list[list[torch.Tensor]]
 @needs_flash_mla
 @needs_cudnn
 @pytest.mark.parametrize(("heads", "has_sink"), [(128, True), (64, False), (16, True)])
-def test_two_ranks_attend_as_one(ranks: Processes, heads: int, has_sink: bool) -> None:
+def test_two_ranks_attend_as_one(two_gpus: Processes, heads: int, has_sink: bool) -> None:
     names = ["out", "dq", "d_latent", "d_rope", "d_up", "d_sinks"]
-    for of_two, of_one, wanted in ranks.run(_attended, heads, has_sink):
+    for of_two, of_one, wanted in two_gpus.run(_attended, heads, has_sink):
         for name, two, one, expected in zip(names, of_two, of_one, wanted, strict=False):
             errors = [float((x.double() - expected).norm() / expected.norm()) for x in (two, one)]
             print(heads, name, *(f"{error:.2e}" for error in errors))

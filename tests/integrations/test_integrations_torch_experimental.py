@@ -338,6 +338,7 @@ def compiled_modules(rank: int) -> None:
     _disable_context_parallel_dispatcher()
 
 
+@pytest.mark.sweep
 def test_compiled_modules(two_processes: Processes) -> None:
     two_processes.run(compiled_modules)
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from support.cases import examples
-from support.processes import GPU_RANKS, Processes
+from support.processes import GPU_RANKS, Processes, started
 
 from matrix.features import FEATURES
 from matrix.fronts import CELLS, FRONTS, METHODS, Case, case_of, layouts_of, refusals_of
@@ -33,9 +33,7 @@ def _cell(name: str, features: tuple[str, ...], world: World, case: Case | None)
 @pytest.fixture(scope="module")
 def shared_gpu() -> Iterator[Processes]:
     """Two processes on one GPU."""
-    processes = Processes(2, 120, "nccl")
-    yield processes
-    processes.stop()
+    yield from started(2, 120, "nccl")
 
 
 @pytest.mark.parametrize(("name", "feature"), CELLS)

@@ -110,7 +110,7 @@ def test_soak(world: World, request: pytest.FixtureRequest, pytestconfig: pytest
     seed = random.randrange(1 << 30) if minutes else 0
     begun, different, before = time.monotonic(), 0, [0.0]
     for batch in count():
-        done = (time.monotonic() - begun) / (60 * minutes) if minutes else batch / 2
+        done = (time.monotonic() - begun) / (60 * minutes) if minutes else batch
         if done >= 1:
             break
         first = (batch % different if different else batch) * OF_A_BATCH

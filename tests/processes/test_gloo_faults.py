@@ -36,7 +36,7 @@ from support.different_calls import (
     table,
 )
 from support.problems import Problem, reference, shard
-from support.processes import Processes
+from support.processes import Processes, started
 from support.ranks import RanksFailed, run_ranks
 from support.settings_state import PatchedTorch, thread_state
 from support.shared_memory import shared_memory
@@ -63,9 +63,7 @@ Case = tuple[Callable[[int, Any, str], None], str]
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Processes]:
-    processes = Processes(RANKS, timeout=120)
-    yield processes
-    processes.stop()
+    yield from started(RANKS, timeout=120)
 
 
 def _attend(rank: int, group: Any, method: str, length: int | None = 14, **options: Any) -> list[torch.Tensor]:

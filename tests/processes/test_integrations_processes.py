@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.problems import Problem, dense, reference
-from support.processes import Processes
+from support.processes import Processes, started
 from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import Contiguous, context_parallel_shard
@@ -24,9 +24,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
     if request.param == "gloo":
         yield request.getfixturevalue("two_processes")
         return
-    processes = Processes(WORLD_SIZE, timeout=120, backend=request.param)
-    yield processes
-    processes.stop()
+    yield from started(WORLD_SIZE, timeout=120, backend=request.param)
 
 
 def _sharded(tensor: torch.Tensor) -> torch.Tensor:

@@ -161,11 +161,6 @@ def test_two_ranks_train_and_resume_as_one_rank_does(tmp_path: Path) -> None:
         assert [report[key] for report in again] == pytest.approx([report[key] for report in steps], rel=1e-6)
 
 
-def test_compiled_layers_train_as_one_uncompiled_rank_does(tmp_path: Path) -> None:
-    arguments = ["--compile.enable", "--compile.backend=aot_eager", "--activation_checkpoint.mode=selective"]
-    assert "parity holds: over steps 1 to 4" in trained(tmp_path, *arguments)
-
-
 def trained(folder: Path, *arguments: str) -> str:
     """Output of two CPU ranks that train the tiny model, context parallel."""
     tiny = [f"--config={DEBUG}", "--check-parity", *TINY, *SHORT, *arguments]

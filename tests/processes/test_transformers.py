@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.model_cells import recurrences_in_float64, run_cell
 from support.models import LENGTH, ROWS, assert_gradients_sum_to, gradients, tiny_model
-from support.processes import Processes
+from support.processes import Processes, started
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -215,14 +215,13 @@ def documents_by_edges() -> None:
 
 
 def flex() -> None:
-    """FlexAttention has no gradients on CPUs: forward only. Windows and full layers; a window and documents."""
-    for family, changes in (("Gemma 3", {}), ("Mistral", {"position_ids": torch.cat([packed_at(20), packed_at()])})):
-        given = batch(**changes)
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            whole = tiny_model(family, "sdpa")(**given.inputs, use_cache=False).logits.float()
-            logits = in_context(tiny_model(family, "flex_attention").float(), given, use_cache=False).logits
-        torch.testing.assert_close(logits, shard(whole), rtol=1e-3, atol=1e-4)
+    """FlexAttention has no gradients on CPUs: forward only. Windows and full layers, documents in one row."""
+    given = batch(position_ids=torch.cat([packed_at(20), packed_at()]))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = tiny_model("Gemma 3", "sdpa")(**given.inputs, use_cache=False).logits.float()
+        logits = in_context(tiny_model("Gemma 3", "flex_attention").float(), given, use_cache=False).logits
+    torch.testing.assert_close(logits, shard(whole), rtol=1e-3, atol=1e-4)
 
 
 # Layers that count
@@ -390,7 +389,7 @@ CASES: list[Any] = [
     *[(modules, family) for family in ("Gemma 3", "gpt-oss", "Qwen3-Next")],
     (mean_gradients,), (outside_of_contexts,), (whole_padding, "sdpa"), (whole_padding, "cp_dtensor"),
     (counted_embeddings, "BART"), (counted_embeddings, "T5"),
-    (documents_by_edges,), pytest.param((flex,), marks=pytest.mark.slow), (counted_for_scales,),
+    (documents_by_edges,), pytest.param((flex,), marks=pytest.mark.sweep), (counted_for_scales,),
     (share_of_masks, "sdpa"), (share_of_masks, "cp_dtensor"), (dropout, "Gemma 3"), (refusals,), (without_attention,),
 ]  # fmt: skip
 
@@ -411,9 +410,7 @@ def test_models(two_processes: Processes, case: tuple[Any, ...]) -> None:
 @pytest.fixture(scope="module")
 def without_provider() -> Iterator[Processes]:
     """Two processes in which `register()` is never called: it keeps the functions of models replaced."""
-    two = Processes(2, timeout=250)
-    yield two
-    two.stop()
+    yield from started(2, timeout=250)
 
 
 def hybrid(rank: int, family: str) -> None:

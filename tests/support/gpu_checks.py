@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -27,6 +28,20 @@ WAYS: dict[str, dict[str, str]] = {
 with_nccl = pytest.mark.gpu(WORLD_SIZE, nccl=True)
 """Mark of tests that gloo cannot run on CUDA tensors: captures of collectives, and all-gathers of DTensors, at which
 the process ends with a segmentation fault (https://github.com/pytorch/pytorch/issues/152645)."""
+
+
+def one_setting_of_autotuners() -> None:
+    """Lets kernels of flash-linear-attention, if it is here, compile one of their settings: all take minutes."""
+    if not torch.cuda.is_available() or find_spec("fla") is None:
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def one_setting(self: Any, fn: Any, names: Any, configs: Any, *arguments: Any, **options: Any) -> None:
+        original(self, fn, names, list(configs)[:1], *arguments, **options)
+
+    Autotuner.__init__ = one_setting
 
 
 def captured(ways: Iterable[str]) -> list[Any]:

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -148,6 +148,13 @@ class Processes:
                 if errors[rank] is not None:  # others may wait for this rank until the deadline, on the GPU for ever
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         return results, errors
+
+
+def started(count: int, timeout: float, backend: str = "gloo", **options: Any) -> Iterator[Processes]:
+    """Yields processes to the tests of a fixture, and stops them after these."""
+    processes = Processes(count, timeout, backend, **options)
+    yield processes
+    processes.stop()
 
 
 def way_to_start(backend: str) -> Any:

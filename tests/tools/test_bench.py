@@ -432,13 +432,13 @@ REASONS = {
 
 
 def test_a_run_on_two_ranks(tmp_path: Path) -> None:
-    arguments = ["--mask", "documents 100", "causal", "--dropout", "0", "0.1", "--seq-lens", "512", "--heads", "2:1:8"]
+    arguments = ["--mask", "documents 100", "causal", "--dropout", "0", "0.1", "--seq-lens", "256", "--heads", "2:1:8"]
     arguments += ["--dtype", "float32", "--repeats", "1", "--device", "cpu", "--graph"]
     arguments += ["--methods", *NAMES, "--output", "out/rows.csv"]
     printed = launch(2, "cp_dtensor", "bench", *arguments, folder=tmp_path)
     assert "-m cp_dtensor bench --mask 'documents 100' causal" in printed
     for title in ("causal, float32", "documents 100, float32, dropout 0.1"):
-        assert f"\n## 512 tokens, 2:1:8 heads, {title}\n" in printed
+        assert f"\n## 256 tokens, 2:1:8 heads, {title}\n" in printed
     with (tmp_path / "out" / "rows.csv").open(newline="") as file:
         rows = [*csv.DictReader(file)]
     assert len(rows) == 2 * 2 * 2 * len(methods_by_name(NAMES, graph=True))
