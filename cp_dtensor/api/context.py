@@ -111,6 +111,7 @@ class context_parallel(ContextDecorator):
         seq_len: int | tuple[int, ...] | None = None, sinks: torch.Tensor | None = None,
         **options: Unpack[ContextOptions],
     ) -> None:  # fmt: skip
+        _torch.refuse_in_compiled_function("context_parallel")  # Dynamo of torch 2.11 fails in what follows
         refuse_unknown("context_parallel", options, OF_CONTEXTS)
         self._beside = {} if sinks is None else {"sinks": checked_of_heads("sinks", sinks)}
         self._call = call = replace(Call.of(mesh, **options), in_context=True)

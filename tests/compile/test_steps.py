@@ -264,11 +264,13 @@ def run(_rank: int, name: str) -> None:
     options: dict[str, Any] = {"backend": program.backend, "dynamic": program.dynamic}
     function = torch.compile(program.body(front), fullgraph=True, **options)
     forwards = 1 + (program.around or program.inside == "all")
+    # Dynamo of torch 2.11 guards every field of a dataclass that a module is called with, here the seed of a case.
+    guards_seeds = torch.__version__ < "2.12" and "module" in name
     with front.patch(True):
         for step, case in enumerate(program.cases):
             if program.around:
                 case = replace(case, around="checkpoint")
-            stance = "default" if step in program.compiles else "fail_on_recompile"
+            stance = "default" if guards_seeds or step in program.compiles else "fail_on_recompile"
             with torch.compiler.set_stance(stance), _counted("forward") as forward, _counted("backward") as backward:
                 check_in_turns(front, [case], mesh_of(WORLDS["compiled(2)"]), function)
             if case.method == "ring":

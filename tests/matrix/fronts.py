@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from cp_dtensor import (
@@ -320,11 +321,16 @@ def _as_dtensors(case: Case, _ranks: int) -> Case:
 MASKS = frozenset({"window", "documents", "padding", "batched", "union"})
 BIASES = frozenset({"bool_bias", "float_bias"})
 SDPA_LACKS = frozenset({"softcap", "lse"})
+# DTensor.to_local of torch 2.11 drops second derivatives without an error, before the library sees them.
+DTENSOR_LACKS = frozenset({"undeclared", *(["second_derivative"] if torch.__version__ < "2.12" else [])})
 TWICE = {"second_derivative": "differentiate twice"}
 FLASH_LACKS = BIASES | {"documents", "padding", "batched", "union", "sinks"}
 PACKED_LACKS = BIASES | {"batched", "union", "sinks", "cross", "undeclared"}
 DIVIDED_LACKS = PACKED_LACKS | {"uneven", "short"}
 COMPILED_SINKS = {"sinks": "in compiled code does not take the sinks of its context"}
+
+VARLEN_SCALE = "scale must be greater than 0"
+"""Error of torch's own `varlen_attn`, from torch 2.15 on."""
 
 FRONTS: dict[str, Front] = {
     "function": Front(_function, refuses=TWICE),
@@ -342,13 +348,13 @@ FRONTS: dict[str, Front] = {
         refuses_compiled={"sinks": "a compiled module with ContextParallel does not take the sinks of its context"},
     ),
     "dtensor": Front(
-        _dtensor, _with_dtensors, settle=_as_dtensors, lacks=frozenset({"undeclared"}), refuses=TWICE,
+        _dtensor, _with_dtensors, settle=_as_dtensors, lacks=DTENSOR_LACKS, refuses=TWICE,
         sums_shares=False,
         refuses_compiled=dict.fromkeys(FEATURES, "in compiled code, context_parallel_attention takes no DTensors"),
     ),
     "dtensor_sdpa": Front(
         _dtensor_sdpa, _with_dispatcher, _as_dtensors, refuses=TWICE,
-        lacks=SDPA_LACKS | MASKS | {"sinks", "undeclared", "deterministic"},
+        lacks=SDPA_LACKS | MASKS | DTENSOR_LACKS | {"sinks", "deterministic"},
     ),
     "dtensor_ops": Front(
         # Torch's backward of the operator needs the dispatcher, too.
@@ -371,6 +377,7 @@ FRONTS: dict[str, Front] = {
         lacks=BIASES | {"softcap", "dropout", "union", "padding"}, is_live=True,
         refuses={
             **TWICE, "sinks": "varlen_attn does not take the sinks of its context",
+            **({"scale<0": VARLEN_SCALE, "scale=0": VARLEN_SCALE} if hasattr(varlen, "_validate_scale") else {}),
             "undeclared": "needs to know how long the whole sequence of a batch row is",
         },
     ),

@@ -145,7 +145,9 @@ BAD: dict[str, Bad] = {
         "expected at least one batch row, head( and head dim|, R)", SHARDS | FLASH | {"mla"},
         _each(lambda x: x[:0]),
     ),
-    "scale is NaN": Bad("expected a finite scale, got nan", ALL, case=_case(scale=math.nan)),
+    "scale is NaN": Bad(
+        "expected a finite scale, got nan|scale must be greater than 0, got nan", ALL, case=_case(scale=math.nan)
+    ),
     "dropout above 1": Bad(
         "expected dropout_p between 0 and 1, got 1.5|dropout is not supported by this operator", _takes("dropout"),
         case=_case(dropout_p=1.5),
