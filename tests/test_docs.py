@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 MODIFIERS = ROOT / "docs" / "modifiers.md"
 MASKS = ROOT / "docs" / "masks.md"
 MLA = ROOT / "docs" / "mla.md"
+MIGRATION = ROOT / "docs" / "migration.md"
 LAYERS = ROOT / "docs" / "layers.md"
 SPARSE = ROOT / "docs" / "sparse.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
@@ -45,7 +46,7 @@ def test_python_blocks_compile(path: Path) -> None:
 
 
 PROGRAMS = [
-    *blocks(MODIFIERS, "python"), *blocks(MASKS, "python"), *blocks(MLA, "python"),
+    *blocks(MODIFIERS, "python"), *blocks(MASKS, "python"), *blocks(MLA, "python"), *blocks(MIGRATION, "python"),
     *(block for block in blocks(CHOOSING, "python") if "bottom_right" in block),
 ]  # fmt: skip
 
