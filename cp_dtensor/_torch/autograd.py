@@ -146,6 +146,11 @@ _ANSWERS = "cp_dtensor_answers"
 """Key of a checkpoint's storage, which forward and recompute share: the answers of its policy, in order."""
 
 
+def in_selective_checkpoint() -> bool:
+    """Return whether a selective checkpoint of eager code is open in this thread, in forward or in its recompute."""
+    return any(isinstance(mode, (_RECORDS, _REPEATS)) for mode in _get_current_dispatch_mode_stack())
+
+
 @contextmanager
 def checkpoint_keeps(operator: Any, argument: torch.Tensor, results: Tensors) -> Iterator[bool]:
     """Yield whether a selective checkpoint of eager code, open in this thread, keeps the results of a call.

@@ -71,7 +71,7 @@ def run(
     # Autocast has cast q, k and v before the call; inside, each dtype is chosen explicitly.
     with no_autocast(q), _torch.below_autograd(), done:
         values = Values(modifiers_of(call, t), done.ranks, done.scale)
-        if _torch.open_modes():
+        if _torch.open_modes() and _torch.in_selective_checkpoint():
             out, lse, saved = _forward_in_modes(done.plan, q, k, v, values, needs_lse)
         else:
             out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
