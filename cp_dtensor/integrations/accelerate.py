@@ -237,10 +237,15 @@ def _trainer_inputs(
                 "Trainer.compute_loss instead, where inputs have shift_labels, shifted before they are sharded"
             )
     _refuse_dropped_documents(trainer, model)
-    tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+    tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
+    if tokens is None:
+        raise NotImplementedError(
+            f"expected the inputs of a step to have input_ids or inputs_embeds, which the ranks share; got {[*inputs]}"
+        )
     batch, length = tokens.shape[:2]
     labels = inputs.get("labels")
     is_of_rows = labels is None or (labels.size(0) == batch and labels.shape[1:2] != (length,))
+    is_of_rows = is_of_rows or _takes_means(model)
     if is_of_rows and "shift_labels" not in inputs:
         return partial(_of_rows, steps, trainer, model, "labels" in inputs), inputs
     documents, own = _documents_of(inputs, tokens), steps.options.get("mask")
@@ -266,6 +271,18 @@ def _trainer_inputs(
         no_restore_buffers=buffers, mask=documents if documents is None or own is None else own & documents,
     )  # fmt: skip
     return opened, inputs
+
+
+def _takes_means(model: nn.Module) -> bool:
+    """Return whether a model's loss is the mean over its labels, although Trainer passes the number of all labels.
+
+    The mean over a shard is not that of the row where ranks have different numbers of labels.
+    """
+    whole: Any = next(filter(is_model, model.modules()), None)
+    if whole is None:
+        return False
+    names = inspect.unwrap(type(whole).forward).__code__.co_names
+    return "CrossEntropyLoss" in names or type(whole).__name__.endswith("ForTokenClassification")
 
 
 def _documents_of(inputs: dict[str, Any], tokens: torch.Tensor) -> Mask | None:

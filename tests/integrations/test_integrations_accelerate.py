@@ -134,7 +134,7 @@ def test_loss_and_gradients_are_those_of_one_process(inputs: Any, use_cache: boo
 
 
 def test_positions_that_a_model_makes_from_tokens_are_not_those_of_a_step() -> None:
-    model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**{**SIZES, "num_key_value_heads": 4}))
+    model = transformers.RobertaForCausalLM(transformers.RobertaConfig(**{**SIZES, "num_key_value_heads": 4}))
 
     def body(rank: int) -> None:
         refused = partial(pytest.raises, ValueError, match="RobertaEmbeddings makes position ids from tokens")

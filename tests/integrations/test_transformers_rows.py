@@ -99,6 +99,26 @@ def test_steps_of_a_trainer() -> None:
         assert_means_are_those_of_one_process(classifier(), rows(), lambda rank, own: step(rank, own, rows()))
 
 
+@pytest.mark.parametrize("kind", ["BertForTokenClassification", "LlamaForTokenClassification", "BertForMaskedLM"])
+def test_labels_of_tokens_whose_loss_is_a_mean(kind: str) -> None:
+    """These models ignore the number of all labels, and the ranks have different numbers of them."""
+    config = classifier(kind.partition("For")[0]).config
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = config.classifier_dropout = 0.0
+    inputs, model = rows(), with_random_weights(getattr(transformers, kind)(config))
+    inputs["labels"] = (inputs["input_ids"] % 3).masked_fill(torch.arange(LENGTH) < 9, -100)
+    with cp_accelerate.enable():
+        assert_means_are_those_of_one_process(model, inputs, lambda rank, own: step(rank, own, inputs))
+
+
+def test_inputs_without_tokens_are_refused() -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match=r"have input_ids or inputs_embeds.*got \['pixel_values'\]"):
+            step(rank, classifier(), {"pixel_values": torch.zeros(1)})
+
+    with cp_accelerate.enable():
+        run_ranks(RANKS, body)
+
+
 def test_what_is_refused() -> None:
     class Attends(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
