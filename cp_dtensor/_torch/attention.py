@@ -104,12 +104,8 @@ def jagged_sdpa_checked(check: Callable[[], None]) -> AbstractContextManager[Non
     """Call `check`, which may raise, while open, before SDPA of jagged tensors, which the dispatcher never sees."""
     name = "jagged_scaled_dot_product_attention"
 
-    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        check()
-        return original(*args, **kwargs)
-
     def change(module: types.ModuleType) -> AbstractContextManager[None]:
-        return wrapped(module, name, checked) if hasattr(module, name) else nullcontext()
+        return wrapped(module, name, partial(_checked, check)) if hasattr(module, name) else nullcontext()
 
     return when_loaded("torch.nested._internal.ops", change)
 
@@ -251,16 +247,14 @@ def flex_attention_is_redirected() -> bool:
     return _public.__code__ is _redirected.__code__ and redirection.handler is not None
 
 
-@contextmanager
-def captured_flex_attention_checked(check: Callable[[], None]) -> Iterator[None]:
+def captured_flex_attention_checked(check: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `check`, which may raise, while open, when FlexAttention that Dynamo captured is run or traced."""
+    return wrapped(FlexAttentionHOP, "__call__", partial(_checked, check))
 
-    def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        check()
-        return original(*args, **kwargs)
 
-    with wrapped(FlexAttentionHOP, "__call__", checked):
-        yield
+def _checked(check: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    check()
+    return original(*args, **kwargs)
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:

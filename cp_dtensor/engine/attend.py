@@ -14,7 +14,7 @@ from cp_dtensor._torch.autograd import Tensors as Saved
 from cp_dtensor._torch.autograd import differentiated_once, refuse_batches, refuse_tangents, refuse_transforms
 from cp_dtensor.attention.lse import rounded_lse, with_gradient_of_lse
 from cp_dtensor.engine.arguments import drawn_seed, positive_scale
-from cp_dtensor.engine.base import READS_LSE, Tensors, need_lse
+from cp_dtensor.engine.base import READS_LSE, Tensors
 from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.compiled import attend_traced, constants_of
 from cp_dtensor.engine.run import run, run_backward
@@ -45,7 +45,8 @@ def attend(
     if call.dropout_p and t.seed is None:
         t = t._replace(seed=drawn_seed(t.q.device))
     try:
-        gives_lse = needs_lse or (t[READS_LSE] is not None and need_lse(t))
+        reads_lse = t[READS_LSE]
+        gives_lse = needs_lse or (reads_lse is not None and reads_lse.requires_grad and torch.is_grad_enabled())
         out, lse, _ = Attention.apply(call, needs_lse, gives_lse, *t)
     except RuntimeError:
         refuse_transforms()  # torch refuses them by the names of its internals; a check before would take time

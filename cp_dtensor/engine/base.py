@@ -50,12 +50,6 @@ READS_LSE = Tensors._fields.index("sinks")
 """Place in `Tensors` of the one whose gradient is made of the lse of this rank's rows."""
 
 
-def need_lse(t: Tensors) -> bool:
-    """Return whether backward reads the lse of this rank's rows."""
-    of_lse = t[READS_LSE]
-    return of_lse is not None and of_lse.requires_grad and torch.is_grad_enabled()
-
-
 def modifiers_of(call: Call, t: Tensors) -> Modifiers:
     """Return the modifiers of a pass of `call` with these tensors."""
     if t.bias is None and t.sinks is None and t.up is None and not call.changes_weights:

@@ -330,9 +330,5 @@ def _within(values: Values, batch: int, heads: Span) -> Values:
     modifiers = values.modifiers.of_tiles
     if modifiers.concern_tiles:
         modifiers = modifiers.part((0, batch), heads)
-    return Values(modifiers, _inner_ranks(values.ranks), values.scale)
-
-
-def _inner_ranks(ranks: SequenceRanks) -> SequenceRanks:
-    assert ranks.inner is not None
-    return SequenceRanks(ranks.inner)
+    assert values.ranks.inner is not None
+    return Values(modifiers, SequenceRanks(values.ranks.inner), values.scale)

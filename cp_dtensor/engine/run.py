@@ -121,7 +121,7 @@ def run_backward(
         t: the tensors of the forward; q, k and v are not read if there are `saved`.
         saved: the tensors that the plan saved; () if they were not kept, and are made again from `t` and `results`.
         grad_out: (B, H, S, Dv).
-        results: out and lse, if a gradient is made of lse (`need_lse`) or nothing is `saved`.
+        results: out and lse, if a gradient is made of lse (`READS_LSE`) or nothing is `saved`.
         needed: True for each of `Tensors` whose gradient is asked for. Those of q, k and v are returned anyway.
     """
     needs = Tensors(*needed)  # type: ignore[arg-type]

@@ -422,7 +422,7 @@ _SHAPES = ((1, 64, 64), (1, 128, 128), (4, 192, 128), (1, 192, 128), (1, 256, 25
 _KERNELS = {
     "FLASH_ATTENTION_4": "FlashAttention-4", "CUDNN_FLEX_ATTENTION": "cuDNN's FlexAttention",
     "CUDNN_ATTENTION": "cuDNN", "FLASH_ATTENTION": "torch's flash", "EFFICIENT_ATTENTION": "torch's efficient",
-    "MATH": "torch's math", "INTERVALS": "ours in Triton",
+    "MATH": "torch's math",
 }  # fmt: skip
 
 

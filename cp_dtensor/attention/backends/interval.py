@@ -30,8 +30,6 @@ from cp_dtensor.attention.triton.row_mask import CAUSAL_ROWS, FULL_ROWS, RowMask
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import IntervalMask, KeyRun, ShapedMask, TileMask
 from cp_dtensor.spec.cache import LRUCache
-from cp_dtensor.spec.intervals import IntervalSet
-from cp_dtensor.spec.layouts import Span
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,9 @@ class TileRows:
         queries, (start, stop) = self._queries(), tile.kv
         masks, edges = [], torch.zeros(len(tile.sets[0]), stop - start + 1, dtype=torch.int64, device="cpu")
         for of_batch in tile.sets:
-            lo, hi = torch.stack([_intervals(bands, queries, tile.keys, tile.kv) for bands in of_batch], 1)
+            by_row = [_rows_before(tile.keys, seen_positions(bands, queries)) for bands in of_batch]
+            lo, hi = torch.stack(by_row, 1).clamp_(start, stop).sub_(start)
+            lo, hi = (torch.where(lo < hi, end, 0) for end in (lo, hi))
             # Rows that see a column: those that begin before its end, less those that end before.
             one = torch.ones_like(lo)
             edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
@@ -196,12 +196,6 @@ class TileRows:
     def _on_device(self, *of_batch: Tensor) -> Tensor:
         together = of_batch[0] if len(of_batch) == 1 else torch.stack(of_batch)
         return together.to(torch.int32).to(self._device)
-
-
-def _intervals(bands: IntervalSet, queries: Tensor, keys: KeyRun, columns: Span) -> Tensor:
-    """Return (2, S): the first column of each row and the end of its columns, which are some rows of `keys`."""
-    seen = _rows_before(keys, seen_positions(bands, queries)).clamp_(*columns).sub_(columns[0])
-    return torch.where(seen[0] < seen[1], seen, 0)
 
 
 def _rows_before(keys: KeyRun, positions: Tensor) -> Tensor:
