@@ -173,8 +173,10 @@ class LayerOfBlocks(SequenceLayer):
         blocks = Blocks.of(sequence, self.size)
         return blocks, _tables(blocks, call.ranks.rank, device)
 
-    def check_pooled(self, call: SequenceCall, pooled: Tensor, tables: _Tables) -> None:
-        """Refuse another number of pooled keys than this rank has blocks."""
+    def check_pooled(self, call: SequenceCall, pooled: Tensor, indices: Tensor | None = None) -> None:
+        """Refuse another number of pooled keys than this rank has blocks, and indices that are no blocks."""
+        blocks, tables = self.blocks(call, pooled.size(0), pooled.device)
+        check_numbers(call, indices, blocks.seq_len, "blocks")
         if pooled.size(1) != len(tables.positions):
             raise ValueError(
                 f"{call.owner} expects the pooled keys of this rank's {len(tables.positions)} blocks of {self.size} "
@@ -233,10 +235,12 @@ class SelectPooled(LayerOfBlocks):
     topk: int
     expanded: bool
 
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        self.check_pooled(call, tensors[2])
+
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, weights, pooled, *_ = tensors
         blocks, tables = self.blocks(call, q.size(0), q.device)
-        self.check_pooled(call, pooled, tables)
         keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
         seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
@@ -270,12 +274,12 @@ class PooledAttention(LayerOfBlocks):
     window: int
     scale: float | None
 
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        self.check_pooled(call, tensors[3], tensors[2])
+
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, kv, indices, pooled, sink, *_ = tensors
         blocks, tables = self.blocks(call, q.size(0), q.device)
-        self.check_pooled(call, pooled, tables)
-        if indices is not None:
-            check_numbers(call.owner, indices, f"the last of {blocks.seq_len} blocks", blocks.seq_len)
         options = blocks, tables, call.ranks, self.window, softmax_scale(q.size(3), self.scale)
         return _PooledAttention.apply(q, kv, pooled, indices, sink, *options), None
 

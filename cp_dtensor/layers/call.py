@@ -64,7 +64,7 @@ class SequenceCall(Sharding):
         try:
             known = length_of(self, x.size(dim), f"{self.owner}: sequence", self.seq_len)
             self.check_edges(known)
-            self.operation.check_length(tensors, known)
+            self.operation.check(replace(self, seq_len=known), tensors)
         except ValueError as error:  # the others may be about to compare
             refusal = error
         is_declared = self.seq_len is not None or self.layout.only_length is not None or known in self.lengths

@@ -50,8 +50,8 @@ class IndexedAttention(SequenceLayer):
         made: Tensor = q.new_empty((*q.shape[:3], up.size(1) - q.size(3) + rotary.size(2)))
         return made
 
-    def check_length(self, tensors: Inputs, seq_len: int) -> None:
-        check_numbers("indexed_attention", tensors[3], f"the last of {seq_len} tokens", seq_len)
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        check_numbers(call, tensors[3], call.seq_len, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, latent, rotary, indices, up, sink, *_ = tensors
@@ -79,10 +79,10 @@ class BlockAttention(MaskedLayer):
         made: Tensor = tensors[0].new_empty((*tensors[0].shape[:3], tensors[2].size(3)))
         return made
 
-    def check_length(self, tensors: Inputs, seq_len: int) -> None:
-        super().check_length(tensors, seq_len)
-        blocks = -(-seq_len // self.block_size)
-        check_numbers("block_attention", tensors[3], f"the last of {blocks} blocks", blocks)
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        super().check(call, tensors)
+        assert call.seq_len is not None
+        check_numbers(call, tensors[3], -(-call.seq_len // self.block_size), "blocks")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, v, indices, sink, *_ = tensors
@@ -92,10 +92,14 @@ class BlockAttention(MaskedLayer):
         return out, None
 
 
-def check_numbers(owner: str, numbers: Tensor, last: str, count: int) -> None:
+def check_numbers(call: SequenceCall, numbers: Tensor | None, count: int | None, of: str) -> None:
     """Refuse other numbers than -1 to `count` - 1. A GPU is not waited for."""
-    if not numbers.is_cuda and numbers.numel() and not -1 <= int(numbers.min()) <= int(numbers.max()) < count:
-        raise ValueError(f"{owner} expects indices from -1 to {last}, got {numbers.min()} to {numbers.max()}")
+    if numbers is None or numbers.is_cuda or not numbers.numel() or count is None:
+        return
+    if not -1 <= int(numbers.min()) <= int(numbers.max()) < count:
+        raise ValueError(
+            f"{call.owner} expects indices from -1 to the last of {count} {of}, got {numbers.min()} to {numbers.max()}"
+        )
 
 
 class _LatentAttention(RankFunction):

@@ -48,10 +48,9 @@ class IndexerLoss(MaskedLayer):
         made: Tensor = tensors[0].new_empty(tensors[0].shape[:2], dtype=wide_dtype(tensors[0]))
         return made
 
-    def check_length(self, tensors: Inputs, seq_len: int) -> None:
-        super().check_length(tensors, seq_len)
-        if tensors[5] is not None:
-            check_numbers("indexer_loss", tensors[5], f"the last of {seq_len} tokens", seq_len)
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        super().check(call, tensors)
+        check_numbers(call, tensors[5], call.seq_len, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q_index, k_index, weights, q, k, indices, *_ = tensors
@@ -72,12 +71,12 @@ class PooledIndexerLoss(LayerOfBlocks):
     size: int
     scale: float
 
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        self.check_pooled(call, tensors[5], tensors[3])
+
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q_index, weights, q, indices, pooled_index, pooled = tensors
         blocks, tables = self.blocks(call, q.size(0), q.device)
-        self.check_pooled(call, pooled, tables)
-        if indices is not None:
-            check_numbers(call.owner, indices, f"the last of {blocks.seq_len} blocks", blocks.seq_len)
         place = [((0, q.size(0)), blocks)], call.ranks
         seen = [] if indices is not None else [tables.seen(self.size)] * q.size(0)
         target = q, pooled.unsqueeze(2), indices, self.scale, seen

@@ -80,8 +80,8 @@ class SequenceLayer(ABC):
         """Return the call with its global length, checked or found."""
         return call.agreed(tensors)
 
-    def check_length(self, tensors: Inputs, seq_len: int) -> None:  # noqa: B027, most layers take any
-        """Refuse, by a ValueError, what does not fit the global length."""
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:  # noqa: B027, most layers take any
+        """Refuse, by a ValueError, what does not fit the call, whose global length is known."""
 
     def empty_output(self, tensors: Inputs, rows: int) -> Tensor:
         """Return an empty tensor like the output, with other rows than the first tensor unless they are -1."""

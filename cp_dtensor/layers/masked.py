@@ -21,8 +21,9 @@ class MaskedLayer(SequenceLayer):
     takes_mask = True
     mask: Mask | None
 
-    def check_length(self, tensors: Inputs, seq_len: int) -> None:
-        interval_sets_of(self.mask or Full(), seq_len, seq_len, tensors[0].size(0))
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        assert call.seq_len is not None
+        interval_sets_of(self.mask or Full(), call.seq_len, call.seq_len, tensors[0].size(0))
 
     def queries(self, call: SequenceCall, batch_size: int, device: torch.device) -> list[Queries]:
         """Return this rank's queries for each batch row."""

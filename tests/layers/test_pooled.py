@@ -376,3 +376,28 @@ def test_refused(error: type[Exception], message: str, call: Callable[[Any], obj
             call(dist.group.WORLD)
 
     run_ranks(1, body)
+
+
+TOKENS = {"q": Q[:, :, :2], "kv": X[:, :2]}
+INDEX = {"q_index": Q[:, :, :2].transpose(1, 2), "weights": X[:, :2, :2]}
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        (r"this rank's 1 blocks of 2 tokens, got \(1, 2, 4\)", lambda bad: _attend(**TOKENS, pooled=X[:, : 1 + bad])),
+        (r"this rank's 1 blocks of 2 tokens, got \(1, 2, 4\)", lambda bad: _select(**INDEX, pooled=X[:, : 1 + bad])),
+        ("-1 to the last of 2 blocks, got 4", lambda bad: _attend(**TOKENS, indices=torch.full((1, 2, 1), 4 * bad))),
+        (
+            "-1 to the last of 2 blocks, got 4",
+            lambda bad: _loss(**INDEX, q=Q[:, :, :2], indices=torch.full((1, 2, 1), 4 * bad)),
+        ),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_refused_on_every_rank(message: str, call: Callable[[bool], Any]) -> None:
+    def body(rank: int) -> None:
+        with pytest.raises(ValueError, match=message if rank == 0 else "refused: 2 local tokens"):
+            call(rank == 0)(dist.group.WORLD)
+        call(False)(dist.group.WORLD)
+
+    run_ranks(2, body)
