@@ -29,7 +29,7 @@ _DIM, _HEADS, _MOST_KEYS = 128, (16, 32, 64), 2048
 _FEWEST_COLUMNS = 8192
 """Of the package's top-k, which is compiled for powers of 2. That for 4,096 selected wrong keys in a check."""
 _FEW = 148
-"""Most queries of the package's top-k for few of them."""
+"""Up to so many queries, the package's top-k is another kernel."""
 _SCORES, _TOP_K = (
     PackageKernels("nvidia-cudnn-frontend", "cudnn", f"{part} of select_keys") for part in ("scores", "best keys")
 )
