@@ -42,7 +42,7 @@ Predicts one attention call, forward and backward, on a cluster that need not be
 Prints the best way for each number of ranks that share the sequence, all ways for the most of them, what is chosen and
 why, what is busy when on the slowest rank, and what to paste. Bytes are those of the slowest rank, received or sent.
 """
-_UNITS = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _TRANSPORTS = ("auto", "allgather", "alltoall", "symm_mem")
 _WIDTH = 96
 """Characters of a line of the timeline, each a part of the time."""
@@ -51,12 +51,13 @@ _SHADES = " ░▒▓█"
 
 @argument
 def tokens_argument(text: str) -> int:
-    """Read a number of tokens, such as 8192, 128k or 1M (k and M are 1,024 and 1,048,576).
+    """Read a number of tokens, such as 8192, 128k or 1M (k and M, in either case, are 1,024 and 1,048,576).
 
-    >>> tokens_argument("1M"), tokens_argument("8192")
-    (1048576, 8192)
+    >>> tokens_argument("1M"), tokens_argument("8192"), tokens_argument("2K")
+    (1048576, 8192, 2048)
     """
-    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    unit = _UNITS.get(text[-1:].lower())
+    digits, unit = (text, 1) if unit is None else (text[:-1], unit)
     if not digits.isdecimal() or int(digits) < 1:
         raise ValueError(f"expected a number of tokens, such as 8192, 128k or 1M, got {text!r}")
     return int(digits) * unit
