@@ -139,10 +139,11 @@ def row_of(version: str, cells: dict[tuple[str, str], str], published: dict[tupl
     for (family, column), cell in cells.items():
         if cell != published[family, column]:
             differ.setdefault((family, cell), []).append(column)
-    texts = []
+    families: dict[str, list[str]] = {}
     for (family, cell), columns in differ.items():
         is_whole_row = columns == [column for each, column in cells if each == family]
-        texts.append(f"{family}: {cell}" + ("" if is_whole_row else f" ({', '.join(columns)})"))
+        families.setdefault(cell + ("" if is_whole_row else f" ({', '.join(columns)})"), []).append(family)
+    texts = [f"{', '.join(names)}: {text}" for text, names in families.items()]
     run = sum(cell != ABSENT for cell in cells.values())
     return f"| {version} | {run} | {'; '.join(texts) or 'none'} |"
 

@@ -263,7 +263,7 @@ def test_shard_refuses_what_does_not_fit() -> None:
         (([tokens], [1]), ValueError, "buffer 0: sequence dim 1 is out of range"),
         (([tokens], [0], _HeadTailLoadBalancer(16, 3, "cpu")), ValueError, "2 ranks, got a _HeadTail.* for 3"),
         (([tokens], [0], _HeadTailLoadBalancer(8, 2, "cpu")), ValueError, "for 16 tokens, got a _HeadTail.* for 8"),
-        (([mask], [0]), NotImplementedError, "world size 2 .* BLOCK_SIZE 128"),
+        (([mask], [0]), NotImplementedError, "world size 2 .*BLOCK_SIZE 128"),
     ]
 
     def body(rank: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support import model_cells
 from support.model_cells import COLUMNS, cells_of, run_cell
-from support.models import FAMILIES, LENGTH, VOCABULARY, tiny_model
+from support.models import FAMILIES, LENGTH, VOCABULARY, is_in_this_version, tiny_model
 from support.ranks import run_ranks
 from torch import nn
 
@@ -59,6 +59,8 @@ def model_of(family: str, attention: str = "cp_dtensor") -> Any:
     *((family, "plain") for family in ("GLM-5", "dots.note", "MiniMax M3")), ("Mistral Large 4", "checkpointed"),
 ])  # fmt: skip
 def test_a_training_step_is_as_published(family: str, column: str) -> None:
+    if not is_in_this_version(family):
+        pytest.skip(f"this version of transformers does not have {family}")
     assert {*run_ranks(2, run_cell, family, column)} == {published(family, column)}
 
 

@@ -106,6 +106,7 @@ def test_info_says_what_the_packages_compute() -> None:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(CudnnAttention, "refusal", lambda *arguments: None)
+        patch.setattr(torch.backends.cudnn, "version", lambda: 91900)
         patch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9)), raising=False)
         rows, installed = dict(kernels()), dict(versions())
     assert installed.items() >= {"flash-attn-4": "4.0.0b36", "nvidia-cudnn-frontend": "1.32.0"}.items()
