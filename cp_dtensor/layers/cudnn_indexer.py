@@ -27,7 +27,8 @@ package's top-k takes twice as many bytes."""
 _DIM, _HEADS, _MOST_KEYS = 128, (16, 32, 64), 2048
 """What the kernels take: values of a key, heads, and keys of a query."""
 _FEWEST_COLUMNS = 8192
-"""Of the package's top-k, which is compiled for powers of 2. That for 4,096 selected wrong keys in a check."""
+"""Of a block's scores where the sequence has as many keys. The package's top-k is compiled for powers of 2; that for
+4,096 columns selected wrong keys, so shorter sequences are left to torch operations."""
 _FEW = 148
 """Up to so many queries, the package's top-k is another kernel."""
 _SCORES, _TOP_K = (
@@ -123,7 +124,9 @@ def _serves(q: Tensor, weights: Tensor) -> bool:
 
 def _top_k_serves(scores: Tensor, topk: int) -> bool:
     """Return whether the package's top-k serves; at first use a small problem is compared."""
-    (queries, columns), refusal = scores.shape, f"they select {_MOST_KEYS} keys at most" if topk > _MOST_KEYS else None
+    (queries, columns), fewest = scores.shape, _FEWEST_COLUMNS // 2 + 1
+    is_served = topk <= _MOST_KEYS and columns >= fewest
+    refusal = None if is_served else f"they select {_MOST_KEYS} keys at most, of {fewest} or more"
     # The package compiles for powers of two, and apart for few queries.
     kernel = topk, (columns - 1).bit_length(), queries > _FEW
     check = partial(_top_k_error, min(queries, _FEW + 1), columns, topk, scores.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from support import model_cells
 from support.model_cells import COLUMNS, cells_of, run_cell
 from support.models import FAMILIES, LENGTH, VOCABULARY, is_in_this_version, tiny_model
@@ -33,7 +35,7 @@ from cp_dtensor.spec.model_masks import Keys
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
-from cp_dtensor.integrations.transformers import ModelBatch, check_model, chosen, pooled, register  # noqa: E402
+from cp_dtensor.integrations.transformers import ModelBatch, check_model, chosen, pooled, register, sparse  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 BY_INDICES = ("DeepSeek-V3.2", "AX-K2", "GLM-5", "Hunyuan V4", "dots.note", "Mistral Large 4")
@@ -206,6 +208,38 @@ def test_an_indexer_that_does_something_else_is_refused_by_name(monkeypatch: pyt
     refused(model, batch_of(), "DeepseekV32Indexer selects keys in a way that is not known .*made by sigmoid")
 
 
+Q, K, W = torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 4), torch.zeros(2, 5, 1, 3)
+
+
+def summed(scores: Any, weights: torch.Tensor = W) -> Any:
+    return torch.matmul(weights, F.relu(scores)).squeeze(-2)
+
+
+@pytest.mark.parametrize(("steps", "message"), [
+    (lambda k: torch.matmul(Q.transpose(1, 2), k), r"queries of shape \(2, 3, 5, 4\), not \(2, 5, any, 4\)"),
+    (lambda k: torch.matmul(k, Q), "queries of shape"),
+    (lambda k: summed(torch.matmul(Q, k), W.squeeze(2)), r"weights of shape \(2, 5, 3\), not \(2, 5, 1, 3\)"),
+    (lambda k: torch.matmul(Q, k) * -1.0, "a factor -1.0"),
+    (lambda k: torch.matmul(Q, k) * torch.ones(3, 1), "a factor tensor"),
+    (lambda k: torch.matmul(Q, k) + torch.zeros(1), "another addition, of Tensor"),
+    (lambda k: summed(torch.matmul(Q, k)) + 1.0, "another addition, of float"),
+    (lambda k: summed(torch.matmul(Q, k)).topk(2, dim=-1), "topk of dim -1 {}, without a mask"),
+    (lambda k: (summed(torch.matmul(Q, k)) + torch.zeros(1)).topk(2, dim=1), "topk of dim 1"),
+    (lambda k: (summed(torch.matmul(Q, k)) + torch.zeros(1)).topk(2, largest=False), "'largest': False"),
+])  # fmt: skip
+def test_what_an_indexer_computes_of_its_keys_is_checked(steps: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"An indexer selects keys in a way .*{message}"):
+        steps(sparse._Cache("An indexer", None).update_indexer(K, 0))
+
+
+def test_keys_of_other_dims_are_refused() -> None:
+    cache = sparse._Cache("An indexer", None)
+    with pytest.raises(NotImplementedError, match="keys of shape"):
+        cache.update_indexer(K.unsqueeze(1), 0)
+    with pytest.raises(NotImplementedError, match="keys of shape"):
+        cache.update_index(K)
+
+
 class Selector(nn.Module):
     """Selects places in the shard."""
 
@@ -238,6 +272,19 @@ def test_indices_of_an_unknown_indexer_are_refused() -> None:
 ])  # fmt: skip
 def test_what_a_model_itself_computes_by_places_is_refused(family: str, column: str, reason: str) -> None:
     assert reason in published(family, column)
+
+
+def test_positions_of_which_no_mask_was_made_are_refused() -> None:
+    """Here the language model gets a mask of the caller."""
+    own: Any = {"full_attention": None}
+
+    def body(_: int) -> None:
+        model, batch, world = model_of("MiniMax M3"), batch_of(), dist.group.WORLD
+        with context_parallel(world, **batch.buffers):  # type: ignore[arg-type]
+            model(**batch.inputs, attention_mask=own, use_cache=False)
+
+    with pytest.raises(NotImplementedError, match="no mask was made of any"):
+        run_ranks(2, body)
 
 
 def test_masks_and_dropout() -> None:

@@ -300,6 +300,14 @@ def test_keys_by_kernels(mask: Mask | None, is_causal: bool, step: int) -> None:
             assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), (ranks, serves_top_k)
 
 
+@pytest.mark.parametrize(("columns", "topk", "fits"), [(4097, 2048, True), (4096, 2048, False), (9000, 2049, False)])
+def test_what_the_top_k_takes(columns: int, topk: int, fits: bool) -> None:
+    """The kernel for 4,096 columns selected wrong keys on a GPU."""
+    with mock.patch.object(PackageKernels, "serve") as serve:
+        cudnn_indexer._top_k_serves(torch.empty(1, columns, device="meta"), topk)
+    assert (serve.call_args.args[1] is None) == fits
+
+
 @pytest.mark.parametrize("serves_top_k", [True, False])
 def test_pooled_keys_by_kernels(serves_top_k: bool) -> None:
     """Equal to those of torch operations where a block has more queries than there are pooled keys."""

@@ -123,6 +123,15 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
          "audio_config": {**_AUDIO, "n_window": 8, "output_dim": 32},
          "vision_config": {**_QWEN, "window_size": 16, "fullatt_block_indexes": [1]}},
     ),
+    "MiniMax M3 VL": (
+        "MiniMaxM3SparseForConditionalGeneration", "grid",
+        {"text_config": {
+            **_TEXT, "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "dense"],
+            "dense_intermediate_size": 48, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8,
+            "index_topk_blocks": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+         "image_token_index": PLACEHOLDER, "video_token_index": VIDEO, "projector_hidden_size": 32,
+         "vision_config": {**_SIGLIP, "spatial_merge_size": _MERGED}},
+    ),
     "Idefics": (
         "IdeficsForVisionText2Text", "",
         {**_TEXT, "vision_config": {**_SIGLIP, "embed_dim": 32}, "use_resampler": False, "cross_layer_interval": 1,
@@ -183,7 +192,7 @@ def processed(name: str, kind: str, device: str = "cpu") -> dict[str, torch.Tens
     types = (ids == PLACEHOLDER).long() + 2 * (ids == VIDEO).long()
     if has_one_kind:
         ids[ids == VIDEO] = PLACEHOLDER
-    if form in ("grid", "positions"):
+    if form in ("grid", "positions") and name != "MiniMax M3 VL":
         given["mm_token_type_ids"] = types
     if name in ("Gemma 3 VLM", "PaliGemma"):
         given["token_type_ids"] = types

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,9 +36,9 @@ from cp_dtensor.integrations.transformers.private import has_hooks, implementati
 class _IndexKeys:
     """Stands for the index keys of all ranks, and for the scores that an indexer computes of them."""
 
-    def __init__(self, owner: str, keys: Tensor) -> None:
+    def __init__(self, owner: str, keys: Tensor, dims: int) -> None:
         self.owner = owner  # the class of the indexer
-        self.keys = keys  # (B, T, D), of this rank; (B, 1, T, D) of an indexer of blocks
+        self.keys = self._checked("keys", keys, [None] * dims)  # (B, T, D), of this rank; of blocks (B, 1, T, D)
         self.queries: Any = None  # (B, T, H, D)
         self.weights: Any = None  # (B, T, H)
         self.mask: Any = None
@@ -51,34 +52,48 @@ class _IndexKeys:
     float = transpose = unsqueeze = squeeze = _same
 
     def __mul__(self, factor: Any) -> _IndexKeys:
-        self.scale *= factor  # before relu or after it
+        if not isinstance(factor, (int, float)) or factor <= 0:  # else it may not be moved across relu
+            self._refuse(f"a factor {factor}")
+        self.scale *= factor
         return self
 
-    def __add__(self, mask: Tensor) -> _IndexKeys:
+    def __add__(self, mask: Any) -> _IndexKeys:
+        if self.weights is None or self.mask is not None or not isinstance(mask, Tensor):
+            self._refuse(f"another addition, of {type(mask).__name__}")
         self.mask = mask
         return self
 
-    def topk(self, count: int, dim: int) -> _Best:
-        if self.weights is None or self.mask is None or dim != -1 or self.scale <= 0:
-            self._refuse("topk before weights and a mask")
+    def topk(self, k: int, dim: int = -1, **options: Any) -> _Best:
+        if self.mask is None or dim != -1 or options.keys() - {"sorted"}:
+            self._refuse(f"topk of dim {dim} {options}, with{'out' if self.mask is None else ''} a mask")
         mask = whole_mask(selecting_context(), self.owner, self.mask)
         queries, weights = self.queries.to(self.keys.dtype), self.weights * self.scale
-        return _Best(select_keys(queries, self.keys, weights, topk=count, mesh=CONTEXT, is_causal=False, mask=mask))
+        return _Best(select_keys(queries, self.keys, weights, topk=k, mesh=CONTEXT, is_causal=False, mask=mask))
 
     @classmethod
     def __torch_function__(cls, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> _IndexKeys:
         first, keys = args[0], next(each for each in args if isinstance(each, cls))
+        batch, *one, tokens, dims = keys.keys.shape
         if function is torch.matmul and keys.queries is None:
-            keys.queries = first
-            if keys.keys.dim() == 4:
+            shape = (batch, None, tokens, dims) if one else (batch, tokens, None, dims)
+            keys.queries = keys._checked("queries", first, shape)
+            if one:
                 raise _ScoredError(first, keys.keys)
         elif function is torch.matmul and keys.is_positive and keys.weights is None:
-            keys.weights = first.squeeze(-2)
+            keys.weights = keys._checked("weights", first, (batch, tokens, 1, keys.queries.size(2))).squeeze(2)
         elif function is F.relu and keys.queries is not None:
             keys.is_positive = True
         else:
             keys._refuse(getattr(function, "__name__", repr(function)))
         return keys
+
+    def _checked(self, name: str, x: Any, shape: Sequence[int | None]) -> Tensor:
+        """Return a tensor; refuse another shape, in which None stands for any size."""
+        sizes = tuple(x.shape) if isinstance(x, Tensor) else ()
+        if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes, strict=True)):
+            expected = ", ".join("any" if want is None else str(want) for want in shape)
+            self._refuse(f"{name} of shape {sizes}, not ({expected}),")
+        return x
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -109,12 +124,12 @@ class _Cache:
     def update_indexer(self, keys: Tensor, layer_idx: int) -> _IndexKeys:
         if self._cache is not None:
             self._cache.update_indexer(keys, layer_idx)
-        return _IndexKeys(self._owner, keys)
+        return _IndexKeys(self._owner, keys, 3)
 
     def update_index(self, keys: Tensor) -> _IndexKeys:
         if self._cache is not None:
             self._cache.update_index(keys)
-        return _IndexKeys(self._owner, keys)
+        return _IndexKeys(self._owner, keys, 4)
 
     @property
     def layers(self) -> _Cache:
