@@ -233,7 +233,8 @@ def indexed_attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `select_keys`. Positions beyond the sequence are refused on CPUs,
-            on the rank that has them; GPUs are not waited for: they raise a device-side assertion, or by kernels of
+            in the first call of a kind on every rank, later on the rank that has them alone, for which the others wait
+            until the deadline. GPUs are not waited for: they raise a device-side assertion, or by kernels of
             packages such positions stand for none.
 
     One rank with two tokens, one head, and R = Dn = Dr = Dv = 1, values 5 latent; queries of zeros weigh keys alike:

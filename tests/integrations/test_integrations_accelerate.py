@@ -317,8 +317,17 @@ def collated(columns: list[str], padding_free: bool) -> dict[str, Any]:
         (collated(["input_ids", "seq_lengths"], False), {}, DROPPED),
         (collated(["input_ids", "seq_lengths"], True), {}, None),
         (collated(["input_ids", "labels"], False), {}, None),
-        ({"label_smoother": len}, {}, "got label_smoothing_factor, which would shift labels within this rank's shard"),
-        ({"compute_loss_func": len}, {}, "got compute_loss_func, which would shift labels within this rank's shard"),
+        (
+            {"label_smoother": len},
+            {},
+            "got label_smoothing_factor, which would compute a loss within this rank",
+        ),
+        ({"compute_loss_func": len}, {}, "got compute_loss_func, which would compute a loss within this rank"),
+        (
+            {"compute_loss_func": len},
+            {"labels": None, "shift_labels": torch.ones(1, LENGTH).long()},
+            "within this rank",
+        ),
         ({"compute_loss_func": len}, {"labels": None}, None),
     ],
 )
