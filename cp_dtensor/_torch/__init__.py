@@ -12,8 +12,7 @@ from cp_dtensor._torch.attention import (
 from cp_dtensor._torch.autograd import (
     autograd_recorded,
     backward_may_come_again, checkpoint_keeps, current_backward, get_thread_state, in_autograd_thread, in_main_thread,
-    in_selective_checkpoint,
-    main_thread_state, open_modes, thread_state,
+    in_selective_checkpoint, main_thread_state, open_modes, thread_state,
 )
 from cp_dtensor._torch.cache import is_before_capture, is_in_cuda_graph, prepared
 from cp_dtensor._torch.collectives import (

@@ -165,6 +165,7 @@ def select_rows(
 
     `to_shards`: copy those of the whole to their places in padded shards, whose padding gets any row.
     """
+    # Where rows are dim 0, there are no batch rows that a layout may divide in other ways.
     for group, (start, stop) in enumerate(layout.batch_groups(source.size(0)) if dim else [(0, None)]):
         index = cached(_row_index, source.device, layout, seq_len, world_size, group, to_shards)
         torch.index_select(source[start:stop], dim, index, out=out[start:stop])

@@ -72,7 +72,7 @@ def run(
     with no_autocast(q), _torch.below_autograd(), done:
         values = Values(modifiers_of(call, t), done.ranks, done.scale)
         if _torch.open_modes() and _torch.in_selective_checkpoint():
-            out, lse, saved = _forward_in_modes(done.plan, q, k, v, values, needs_lse)
+            out, lse, saved = _forward_in_checkpoint(done.plan, q, k, v, values, needs_lse)
         else:
             out, lse, saved = done.plan.forward(q, k, v, values, needs_lse)
     if rows > 1:
@@ -80,7 +80,7 @@ def run(
     return out, lse, saved, done
 
 
-def _forward_in_modes(plan: Plan, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
+def _forward_in_checkpoint(plan: Plan, q: Tensor, k: Tensor, v: Tensor, values: Values, needs_lse: bool) -> Result:
     """Compute a forward, as one operator if a selective checkpoint keeps its results, so that its recompute skips it.
 
     What backward needs is made again in the recompute, for which Ulysses exchanges rows.

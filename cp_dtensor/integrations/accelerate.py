@@ -230,11 +230,11 @@ def _trainer_inputs(
     steps: _Steps, _: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """`Trainer._prepare_context_parallel_inputs` that shards all inputs, with labels shifted before."""
-    smooths = getattr(trainer, "label_smoother", None) is not None and "labels" in inputs
-    has_own_loss = getattr(trainer, "compute_loss_func", None) is not None
-    has_own_loss = has_own_loss and ("labels" in inputs or "shift_labels" in inputs)
-    for is_refused, argument in ((smooths, "label_smoothing_factor"), (has_own_loss, "compute_loss_func")):
-        if is_refused:
+    for name, argument, of_tokens in (
+        ("label_smoother", "label_smoothing_factor", {"labels"}),
+        ("compute_loss_func", "compute_loss_func", {"labels", "shift_labels"}),
+    ):
+        if getattr(trainer, name, None) is not None and not of_tokens.isdisjoint(inputs):
             raise NotImplementedError(
                 f"Trainer got {argument}, which would compute a loss within this rank's shard: override "
                 "Trainer.compute_loss instead, where inputs have shift_labels, shifted before they are sharded"

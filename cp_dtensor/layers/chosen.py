@@ -51,6 +51,7 @@ class IndexedAttention(SequenceLayer):
         return made
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        assert call.seq_len is not None
         check_numbers(call, tensors[3], call.seq_len, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
@@ -92,9 +93,9 @@ class BlockAttention(MaskedLayer):
         return out, None
 
 
-def check_numbers(call: SequenceCall, numbers: Tensor | None, count: int | None, of: str) -> None:
+def check_numbers(call: SequenceCall, numbers: Tensor | None, count: int, of: str) -> None:
     """Refuse other numbers than -1 to `count` - 1. A GPU is not waited for."""
-    if numbers is None or numbers.is_cuda or not numbers.numel() or count is None:
+    if numbers is None or numbers.is_cuda or not numbers.numel():
         return
     if not -1 <= int(numbers.min()) <= int(numbers.max()) < count:
         raise ValueError(

@@ -50,6 +50,7 @@ class IndexerLoss(MaskedLayer):
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
         super().check(call, tensors)
+        assert call.seq_len is not None
         check_numbers(call, tensors[5], call.seq_len, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:

@@ -80,7 +80,7 @@ def test_parts_of_a_step() -> None:
 def test_saved_inputs_are_what_checkpoints_keep() -> None:
     hidden, tokens, layers = 64, 32, 3
     inputs, results, keep = list[int](), list[int](), partial(create_selective_checkpoint_contexts, list(ATTENTION_OPS))
-    forward = run._forward_in_modes
+    forward = run._forward_in_checkpoint
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         inputs.extend([x.nbytes] if x.size(-1) == hidden else [])
@@ -102,7 +102,7 @@ def test_saved_inputs_are_what_checkpoints_keep() -> None:
             for _ in range(layers):
                 x = checkpoint(layer, x, use_reentrant=False, context_fn=keep)
 
-    with mock.patch.object(run, "_forward_in_modes", counted):
+    with mock.patch.object(run, "_forward_in_checkpoint", counted):
         run_ranks(2, body)
     plain, kept = (of_model(2, seq_len=tokens, keep_attention=each).step.memory for each in (False, True))
     assert sum(inputs) == 2 * plain["saved inputs"]

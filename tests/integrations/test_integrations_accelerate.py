@@ -306,6 +306,9 @@ def collated(columns: list[str], padding_free: bool) -> dict[str, Any]:
     }
 
 
+OWN_LOSS = "got compute_loss_func, which would compute a loss within this rank's shard"
+
+
 @pytest.mark.parametrize(
     ("trainer", "changes", "message"),
     [
@@ -320,14 +323,10 @@ def collated(columns: list[str], padding_free: bool) -> dict[str, Any]:
         (
             {"label_smoother": len},
             {},
-            "got label_smoothing_factor, which would compute a loss within this rank",
+            "got label_smoothing_factor, which would compute a loss within this rank's shard",
         ),
-        ({"compute_loss_func": len}, {}, "got compute_loss_func, which would compute a loss within this rank"),
-        (
-            {"compute_loss_func": len},
-            {"labels": None, "shift_labels": torch.ones(1, LENGTH).long()},
-            "within this rank",
-        ),
+        ({"compute_loss_func": len}, {}, OWN_LOSS),
+        ({"compute_loss_func": len}, {"labels": None, "shift_labels": torch.ones(1, LENGTH).long()}, OWN_LOSS),
         ({"compute_loss_func": len}, {"labels": None}, None),
     ],
 )
