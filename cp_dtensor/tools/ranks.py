@@ -225,15 +225,19 @@ class Device:
 
     def kernels_of(self, call: Call) -> tuple[str, ...]:
         """Return the libraries whose kernels take a tenth or more of the GPU's time of a call, the longest first."""
+        times: Counter[str] = Counter()
+        for kernel, us in self.kernel_times(call).items():
+            times[library_of(kernel)] += us
+        return tuple(name for name, time in times.most_common() if time > 0 and time >= 0.1 * times.total())
+
+    def kernel_times(self, call: Call) -> dict[str, int]:
+        """Return the GPU's microseconds of each kernel of a call, by its name; none on CPUs."""
         if not self.is_gpu:
-            return ()
+            return {}
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             call()
             self.synchronize()
-        times: Counter[str] = Counter()
-        for event in profiler.key_averages():
-            times[library_of(event.key)] += event.self_device_time_total
-        return tuple(name for name, time in times.most_common() if time > 0 and time >= 0.1 * times.total())
+        return {event.key: int(event.self_device_time_total) for event in profiler.key_averages()}
 
     def free_unused(self) -> None:
         """Free cached memory and symmetric memory; no rank may still be at work, and no CUDA graph may be kept."""

@@ -9,14 +9,15 @@ becomes of hidden states of 7,168 values before both: latents, rotary keys and i
 "blocks fwd" and "blocks fwdbwd" are attention of 4 key heads of 128 over chosen blocks of 128 keys, as in MiniMax M3.
 Methods: "ideal-kernels" are the packages' kernels alone, without projections, "ideal-one-rank" our functions, both on
 one GPU and divided by the number of ranks; "dense" is `context_parallel_mla`; "hidden-states" all-gathers hidden states
-and projects all of them on every rank. Columns and options are those of `python -m cp_dtensor bench`. The CSV file is
-for docs/scripts/measured.py.
+and projects all of them on every rank. Notes have the time of the packages' kernels in a call of rank 0. Columns and
+options are those of `python -m cp_dtensor bench`. The CSV file is for docs/scripts/measured.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from cp_dtensor import (
 )
 from cp_dtensor.tools.command import measure_all
 from cp_dtensor.tools.measure import Suite, compare
+from cp_dtensor.tools.ranks import Device
 from cp_dtensor.tools.report import Row
 
 PLAIN, ROTARY, VALUES, RANK, INDEX, INDEX_HEADS, HIDDEN = 128, 64, 128, 512, 128, 64, 7168
@@ -43,6 +45,8 @@ BLOCK, PART = 4096, 65536
 """Queries of a block of the indexer, and of a call of attention, where the packages' kernels run alone."""
 PASSES = ("select", "fwd", "fwdbwd", "keys fwd", "keys fwdbwd", "blocks fwd", "blocks fwdbwd")
 KEY_HEADS, DIM, BLOCK_SIZE = 4, 128, 128
+PACKAGES = {"sparse_attn_fwd": "sgl-flash-mla", "cudnndeepseek_sparse": "cuDNN", "parallel_nsa": "fla-core"}
+"""Packages by a part of their kernels' names."""
 Call = Callable[[], object]
 
 
@@ -58,10 +62,10 @@ class Problem:
     def title(self) -> str:
         return f"{self.seq_len:,} tokens, {self.heads} heads, {self.topk} keys"
 
-    def columns(self) -> dict[str, object]:
+    def columns(self, pass_name: str = "") -> dict[str, object]:
+        keys, head_dim = (KEY_HEADS, DIM) if pass_name.startswith("blocks") else (1, f"{PLAIN + ROTARY}/{VALUES}")
         mask = f"causal, {self.topk} keys"
-        heads = {"q_heads": self.heads, "kv_heads": 1, "head_dim": f"{PLAIN + ROTARY}/{VALUES}"}
-        return {"tokens": self.seq_len, "mask": mask, **heads}
+        return {"tokens": self.seq_len, "mask": mask, "q_heads": self.heads, "kv_heads": keys, "head_dim": head_dim}
 
     def flops(self, pass_name: str) -> float:
         """Return the operations of attention in absorbed form, and of the indexer's triangle."""
@@ -210,6 +214,16 @@ def over_blocks(problem: Problem, pass_name: str, group: Any) -> Call:
     return training(attend, leaves, grad_out, pass_name)
 
 
+def of_packages(call: Call, device: Device) -> str | None:
+    """Return the milliseconds of the packages' kernels in a call, added by package; None if there are none."""
+    times: Counter[str] = Counter()
+    for kernel, us in device.kernel_times(call).items():
+        package = next((name for part, name in PACKAGES.items() if part in kernel), None)
+        if package is not None:
+            times[package] += us
+    return ", ".join(f"{name} {us / 1e3:.4g} ms" for name, us in times.items()) or None
+
+
 def measured(suite: Suite, problem: Problem, pass_name: str, prepare: Callable[[], Call], takes_part: bool) -> Row:
     """Return the numbers of a row."""
     torch.cuda.empty_cache()
@@ -217,9 +231,10 @@ def measured(suite: Suite, problem: Problem, pass_name: str, prepare: Callable[[
     for step in (lambda: call(), suite.device.synchronize):
         suite.ranks.together(step, takes_part)
     row = suite.measure(call, takes_part)
+    note = suite.ranks.on_each(partial(of_packages, call, suite.device), takes_part)
     is_attention = pass_name in ("select", "fwd", "fwdbwd")
     flops = problem.flops(pass_name) / suite.ranks.world_size / row["median_ms"] / 1e9
-    return {**row, "tflops": flops if is_attention else None}
+    return {**row, "tflops": flops if is_attention else None, "note": note}
 
 
 def measure(options: argparse.Namespace, problem: Problem, suite: Suite, rows: list[Row]) -> None:
@@ -245,7 +260,7 @@ def measure(options: argparse.Namespace, problem: Problem, suite: Suite, rows: l
         for method, (prepare, is_shared) in prepared.items():
             if method not in options.methods or (method, pass_name) == ("dense", "select"):
                 continue
-            rows.append({**problem.columns(), "layout": "HeadTail", "pass": pass_name, "method": method})
+            rows.append({**problem.columns(pass_name), "layout": "HeadTail", "pass": pass_name, "method": method})
             takes_part = is_shared or suite.ranks.rank == 0
             run = partial(measured, suite, problem, pass_name, prepare, takes_part)
             suite.attempt(problem.title, rows[-1], run)

@@ -210,7 +210,7 @@ def _serve(
                     # torch's warning of the first matrix product in an autograd thread
                     warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
                     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # torch 2.15
-                    warnings.filterwarnings("ignore", ".*torch.jit.script", FutureWarning)  # torch 2.15's forward mode
+                    warnings.filterwarnings("ignore", ".*torch.jit.script")  # torch's own code: Inductor, forward mode
                     # torch's no_grad of a generator that raises, from Python 3.12 on
                     warnings.filterwarnings("ignore", r"the \(type, exc, tb\) signature of throw", DeprecationWarning)
                     result = body(rank, *args)
