@@ -180,7 +180,7 @@ def test_the_program_of_the_readme_equals_one_device() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 155
+    assert len(README.read_text().splitlines()) <= 130
 
 
 def test_the_speedups_of_the_readme_are_those_of_the_table() -> None:

@@ -2,7 +2,7 @@
 
 python docs/scripts/speed.py
 
-Draws docs/images/speed.png, of method="auto" beside torch's context parallel on 8 GPUs, and the three pictures of
+Draws docs/images/speed.png, of method="auto" beside what people run today on 8 GPUs, and the three pictures of
 docs/benchmarks/README.md: causal calls by method, calls under masks, and training steps. The first has eager calls
 only: a CUDA graph of one side beside eager calls of the other would compare two things at once.
 """
@@ -45,10 +45,15 @@ class Bar(NamedTuple):
     """Methods of the CSV, with the layout where it is not HeadTail; the fastest is shown."""
 
 
-AUTO = (
-    Bar("torch's context parallel, its faster rotate_method", GREY, ("torch",)),
-    Bar('method="auto"', BLUE, ("ours-auto",)),
+TODAY = (
+    Bar("torch: SDPA ring", LIGHT, TORCH),
+    Bar("torch: FlexAttention, all K/V gathered", LIGHT, ("torch-flex", "torch-flex PTRR")),
+    Bar("FlashAttention-2, all K/V gathered", LIGHT, ("llama3-varlen",)),
+    Bar("cp_dtensor", BLUE, ("ours-auto", "ours-auto Balanced")),
 )
+"""Of each the fastest row of `TODAY_TABLES` is shown. The third is Llama 3's method."""
+TODAY_TABLES = ("8xH200-packages", "8xH200-packages-masks-flex", "8xH200-masks-flex")
+TODAY_CASES = (("causal", 8192), ("causal", 32768), ("causal", 131072), ("documents 2048", 65536))
 CAUSAL = (
     Bar("torch, allgather", GREY, ("torch-allgather",)),
     Bar("ring, alltoall", PALE, ("ours-alltoall",)),
@@ -79,6 +84,11 @@ STEPS = (
 def table(name: str) -> list[measured.Row]:
     """Return the rows of a table of the CSV."""
     return [row for row in measured.read() if row["table"] == name]
+
+
+def name_of(row: measured.Row) -> str:
+    """Return the method, with the layout where it is not HeadTail or Contiguous."""
+    return row["method"] + f" {row['layout']}" * (row["layout"] not in ("HeadTail", "Contiguous"))
 
 
 def eager_times(rows: Sequence[measured.Row]) -> Times:
@@ -151,6 +161,34 @@ def _finish(figure: Figure, bars: Sequence[Bar], row: measured.Row, title: str, 
     figure.savefig(output, dpi=100, facecolor="white")
 
 
+def draw_today(output: Path) -> None:
+    """Draw forward and backward of `TODAY_CASES`, a panel each; others are grey, so that ours is seen without colours.
+
+    The tables are of runs with the extra `kernels` and without it: of these methods it changes ours alone.
+    """
+    rows = [row for name in TODAY_TABLES for row in table(name) if row["pass"] == "fwdbwd"]
+    figure = Figure(figsize=(10, 2.9))
+    axes = figure.subplots(1, len(TODAY_CASES))
+    for axis, (mask, tokens) in zip(axes, TODAY_CASES, strict=True):
+        of_case = [row for row in rows if (row["mask"], int(row["tokens"])) == (mask, tokens)]
+        found = [[float(row["median_ms"]) for row in of_case if name_of(row) in bar.names] for bar in TODAY]
+        longest = max(min(each) for each in found if each)
+        for place, (bar, times) in enumerate(zip(TODAY, found, strict=True)):
+            axis.barh(place, min(times, default=0), height=0.75, color=bar.colour)
+            empty = "no such mask" if mask != "causal" else "not measured"
+            _annotate(axis, min(times, default=0), place, f"{significant(min(times))} ms" if times else empty)
+        axis.axvline(min(float(row["median_ms"]) for row in of_case if "ideal" in row["method"]), **IDEAL_LINE)
+        axis.set_title(f"{mask.replace('documents 2048', 'packed documents')}\n{tokens:,} tokens", fontsize=10)
+        axis.set_xlim(0, 1.35 * longest)
+        _bare(axis)
+        axis.set_xticks([])
+    axes[0].set_yticks(range(len(TODAY)), [bar.label for bar in TODAY], fontsize=9.5)
+    title = "Attention on 8 H200s, forward + backward, 32 query and 8 kv heads of 128, bfloat16"
+    figure.suptitle(f"{title} (dashed: one GPU's time / 8)", fontsize=11)
+    figure.tight_layout(w_pad=0.6)
+    figure.savefig(output, dpi=100, facecolor="white")
+
+
 def draw_lengths(rows: Sequence[measured.Row], bars: Sequence[Bar], about: str, output: Path) -> None:
     """Draw causal calls: a row of panels for each pass, a panel for each length."""
     times = eager_times(rows)
@@ -178,7 +216,7 @@ def draw_masks(rows: Sequence[measured.Row], output: Path) -> None:
     for line, (each, title) in zip(axes, PASSES.items(), strict=True):
         for axis, (mask, length) in zip(line, kinds, strict=True):
             here = {
-                row["method"] + f" {row['layout']}" * (row["layout"] != "HeadTail"): float(row["median_ms"])
+                name_of(row): float(row["median_ms"])
                 for row in rows if (row["mask"], int(row["tokens"]), row["pass"]) == (mask, length, each)
             }  # fmt: skip
             panel(axis, MASKED, here, "torch-flex")
@@ -191,7 +229,7 @@ def draw_steps(output: Path) -> None:
     """Draw whole training steps: the part of the GPUs' peak that the model's operations reach."""
     figure = Figure(figsize=(12, 4.2))
     axis = figure.subplots()
-    bars = (AUTO[0]._replace(label="torch's context parallel"), Bar("this library", BLUE, ()))
+    bars = (Bar("torch's context parallel", GREY, ()), Bar("this library", BLUE, ()))
     for place, (name, tokens, what) in enumerate(STEPS):
         rows = {row["method"]: row for row in table(name) if int(row["tokens"]) == tokens}
         for shift, method, bar in ((-0.2, "torch-allgather", bars[0]), (0.2, "ours-symm_mem", bars[1])):
@@ -212,8 +250,7 @@ def draw_steps(output: Path) -> None:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    eager = "Eager calls, median of the slowest rank; x: speedup over torch. Ours by flash-attn-4, torch's by cuDNN."
-    draw_lengths(table("8xH200-packages"), AUTO, eager, DOCS / "images" / "speed.png")
+    draw_today(DOCS / "images" / "speed.png")
     both = "Median of the slowest rank; x: speedup of eager calls over torch."
     draw_lengths(table("8xH200-packages-graphs"), CAUSAL, both, DOCS / "benchmarks" / "causal.png")
     draw_masks(table("8xH200-masks-flex"), DOCS / "benchmarks" / "masks.png")

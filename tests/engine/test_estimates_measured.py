@@ -15,7 +15,7 @@ from support.measured import MEASURED, Case, measured
 from cp_dtensor import Causal, Documents, SlidingWindow
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import Estimate, estimates, fastest, ring_estimate, ulysses_estimate
-from cp_dtensor.plan.cluster import PACKAGE_KERNELS, TORCH_KERNELS, Cluster, Hardware, Hosts, Tier
+from cp_dtensor.plan.cluster import PACKAGE_KERNELS, TORCH_KERNELS, Cluster, Hardware, Hosts, Kernels, Tier
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
 from cp_dtensor.spec.layouts import HeadTail
 from cp_dtensor.spec.masks import Mask
@@ -53,12 +53,10 @@ def estimate_of(method: str, spec: CallSpec, cluster: Cluster) -> Estimate:
     return ring_estimate(spec, cluster, ROTATE_METHODS[method])
 
 
-@cache
-def estimated(case: Case) -> dict[str, tuple[Estimate, Cluster]]:
+def estimated(case: Case, kernels: Kernels) -> dict[str, tuple[Estimate, Cluster]]:
     """By method, without launches for graphs."""
     mask, layout = case.values()
     spec = spec_of(mask, layout, case.tokens, case.ranks, (case.q_heads, case.kv_heads), case.head_dim)
-    kernels = PACKAGE_KERNELS if "packages" in case.table else TORCH_KERNELS
     gpu = replace(Hardware.of("H200").with_kernels(kernels), launch=launch_of(case))
     found = {}
     for kind, launch in (("", gpu.launch), (" graph", 0.0)):
@@ -95,10 +93,15 @@ def launch_of(case: Case) -> float:
 
 
 @cache
-def compared() -> list[Cell]:
+def compared(*, by_name: bool = False) -> list[Cell]:
+    """Return the cells; those with the packages alone, as if of a GPU by name, whose kernels are torch's."""
     found = []
     for case, times in measured().items():
-        for method, (each, cluster) in estimated(case).items() if case.layout in LAYOUTS else ():
+        has_packages = "packages" in case.table
+        if case.layout not in LAYOUTS or by_name > has_packages:
+            continue
+        kernels = PACKAGE_KERNELS if has_packages and not by_name else TORCH_KERNELS
+        for method, (each, cluster) in estimated(case, kernels).items():
             for name, seconds, count in zip(
                 ("fwd", "fwdbwd"), (each.forward, each.seconds), launches(each), strict=True
             ):
@@ -123,6 +126,19 @@ def test_calls_that_do_not_wait_for_the_host_take_what_was_measured() -> None:
     errors = [abs(math.log(each.ratio)) for each in cells]
     assert median(errors) < 0.03
     assert max(errors) < 0.35
+
+
+def test_the_page_says_how_far_predictions_are_off() -> None:
+    page = (MEASURED.parents[1] / "choosing.md").read_text()
+    for name, is_causal in (("causal", True), ("others", False)):
+        ratios, named = (
+            [each.ratio for each in compared(by_name=by_name) if each.host < 0.5 and each.is_causal is is_causal]
+            for by_name in (False, True)
+        )
+        within = WITHIN[is_causal]
+        close = sum(abs(ratio - 1) <= within for ratio in ratios)
+        row = f"| {name} | {len(ratios)} | {close} within {within:.0%} | {min(ratios):.2f} to {max(ratios):.2f} | "
+        assert row + f"{median(named):.2f} in the middle |" in page
 
 
 def test_short_calls_are_launched_in_about_the_time_that_was_measured() -> None:
