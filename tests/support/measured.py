@@ -43,8 +43,9 @@ def measured() -> dict[Case, dict[tuple[str, str], float]]:
     found: dict[Case, dict[tuple[str, str], float]] = {}
     with MEASURED.open(newline="") as file:
         for row in csv.DictReader(file):
-            if not (row["host_us"] and row["median_ms"]) or "/" in row["head_dim"] or " as " in row["machine"]:
-                continue  # of another program, of two head dims, or of ranks that stand for several nodes
+            of_masks = "/" not in row["head_dim"] and " keys" not in row["mask"]
+            if not (row["host_us"] and row["median_ms"] and of_masks) or " as " in row["machine"]:
+                continue  # of another program, of latents or chosen keys, or of ranks that stand for several nodes
             numbers = (int(row[name]) for name in ("q_heads", "kv_heads", "head_dim"))
             case = Case(row["table"], row["machine"], int(row["tokens"]), row["mask"], row["layout"], *numbers)
             times = found.setdefault(case, {})
