@@ -106,9 +106,10 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
         # The lines coincide: each is drawn where the others have gaps.
         dashes = (5 * place, (5, 5 * (len(PARALLEL) - 1)))
         curves.plot(steps, shown[way.name], color=way.color, linewidth=2.5, linestyle=dashes)
-        curves.plot([], [], color=way.color, linewidth=2.5, label=way.name)  # for the legend
+        points = {"color": way.color, "marker": "ox^"[place], "markersize": 6}
+        curves.plot(steps, shown[way.name], **points, linestyle="", markevery=(place, 3), label=way.name)
         for precision in PRECISIONS:
-            gaps.semilogy(steps, differences(losses[precision], way), color=way.color, linestyle="", marker=".")
+            gaps.semilogy(steps, differences(losses[precision], way), **points, linestyle="", fillstyle="none")
     curves.set(ylabel=f"loss per token (nats), {PRECISIONS[0]}", title="The same training on one rank and in parallel")
     curves.legend()
     stated = ", ".join(f"{largest_difference(losses[precision]):.1e} in {precision}" for precision in PRECISIONS)
@@ -123,7 +124,7 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
     gaps.margins(y=0.15)
     for axes in (curves, gaps):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=75)
     plt.close(figure)
 
 
