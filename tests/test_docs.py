@@ -107,6 +107,22 @@ def test_examples_run(path: Path) -> None:
     assert result.failed == 0, "see the output above"
 
 
+REFERENCES = {"api", "choosing", "decisions", "design", "glossary", "troubleshooting", "versions"}
+GUIDES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in REFERENCES]
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
+def test_guides_open_with_what_the_reader_can_do_and_have_a_program(path: Path) -> None:
+    """A program in Python, which other tests run, or a command whose file is there."""
+    text = path.read_text()
+    assert re.search(r"\byou (can|know|have)\b", text.split("\n\n")[1])
+    found = re.findall(
+        r"^```python\n|^ {4}>>> |^python -m cp_dtensor \w+|(?:examples|docs)/[\w/]+\.py", text, re.MULTILINE
+    )
+    assert found
+    assert [each for each in found if each.endswith(".py") and not (ROOT / each).exists()] == []
+
+
 @each_document
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())

@@ -30,8 +30,12 @@ PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 INTRODUCTION = """# Models of transformers
 
-The [README](../README.md#in-your-training) has the recipe, and
-[an example](../examples/integrations/transformers_two_ranks.py) a whole program.
+After this page you know what works with your model. The [README](../README.md#in-your-training) has the recipe; a whole
+program that compares two CPU ranks with one process:
+
+```sh
+torchrun --nproc-per-node 2 examples/integrations/transformers_two_ranks.py
+```
 
 Each cell was run: a model of the family with two or three layers and random weights (float64, {length} tokens, windows
 and chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient
