@@ -106,9 +106,10 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
         # The lines coincide: each is drawn where the others have gaps.
         dashes = (5 * place, (5, 5 * (len(PARALLEL) - 1)))
         curves.plot(steps, shown[way.name], color=way.color, linewidth=2.5, linestyle=dashes)
-        curves.plot([], [], color=way.color, linewidth=2.5, label=way.name)  # for the legend
+        points = {"color": way.color, "marker": "ox^"[place], "markersize": 6}
+        curves.plot(steps, shown[way.name], **points, linestyle="", markevery=(place, 3), label=way.name)
         for precision in PRECISIONS:
-            gaps.semilogy(steps, differences(losses[precision], way), color=way.color, linestyle="", marker=".")
+            gaps.semilogy(steps, differences(losses[precision], way), **points, linestyle="", fillstyle="none")
     curves.set(ylabel=f"loss per token (nats), {PRECISIONS[0]}", title="The same training on one rank and in parallel")
     curves.legend()
     stated = ", ".join(f"{largest_difference(losses[precision]):.1e} in {precision}" for precision in PRECISIONS)
@@ -123,7 +124,7 @@ def draw(losses: dict[str, Losses], path: Path) -> None:
     gaps.margins(y=0.15)
     for axes in (curves, gaps):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=75)
     plt.close(figure)
 
 
@@ -136,8 +137,14 @@ def page(losses: dict[str, Losses], config_path: Path) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, gloo"
     return f"""# Losses with different parallelism
 
-The model of [examples/train.py](../examples/train.py), trained on the same samples in the same order: on one rank
-without parallelism, and with the sequence (cp) and the heads (tp) sharded over ranks.
+After this page you know how far training in parallel is from training on one rank, and can repeat the comparison:
+
+```sh
+python examples/plot_losses.py
+```
+
+The model of [examples/train.py](../examples/train.py) sees the same samples in the same order: on one rank, and with
+the sequence (cp) and the heads (tp) sharded over ranks.
 {training.steps} steps of {training.local_batch_size} samples of {training.seq_len} tokens;
 KV transport `{transport}`, layout `{layout}`.
 
@@ -153,7 +160,7 @@ The runs differ in the order of additions. That changes the loss of the first st
 the weights drift apart and the difference grows. The float64 runs show that this is rounding: their difference starts
 nine digits lower and stays there. (Initial random weights differ between float32 and float64, so the losses do too.)
 
-Written by `python examples/plot_losses.py`: torch {torch.__version__}, Python {platform.python_version()}, {device}.
+Written with torch {torch.__version__}, Python {platform.python_version()}, {device}.
 The text is the standard library of this Python, so other versions give other losses.
 [loss_curves.json](loss_curves.json) has the numbers of every step.
 """

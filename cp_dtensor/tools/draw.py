@@ -18,9 +18,9 @@ with suppress(ImportError):  # the text needs no numpy
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RANK_COLOURS = (
-    "#7fb8da", "#f6b26b", "#93c98b", "#e58b8b", "#b39ddb", "#c8a27c", "#f1a7cf", "#a9b1b8",
-    "#d3cf6d", "#6fcfc9", "#4f81bd", "#c8743c", "#4f9a5d", "#b0506a", "#7566a8", "#8d8d4e",
+RANK_COLOURS = (  # the first four differ in grey, too
+    "#4f8fcd", "#ffdf9a", "#a5d593", "#e8837a", "#b39ddb", "#c8a27c", "#f1a7cf", "#a9b1b8",
+    "#d3cf6d", "#6fcfc9", "#31659c", "#c8743c", "#4f9a5d", "#b0506a", "#7566a8", "#8d8d4e",
 )  # fmt: skip
 _MOST_TOKENS = 2048
 _DESCRIPTION = """\
@@ -54,8 +54,8 @@ def draw_owners(mask: Mask, layout: Layout, seq_len: int, ranks: int, title: str
     from matplotlib.patches import Patch
 
     drawn = [owners(mask, layout, seq_len, ranks, group) for group in range(len(layout.batch_groups(2)))]
-    figure = Figure(figsize=(7 * len(drawn) + 2.5, 7.5), layout="constrained")
-    figure.suptitle(title)
+    figure = Figure(figsize=(5 * len(drawn) + 2, 5), layout="constrained")
+    figure.suptitle(title, fontsize=11)
     axes: Any = figure.subplots(1, len(drawn), squeeze=False)[0]
     for half, axis, owner in zip(("first", "second"), axes, drawn, strict=False):
         colours = ListedColormap(RANK_COLOURS[:ranks])
@@ -64,7 +64,7 @@ def draw_owners(mask: Mask, layout: Layout, seq_len: int, ranks: int, title: str
     pairs = [sum(int(np.count_nonzero(owner == rank)) for owner in drawn) for rank in range(ranks)]
     labels = (f"rank {rank}: {count:,} pairs" for rank, count in enumerate(pairs))
     patches = [Patch(color=colour, label=label) for colour, label in zip(RANK_COLOURS, labels, strict=False)]
-    figure.legend(handles=patches, loc="outside right upper", frameon=False)
+    figure.legend(handles=patches, loc="outside right center", frameon=False)
     return figure
 
 

@@ -250,12 +250,12 @@ def picture(planned: Planned, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     spans, _ = drawn(planned)
-    figure = Figure(figsize=(12, 2.6), layout="constrained")
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
     axis: Any = figure.subplots()
     lanes = _lanes(planned)
-    for height, (tier, colour) in enumerate(zip(lanes, ("#93c98b", "#7fb8da", "#f6b26b"), strict=False)):
+    for height, (tier, colour) in enumerate(zip(lanes, ("#a5d593", "#4f8fcd", "#ffdf9a"), strict=False)):
         bars = [(1e3 * start, 1e3 * (stop - start)) for each, start, stop in spans if each == tier]
-        axis.broken_barh(bars, (-height - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.3)
+        axis.broken_barh(bars, (-height - 0.4, 0.8), facecolors=colour, edgecolors="black", linewidth=0.4)
     axis.axvline(1e3 * planned.estimate.forward, color="black", linewidth=0.8)
     axis.set(yticks=[-height for height in range(len(lanes))], yticklabels=lanes.values(), xlabel="ms", title=title)
     return figure

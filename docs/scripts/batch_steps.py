@@ -10,17 +10,15 @@ documents in the same layout, in steps that all ranks take together. Prints a ta
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from reports import parser_of, report, start_nccl
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -30,7 +28,7 @@ from cp_dtensor import context_parallel, plan_batch
 from cp_dtensor.api.batch import BatchStep
 from cp_dtensor.comm.submeshes import submesh
 from cp_dtensor.plan.batch import RankGroup
-from cp_dtensor.tools.report import MEASURED, machine_columns, times_of, write_csv
+from cp_dtensor.tools.report import MEASURED, machine_columns, times_of
 
 WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, LONGEST = 4096, 14336, 32, 8, 1024, 131072
 SHAPE: dict[str, Any] = {
@@ -100,14 +98,12 @@ def groups_of_one_size(lengths: Sequence[int], mesh: DeviceMesh, size: int, most
 
 def main() -> None:
     """Time all methods and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=500_000, help="of a batch")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batches", type=int, default=4, help="the first is not timed")
-    parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    start_nccl()
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("dp_cp",))
     torch.manual_seed(0)
@@ -155,15 +151,13 @@ def main() -> None:
         speed = 1e3 * count / sum(times) / ranks
         memory = torch.cuda.max_memory_allocated() / 2**20
         if dist.get_rank() == 0:
-            note = f"{speed:.0f} tokens/s a GPU; {steps} steps in {len(times)} batches; first loss {sums[0]}"
+            note = f"{speed:.0f} tokens/s a GPU; {steps} steps in {len(times)} batches; losses {sums}"
             about = machine_columns(ranks) | {
                 "status": MEASURED, "mask": "lognormal documents", "layout": "Balanced", "tokens": options.tokens,
                 "q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": 128, "method": method, "pass": "batch",
             }  # fmt: skip
             rows.append(about | times_of([times]) | {"mib": memory, "note": note})
-            print(f"{method:10} {note}; {memory / 1024:.1f} GiB; losses {sums}", flush=True)
-            if options.output:
-                write_csv(options.output, rows)
+            report(f"{method:10}", rows, options.output)
     dist.destroy_process_group()
 
 

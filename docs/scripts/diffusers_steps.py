@@ -8,21 +8,20 @@ fastest built-in backend. Each output is compared with that of one GPU.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from diffusers import ContextParallelConfig, FluxTransformer2DModel, WanTransformer3DModel
+from reports import parser_of, report
 
 from cp_dtensor.integrations import diffusers as cp_diffusers
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, end, start
-from cp_dtensor.tools.report import machine_columns, times_of, write_csv
+from cp_dtensor.tools.report import machine_columns, times_of
 
 METHODS = ("one-GPU", "diffusers-ring", "ours-ring", "diffusers-ulysses", "ours-ulysses")
 TEXT, LATENT_ROWS = 512, 32
@@ -114,12 +113,11 @@ def measure(ranks: Ranks, device: Device, name: str, tokens: int, method: str, r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
     options = parser.parse_args()
     ranks, device = start("docs/scripts/diffusers_steps.py", sys.argv[1:], torch.cuda.is_available(), 300)
     cp_diffusers.register()
@@ -136,11 +134,7 @@ def main() -> None:
                     lost = None if failure.alike else failure
                     row = {"status": "error", "method": method, "median_ms": 0.0, "mib": 0.0, "note": str(failure)}
                 rows.append(machine_columns(ranks.world_size) | row)
-                if ranks.rank == 0:
-                    figures = f"{row['median_ms']:9.1f} ms {row['mib']:8.0f} MiB; {row['note']}"
-                    print(f"{name} {tokens:8,} {method:18} {figures}", flush=True)
-                    if options.output:
-                        write_csv(options.output, rows)
+                report(f"{name} {tokens:8,} {method:18}", rows, options.output)
     end(ranks, lost)
 
 

@@ -9,7 +9,6 @@ gradients. `ours` keeps attention's results in checkpoints, `ours-recomputed` do
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from reports import parser_of, report
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, Qwen3ForCausalLM
@@ -28,7 +28,7 @@ from cp_dtensor.integrations.transformers import ModelBatch, register
 from cp_dtensor.tools.cases import Case, Heads, Method
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, end, start
-from cp_dtensor.tools.report import machine_columns, write_csv
+from cp_dtensor.tools.report import machine_columns
 from cp_dtensor.tools.torch_methods import mesh_of_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
@@ -131,7 +131,7 @@ def measure(steps: Steps, ranks: Ranks, tokens: int, name: str, count: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--steps", type=int, default=2, help="of each length; the first is not timed if there are more")
@@ -139,7 +139,6 @@ def main() -> None:
     parser.add_argument("--optimizer", default="AdamW", help="a name of torch.optim")
     parser.add_argument("--tile", type=int, default=8192)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a try on CPUs")
-    parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
     options = parser.parse_args()
     ranks, device = start("docs/scripts/long_context_steps.py", sys.argv[1:], torch.cuda.is_available(), 900)
     config = recipe.TINY if options.tiny else recipe.QWEN3_8B
@@ -161,12 +160,7 @@ def main() -> None:
                 if not failure.alike:
                     end(ranks, failure)
                 continue
-            if ranks.rank == 0:
-                row = rows[-1]
-                figures = f"{row['median_ms'] / 1e3:8.3f} s {row['mib'] / 1024:6.1f} GiB"
-                print(f"{tokens:9,} {name:16} {figures}; {row['note']}", flush=True)
-                if options.output:
-                    write_csv(options.output, rows)
+            report(f"{tokens:9,} {name:16}", rows, options.output)
     end(ranks, None)
 
 

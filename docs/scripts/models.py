@@ -30,8 +30,12 @@ PAGE = ROOT / "docs" / "models.md"
 sys.path.insert(0, str(ROOT / "tests"))
 INTRODUCTION = """# Models of transformers
 
-The [README](../README.md#in-your-training) has the recipe, and
-[an example](../examples/integrations/transformers_two_ranks.py) a whole program.
+After this page you know what works with your model. The [README](../README.md#in-your-training) has the recipe; a whole
+program that compares two CPU ranks with one process:
+
+```sh
+torchrun --nproc-per-node 2 examples/integrations/transformers_two_ranks.py
+```
 
 Each cell was run: a model of the family with two or three layers and random weights (float64, {length} tokens, windows
 and chunks of {window}) made one training step on {ranks} ranks in `HeadTail()`. "right": its loss and every gradient
@@ -78,7 +82,8 @@ become this rank's shards, also `deepstack_visual_embeds`. Gradients reach the t
 mean over ranks is that of one process. It is one forward, so FSDP2 and checkpointing work as ever. Compile layers, or
 the language model, not the whole model.
 
-- `shard_images=True` divides images, frames and sounds over the ranks by patches, and gathers the embeddings
+- `shard_images=True` divides images, frames and sounds over the ranks by patches, and gathers the embeddings: a step of
+  Qwen3-VL 2B with 32,768 tokens, half of them of images, takes 1,679 ms on two H200s, 2,017 without (`2xH200-vision`)
 - without images, the call is the same
 - packed: position ids as in one process; where positions have three axes, four rows, of which text is the first
 

@@ -2,7 +2,7 @@
 
 python docs/scripts/rooms.py --output docs/images/rooms.png
 
-Imports are read from the source files with `ast`; nothing is imported. An import is a pair of an importing file and an
+Imports are read from the source files with `ast`. An import is a pair of an importing file and an
 imported module, inside of functions too.
 """
 
@@ -13,10 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from gallery import save
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -45,8 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/images/rooms.png"))
     arguments = parser.parse_args()
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(PACKAGE).savefig(arguments.output, dpi=80, facecolor="white")
+    save(draw(PACKAGE), arguments.output)
 
 
 def imports(package: Path) -> Counter[tuple[str, str]]:
@@ -62,26 +58,26 @@ def imports(package: Path) -> Counter[tuple[str, str]]:
 def draw(package: Path) -> Figure:
     """Draws a row for each room that imports, a column for each that is imported from."""
     counts, rooms, size = imports(package), [*ROOMS], len(ROOMS)
-    figure, axis = plt.subplots(figsize=(13, 7.6))
+    figure = Figure(figsize=(8, 6.4))
+    axis = figure.subplots()
     for row, (name, (about, colour)) in enumerate(ROOMS.items()):
         floor = f"{FLOORS[name]}   " if name in FLOORS else ""
         axis.text(-0.25, row + 0.42, f"{floor}{name or 'cp_dtensor'}", fontsize=13, fontweight="bold", ha="right")
-        axis.text(-0.25, row + 0.74, about, fontsize=10.5, color="#404854", ha="right")
+        axis.text(-0.25, row + 0.8, about, fontsize=11, color="#404854", ha="right")
         axis.add_patch(Rectangle((row, row), 1, 1, facecolor=colour, edgecolor="white", linewidth=3))
         for column, other in enumerate(rooms):
             if counts[name, other]:
                 axis.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, alpha=0.3, edgecolor="white"))
-                axis.text(column + 0.5, row + 0.5, "imports", fontsize=10, ha="center", va="center", gid="import")
+                axis.text(column + 0.5, row + 0.5, "●", fontsize=13, ha="center", va="center", gid="import")
     axis.set(xlim=(0, size), ylim=(size, 0), aspect="auto")
-    axis.set_xticks([place + 0.5 for place in range(size)], [name or "cp_dtensor" for name in rooms], fontsize=11)
+    names = [name or "cp_dtensor" for name in rooms]
+    axis.set_xticks([place + 0.5 for place in range(size)], names, fontsize=12, rotation=50, ha="left")
     axis.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, left=False, labelleft=False, length=0)
     axis.spines[:].set_visible(False)
     figure.suptitle(
-        "The rooms of cp_dtensor by floor: the room of a row imports from the rooms of the marked columns.\n"
-        "Nothing is marked below the diagonal: all imports point downward.",
-        fontsize=12, x=0.02, y=0.985, ha="left",
-    )  # fmt: skip
-    figure.subplots_adjust(left=0.27, right=0.99, top=0.85, bottom=0.01)
+        "● the room of the row imports from the room of the column", fontsize=14, x=0.02, y=0.985, ha="left"
+    )
+    figure.subplots_adjust(left=0.45, right=0.95, top=0.8, bottom=0.01)
     return figure
 
 

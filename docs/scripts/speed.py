@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import measured
+from gallery import save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -28,12 +29,12 @@ CASE = ("machine", "mask", "layout", "q_heads", "kv_heads", "head_dim")
 """Columns in which rows of one picture are equal."""
 TORCH = ("torch-allgather", "torch-alltoall")
 GREY, LIGHT, BLUE, GREEN, PALE, ORANGE, BROWN, PINK = (
-    "#8d96a3", "#c3c9d1", "#1f6fb4", "#2a9d8f", "#b5d99c", "#e76f51", "#a1887f", "#d187b5",
+    "#aab2bd", "#c3c9d1", "#1f6fb4", "#2a9d8f", "#b5d99c", "#e76f51", "#a1887f", "#d187b5",
 )  # fmt: skip
 IDEAL_LINE: dict[str, Any] = {"color": "#22272e", "linestyle": "--", "linewidth": 1}
 
-Times = dict[tuple[int, str, str], float]
-"""Milliseconds by tokens, pass and method."""
+Times = dict[str, float]
+"""Milliseconds by method."""
 
 
 class Bar(NamedTuple):
@@ -59,13 +60,13 @@ CAUSAL = (
     Bar("ring, alltoall", PALE, ("ours-alltoall",)),
     Bar("ring, symm_mem", GREEN, ("ours-symm_mem",)),
     Bar("Ulysses", ORANGE, ("ours-ulysses",)),
-    Bar("ring, symm_mem, CUDA graph", GREEN, ("ours-symm_mem graph",)),
+    Bar("symm_mem, CUDA graph", GREEN, ("ours-symm_mem graph",)),
     Bar("Ulysses, CUDA graph", ORANGE, ("ours-ulysses graph",)),
 )
 MASKED = (
-    Bar("gather all, FlashAttention-2 varlen (Llama 3)", BROWN, ("llama3-varlen",)),
-    Bar("torch's FlexAttention, the better balancer", GREY, ("torch-flex", "torch-flex PTRR")),
-    Bar("our FlexAttention, BalancedBlocks", PINK, ("ours-flex BalancedBlocks",)),
+    Bar("gather all, FA2\nvarlen (Llama 3)", BROWN, ("llama3-varlen",)),
+    Bar("torch's FlexAttention,\nbetter balancer", GREY, ("torch-flex", "torch-flex PTRR")),
+    Bar("our FlexAttention,\nBalancedBlocks", PINK, ("ours-flex BalancedBlocks",)),
     Bar("ring, HeadTail", PALE, ("ours-symm_mem",)),
     Bar("ring, Balanced(mask)", GREEN, ("ours-symm_mem Balanced",)),
 )
@@ -73,10 +74,10 @@ STEPS = (
     ("8xH200-train-32k", 8192, ""),
     ("2xH200-train-32k", 32768, ""),
     ("8xH200-train-32k", 32768, ""),
-    ("2xH200-train-131k", 131072, ", checkpointing"),
-    ("4xH200-train-131k", 131072, ", checkpointing"),
-    ("8xH200-train-131k", 131072, ", checkpointing"),
-    ("8xH200-train-524k", 524288, ", checkpointing"),
+    ("2xH200-train-131k", 131072, "\n(checkpointing)"),
+    ("4xH200-train-131k", 131072, "\n(checkpointing)"),
+    ("8xH200-train-131k", 131072, "\n(checkpointing)"),
+    ("8xH200-train-524k", 524288, "\n(checkpointing)"),
 )
 """Tables of training steps with both methods, by tokens, and what is special about them."""
 
@@ -91,8 +92,8 @@ def name_of(row: measured.Row) -> str:
     return row["method"] + f" {row['layout']}" * (row["layout"] not in ("HeadTail", "Contiguous"))
 
 
-def eager_times(rows: Sequence[measured.Row]) -> Times:
-    """Return the times of eager calls; "torch" is the faster rotation of torch's context parallel.
+def eager_times(rows: Sequence[measured.Row]) -> dict[tuple[int, str, str], float]:
+    """Return the times of eager calls by tokens, pass and method; "torch" is its faster rotation.
 
     Raises:
         ValueError: rows of several shapes, masks or machines, which one picture cannot compare.
@@ -109,7 +110,7 @@ def eager_times(rows: Sequence[measured.Row]) -> Times:
     return times
 
 
-def panel(axis: Axes, bars: Sequence[Bar], times: dict[str, float], behind: str) -> None:
+def panel(axis: Axes, bars: Sequence[Bar], times: Times, behind: str) -> None:
     """Draw a bar for each method, with milliseconds and the speedup over one of them; a line at one GPU's share."""
     found = [min(times[name] for name in bar.names if name in times) for bar in bars]
     for place, (bar, ms) in enumerate(zip(bars, found, strict=True)):
@@ -132,33 +133,36 @@ def _style(bar: Bar) -> dict[str, Any]:
 
 def _annotate(axis: Axes, value: float, place: float, text: str) -> None:
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    axis.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8, bbox=box)
+    axis.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=10, bbox=box)
 
 
 def _bare(axis: Axes) -> None:
     axis.set_yticks([])
     axis.invert_yaxis()
-    axis.tick_params(axis="x", labelsize=8)
+    axis.tick_params(axis="x", labelsize=10)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _finish(figure: Figure, bars: Sequence[Bar], row: measured.Row, title: str, about: str, output: Path) -> None:
-    """Write the picture with its title, legend and versions."""
+def draw_panels(
+    panels: dict[str, dict[str, Times]], bars: Sequence[Bar], row: measured.Row, behind: str, what: str, about: str,
+    output: Path,
+) -> None:  # fmt: skip
+    """Draw a row of panels for each title, a panel for each pass, with names of bars at the left and versions below."""
+    height = 1.5 + len(panels) * (0.7 + 0.32 * len(bars))
+    figure = Figure(figsize=(8, height), layout="constrained")
+    for line, (title, by_pass) in zip(figure.subplots(len(panels), 2, squeeze=False), panels.items(), strict=True):
+        for axis, (each, name) in zip(line, PASSES.items(), strict=True):
+            panel(axis, bars, by_pass[each], behind)
+            axis.set_title(f"{title}\n{name}, ms", fontsize=11)
+        line[0].set_yticks(range(len(bars)), [bar.label for bar in bars], fontsize=10)
     ranks, gpu = row["machine"].split("x")
     heads = f"{row['q_heads']} query and {row['kv_heads']} kv heads of {row['head_dim']}, bfloat16, batch 1"
-    figure.suptitle(f"{title} on {ranks} x NVIDIA {gpu}, {heads}", y=0.98, va="top", fontsize=12)
-    handles: list[Any] = [Patch(label=bar.label, **_style(bar)) for bar in bars]
-    handles.append(Line2D([], [], **IDEAL_LINE, label=f"one GPU's time / {ranks}"))
-    height, lines = figure.get_figheight(), -(-len(handles) // 4)
-    below, columns = (0.5, 0.25 / height), min(4, len(handles))
-    figure.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=below, ncol=columns, frameon=False, fontsize=9
-    )  # fmt: skip
+    figure.suptitle(f"{what} on {ranks} x {gpu}, {heads}", fontsize=12)
     unlike = ("Triton", "CUDA", "NCCL")  # of which the times say little
     versions = ", ".join(each for each in row["versions"].split(", ") if not each.startswith(unlike))
-    figure.text(0.5, 0.1 / height, f"{about} {versions}", ha="center", fontsize=8, color="#5b6470")
-    figure.tight_layout(rect=(0, (0.35 + 0.22 * lines) / height, 1, 1 - 0.05 / height))
-    figure.savefig(output, dpi=100, facecolor="white")
+    line = Line2D([], [], **IDEAL_LINE, label=f"one GPU's time / {ranks}")
+    figure.legend(handles=[line], loc="outside lower center", title=f"{about}\n{versions}", frameon=False, fontsize=10)
+    save(figure, output)
 
 
 def draw_today(output: Path) -> None:
@@ -186,66 +190,61 @@ def draw_today(output: Path) -> None:
     title = "Attention on 8 H200s, forward + backward, 32 query and 8 kv heads of 128, bfloat16"
     figure.suptitle(f"{title} (dashed: one GPU's time / 8)", fontsize=11)
     figure.tight_layout(w_pad=0.6)
-    figure.savefig(output, dpi=100, facecolor="white")
+    save(figure, output)
 
 
 def draw_lengths(rows: Sequence[measured.Row], bars: Sequence[Bar], about: str, output: Path) -> None:
-    """Draw causal calls: a row of panels for each pass, a panel for each length."""
+    """Draw causal calls: a row of panels for each length."""
     times = eager_times(rows)
     times |= {
         (int(row["tokens"]), row["pass"], row["method"]): float(row["median_ms"])
         for row in rows if row["method"].endswith("graph")
     }  # fmt: skip
-    lengths = sorted({length for length, *_ in times})
-    figure = Figure(figsize=(12, 2.2 + 0.48 * len(bars)))
-    axes = figure.subplots(2, len(lengths), squeeze=False)
-    for line, (each, title) in zip(axes, PASSES.items(), strict=True):
-        for axis, length in zip(line, lengths, strict=True):
-            here = {name: ms for (tokens, kind, name), ms in times.items() if (tokens, kind) == (length, each)}
-            panel(axis, bars, here, bars[0].names[0])
-            axis.set_title(f"{length:,} tokens" if each == "fwd" else "", fontsize=10)
-        line[0].set_ylabel(f"{title.replace(' + ', ' +' + chr(10))},\nms")
-    _finish(figure, bars, rows[0], "Causal attention", about, output)
+    panels = {
+        f"{length:,} tokens": {
+            each: {name: ms for (tokens, kind, name), ms in times.items() if (tokens, kind) == (length, each)}
+            for each in PASSES
+        }
+        for length in sorted({length for length, *_ in times})
+    }
+    draw_panels(panels, bars, rows[0], bars[0].names[0], "Causal attention", about, output)
 
 
 def draw_masks(rows: Sequence[measured.Row], output: Path) -> None:
-    """Draw calls under masks: a row of panels for each pass, a panel for each mask and length."""
-    kinds = list(dict.fromkeys((row["mask"], int(row["tokens"])) for row in rows if row["mask"] != "causal"))
-    figure = Figure(figsize=(12, 5.2))
-    axes = figure.subplots(2, len(kinds), squeeze=False)
-    for line, (each, title) in zip(axes, PASSES.items(), strict=True):
-        for axis, (mask, length) in zip(line, kinds, strict=True):
-            here = {
-                name_of(row): float(row["median_ms"])
-                for row in rows if (row["mask"], int(row["tokens"]), row["pass"]) == (mask, length, each)
-            }  # fmt: skip
-            panel(axis, MASKED, here, "torch-flex")
-            axis.set_title(f"{mask}, {length:,} tokens" if each == "fwd" else "", fontsize=10)
-        line[0].set_ylabel(f"{title.replace(' + ', ' +' + chr(10))},\nms")
-    _finish(figure, MASKED, rows[0], "Masked attention", "x: speedup over torch's FlexAttention.", output)
+    """Draw calls under masks: a row of panels for each mask and length."""
+    panels: dict[str, dict[str, Times]] = {}
+    for row in rows:
+        if row["mask"] != "causal":
+            of_mask = panels.setdefault(f"{row['mask']}, {int(row['tokens']):,} tokens", {each: {} for each in PASSES})
+            of_mask[row["pass"]][name_of(row)] = float(row["median_ms"])
+    about = "x: speedup over torch's FlexAttention."
+    draw_panels(panels, MASKED, rows[0], "torch-flex", "Masked attention", about, output)
 
 
 def draw_steps(output: Path) -> None:
     """Draw whole training steps: the part of the GPUs' peak that the model's operations reach."""
-    figure = Figure(figsize=(12, 4.2))
+    figure = Figure(figsize=(8, 5.4), layout="constrained")
     axis = figure.subplots()
+    names: list[str] = []
     bars = (Bar("torch's context parallel", GREY, ()), Bar("this library", BLUE, ()))
     for place, (name, tokens, what) in enumerate(STEPS):
         rows = {row["method"]: row for row in table(name) if int(row["tokens"]) == tokens}
         for shift, method, bar in ((-0.2, "torch-allgather", bars[0]), (0.2, "ours-symm_mem", bars[1])):
             share = float(rows[method]["tflops"]) / 9.89  # 989 TFLOP/s of an H200
-            axis.barh(place + shift, share, height=0.38, color=bar.colour)
+            axis.barh(place + shift, share, height=0.38, color=bar.colour, edgecolor="white")
             _annotate(axis, share, place + shift, f"{share:.1f}%, {float(rows[method]['median_ms']):,.0f} ms")
         gpus = name.partition("x")[0]
-        axis.annotate(f"{tokens:,} tokens on {gpus}{what}  ", (0, place), ha="right", va="center", fontsize=9)
+        names.append(f"{tokens:,} on {gpus}{what}")
     _bare(axis)
-    axis.set_xlim(0, 52)
-    axis.set_xlabel("model FLOPs, % of the GPUs' peak, and ms of a step", fontsize=9)
-    title = "Training steps of 8 layers of Llama 3.1 8B by FSDP2 and AdamW on H200s, bfloat16, causal, eager layers"
-    figure.suptitle(title, fontsize=12)
-    figure.legend(handles=[Patch(color=bar.colour, label=bar.label) for bar in bars], loc="lower left", frameon=False)
-    figure.tight_layout()
-    figure.savefig(output, dpi=100, facecolor="white")
+    axis.set_yticks(range(len(names)), names, fontsize=10)
+    axis.set_xlim(0, 60)
+    axis.set_xlabel("model FLOPs, % of the GPUs' peak, and ms of a step; by tokens and GPUs", fontsize=11)
+    figure.suptitle(
+        "Training steps of 8 layers of Llama 3.1 8B by FSDP2 and AdamW on H200s,\nbfloat16, causal, eager layers"
+    )
+    handles = [Patch(facecolor=bar.colour, label=bar.label) for bar in bars]
+    figure.legend(handles=handles, loc="outside lower center", ncol=2, frameon=False)
+    save(figure, output)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ random tokens teach nothing: so their losses are comparable. Prints a table.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import re
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reports import parser_of, report
 
 from cp_dtensor.tools.report import machine_columns
 
@@ -99,25 +99,19 @@ def run(method: str, seq_len: int, options: argparse.Namespace) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[32768])
     parser.add_argument("--flavor", default="8B", help="of Llama 3")
     parser.add_argument("--steps", type=int, default=5, help=f"steps to time, after {WARM_UP} others")
     parser.add_argument("--checkpointing", default="full", choices=("full", "selective", "none"))
     parser.add_argument("--port", type=int, default=29500)
-    parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
     options = parser.parse_args()
     rows = []
     for seq_len in options.seq_lens:
         for method in MODULES:
             rows.append(run(method, seq_len, options))
-            print(f"{seq_len:8} {method:6} {rows[-1]['median_ms']:9.1f} ms {rows[-1]['note']}", flush=True)
-    if options.output:
-        with options.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+            report(f"{seq_len:8} {method:6}", rows, options.output)
 
 
 if __name__ == "__main__":

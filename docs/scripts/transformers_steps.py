@@ -15,18 +15,17 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
-import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from reports import parser_of, report, start_nccl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor.tools.report import machine_columns, times_of, write_csv
+from cp_dtensor.tools.report import machine_columns, times_of
 
 RUNS = (
     ("loop", "alone", False), ("loop", "alone", True), ("loop", "torch-cuDNN", False), ("sft", "torch-cuDNN", False),
@@ -203,14 +202,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seq-len", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=WARM_UP + 4, help=f"the first {WARM_UP} are not timed")
-    parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
     options = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+    start_nccl()
     rows = []
     for options.program, options.method, options.packed in RUNS:
         if (options.method == "alone") != (dist.get_world_size() == 1):
@@ -218,13 +214,9 @@ def main() -> None:
         try:
             rows.append(run(options))
         except Exception as error:  # the other runs are worth their time
-            print(f"{options.program}: {options.method} failed on rank {rank}: {error!r:.500}", flush=True)
+            print(f"{options.program}: {options.method} failed on rank {dist.get_rank()}: {error!r:.500}", flush=True)
             continue
-        if rank == 0:
-            row, time_and_memory = rows[-1], f"{rows[-1]['median_ms']:8.1f} ms {rows[-1]['mib'] / 1024:5.1f} GiB"
-            print(f"{row['mask']:18} {row['method']:20} {time_and_memory} {row['note']}", flush=True)
-            if options.output:
-                write_csv(options.output, rows)
+        report(f"{rows[-1]['mask']:18} {rows[-1]['method']:20}", rows, options.output)
     dist.destroy_process_group()
 
 

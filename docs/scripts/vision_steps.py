@@ -12,17 +12,15 @@ On one GPU there is no context, and attention is transformers' "sdpa". Prints a 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import os
 import statistics
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from reports import parser_of, report, start_nccl
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -139,34 +137,23 @@ def run(options: argparse.Namespace, method: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--steps", type=int, default=5, help=f"steps to time, after {WARM_UP} others")
     parser.add_argument("--toy", action="store_true", help="a small model")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--output", type=Path, help="CSV file, for docs/scripts/measured.py")
     options = parser.parse_args()
     if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+        start_nccl()
     else:
         dist.init_process_group("gloo")
     rows = []
     for method in ("all images", "shard_images") if dist.get_world_size() > 1 else ("one GPU",):
         rows.append(run(options, method))
-        if dist.get_rank() == 0:
-            print(
-                f"{method:12} {rows[-1]['median_ms']:9.1f} ms {rows[-1]['mib']:8.0f} MiB; {rows[-1]['note']}",
-                flush=True,
-            )
+        report(f"{method:12}", rows, options.output)
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.output and dist.get_rank() == 0:
-        with options.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
     dist.destroy_process_group()
 
 

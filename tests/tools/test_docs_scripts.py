@@ -21,7 +21,8 @@ from cp_dtensor.plan.tiles import FULL_TILE, Tile
 from cp_dtensor.spec.layouts import MirroredBatch
 from cp_dtensor.spec.masks import Full
 
-assignments, methods, schedules = (docs_script(name) for name in ("assignments", "methods", "schedules"))
+assignments, gallery = docs_script("assignments"), docs_script("gallery")
+methods = assignments.METHODS
 
 RANKS, SEQ_LEN = 4, 16
 CAUSAL = np.tri(SEQ_LEN, dtype=bool)
@@ -38,14 +39,14 @@ def owners(layout: Layout, group: int = 0) -> np.ndarray:
     return rank_of
 
 
-@pytest.mark.parametrize(("_title", "layout", "group"), schedules.PANELS, ids=lambda value: repr(value))
-@pytest.mark.parametrize("transport", schedules.TRANSPORTS)
+@pytest.mark.parametrize(("_title", "layout", "group"), gallery.LAYOUTS, ids=lambda value: repr(value))
+@pytest.mark.parametrize("transport", gallery.TRANSPORTS)
 def test_schedules_by_rank_and_step(transport: str, _title: str, layout: Layout, group: int) -> None:
     """Every allowed pair, by the rank that owns the query; in step 0 exactly if it owns the key too."""
     drawn = assignments.assignment(
-        Causal(), layout, SEQ_LEN, RANKS, batch_size=2, batch_row=group, rotate_method=transport
+        Causal(), layout, SEQ_LEN, batch_size=2, batch_row=group, transport=gallery.TRANSPORTS[transport]
     )  # fmt: skip
-    owner, step = drawn.owner, drawn.step
+    owner, step = drawn.owner[0], drawn.step[0]
     rank_of = owners(layout, group)
     np.testing.assert_array_equal(owner, np.where(CAUSAL, rank_of[:, None], -1))
     np.testing.assert_array_equal(step >= 0, CAUSAL)
@@ -61,11 +62,11 @@ def test_positions_of_keys_in_a_gathered_buffer() -> None:
     assert assignments.key_positions(tile, plan, group).tolist() == list(range(2, 14))
 
 
-@pytest.mark.parametrize("panel", methods.PANELS, ids=lambda panel: panel.title.split(",")[0])
+@pytest.mark.parametrize("method", methods)
 @each_layout
-def test_methods_by_rank_and_head(layout: Layout, panel: methods.Panel) -> None:
+def test_methods_by_rank_and_head(layout: Layout, method: str) -> None:
     """Every allowed pair of every head is computed once, by a rank that has its head and its query."""
-    drawn = methods.picture(panel, layout, SEQ_LEN)
+    drawn = assignments.assignment(Causal(), layout, SEQ_LEN, methods[method])
     np.testing.assert_array_equal(drawn.times, np.broadcast_to(CAUSAL, drawn.times.shape))
     np.testing.assert_array_equal(drawn.before, np.broadcast_to(owners(layout), drawn.before.shape))
     np.testing.assert_array_equal(drawn.owner, np.where(CAUSAL, drawn.during[:, :, None], -1))
@@ -74,7 +75,9 @@ def test_methods_by_rank_and_head(layout: Layout, panel: methods.Panel) -> None:
 @each_layout
 def test_methods_by_hand(layout: Layout) -> None:
     """The rank that holds each row during attention, and the step of each pair: rank - hop, over one axis or two."""
-    ring, ulysses, hybrid, rings = (methods.picture(panel, layout, SEQ_LEN) for panel in methods.PANELS)
+    ring, ulysses, hybrid, rings = (
+        assignments.assignment(Causal(), layout, SEQ_LEN, method) for method in methods.values()
+    )
     rank_of = owners(layout)
     for head, token in product(range(4), range(SEQ_LEN)):
         rank = rank_of[token]
@@ -105,9 +108,9 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
     partition = LayoutPartition(layout, 64, 64, 2, RANKS)
     for transport, expected in zip((AllToAll(), AllGather()), TILES[layout], strict=True):
         found = []
-        for panel in methods.PANELS:
+        for method in methods.values():
             counts = []
-            for _, plan in methods.plans(panel, partition, transport):
+            for _, plan in assignments.plans(method, partition, Causal(), transport):
                 inner = plan.inner.values() if isinstance(plan, NestedRingPlan) else getattr(plan, "inner", [plan])
                 rings = [ring for ring in inner if ring]
                 counts.append(sum(len(step.tiles) for ring in rings for step in ring.tile_plan.forward))
@@ -117,10 +120,9 @@ def test_tiles_that_the_documents_tell_of(layout: Layout) -> None:
 
 def test_pictures_follow_the_partition_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are drawn from what is decided: other groups of heads, another picture."""
-    panel = methods.PANELS[1]
     reversed_groups = lambda self, rank, stage=None: (3 - rank, 4 - rank)  # noqa: E731
     monkeypatch.setattr(HeadPartition, "kv_groups", reversed_groups)
-    drawn = methods.picture(panel, HeadTail(), SEQ_LEN)
+    drawn = assignments.assignment(Causal(), HeadTail(), SEQ_LEN, methods["Ulysses"])
     assert drawn.during[:, 0].tolist() == [3, 2, 1, 0]
     assert drawn.owner[:, 0, 0].tolist() == [3, 2, 1, 0]
 
@@ -130,17 +132,32 @@ def test_halves_of_a_mirrored_batch_differ() -> None:
     np.testing.assert_array_equal(first, second[::-1])
 
 
-def test_the_picture_has_a_panel_for_each_group_of_heads() -> None:
-    figure = methods.draw(methods.PANELS, HeadTail(), 8)
-    titles = [axis.get_title() for axis in figure.get_axes() if axis.axison]
-    assert [title for title in titles if title.startswith("computes")] == [
-        "computes of heads 0, 1, 2, 3",
-        *(f"computes of head {head}" for head in range(4)),
-        "computes of heads 0, 1",
-        "computes of heads 2, 3",
-        "computes of heads 0, 1, 2, 3",
-    ]
-    methods.plt.close(figure)
+def test_the_picture_of_methods_shows_heads_that_differ() -> None:
+    titles = [axis.get_title() for axis in gallery.draw_methods().get_axes()]
+    assert titles == [
+        "ranks own", "ring, all heads", "nested ring, all heads",
+        "Ulysses: ranks hold", "Ulysses, head 0", "Ulysses, head 3",
+        "hybrid: ranks hold", "hybrid, heads 0, 1", "hybrid, heads 2, 3",
+    ]  # fmt: skip
+
+
+def test_buffers_and_states_by_hand() -> None:
+    """HeadTail gives rank 0 the first and the last tokens; the state goes down the ranks and up again."""
+    before, inside, after = gallery.draw_buffers().get_axes()
+    texts = [[text.get_text() for text in axis.texts] for axis in (before, inside, after)]
+    assert texts[0] == texts[2] == [str(token) for token in range(16)] * 4
+    assert texts[1] == [str(token) for token in (0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9)]
+    arrows = [[(int(text.xyann[1]), int(text.xy[1])) for text in axis.texts] for axis in gallery.draw_states().axes]
+    assert arrows == [[(0, 1), (1, 2), (2, 3)], *[[(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)]] * 2]
+
+
+def test_pictures_are_small_and_each_is_in_the_gallery(tmp_path: Path) -> None:
+    page = (gallery.FOLDER.parent / "gallery.md").read_text()
+    shown = {path.stem for path in gallery.FOLDER.glob("*.png")}
+    assert {*gallery.PICTURES} <= shown == {name for name in shown if f"(images/{name}.png)" in page}
+    assert all(path.stat().st_size < 80_000 for path in gallery.FOLDER.glob("*.png"))
+    gallery.save(gallery.PICTURES["transports"](), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_rooms_are_those_of_the_rules_and_imports_are_counted(tmp_path: Path) -> None:
@@ -170,7 +187,6 @@ def test_the_picture_of_the_rooms(tmp_path: Path) -> None:
     figure = rooms.draw(rooms.PACKAGE)
     places = [text.get_position() for text in figure.axes[0].texts if text.get_gid() == "import"]
     assert {(order[int(row)], order[int(column)]) for column, row in places} == {*counts}
-    rooms.plt.close(figure)
 
 
 def test_runs_become_tables_of_measured(tmp_path: Path) -> None:

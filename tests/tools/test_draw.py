@@ -24,15 +24,17 @@ from cp_dtensor import (
     SlidingWindow,
     Striped,
 )
+from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.tools import draw
 from cp_dtensor.tools.draw import mask_as_text
 from cp_dtensor.tools.parsing import layout_by_name, lognormal_documents, mask_by_name
 
 np = pytest.importorskip("numpy")
-docs_masks, assignment = docs_script("masks"), docs_script("assignments").assignment
+gallery, assignments = docs_script("gallery"), docs_script("assignments")
+assignment = assignments.assignment
 
-RANKS, SEQ_LEN = docs_masks.RANKS, docs_masks.SEQ_LEN
-MASKS = [mask for family in docs_masks.FAMILIES.values() for mask in family.values()]
+RANKS, SEQ_LEN = gallery.RANKS, gallery.SEQ_LEN
+MASKS = [mask for family in gallery.MASKS.values() for mask in family.values()]
 ROWS = [(mask, row) for mask in MASKS for row in range(mask.batch_size or 1)]
 
 
@@ -44,10 +46,11 @@ def layouts(mask: Mask) -> list[Layout]:
 def test_every_pair_is_computed_once_by_the_rank_of_its_query(mask: Mask, row: int) -> None:
     seen = shown(mask, SEQ_LEN, SEQ_LEN, mask.batch_size or 1)[row, 0].numpy()
     for layout in layouts(mask):
-        picture = assignment(mask, layout, SEQ_LEN, RANKS, batch_row=row, rotate_method="allgather")
-        np.testing.assert_array_equal(picture.owner, np.where(seen, picture.key_owner[:, None], -1))
-        of_own_keys = picture.key_owner[:, None] == picture.key_owner
-        np.testing.assert_array_equal(picture.step, np.where(seen, np.where(of_own_keys, 0, 1), -1))
+        picture = assignment(mask, layout, SEQ_LEN, batch_row=row, transport=AllGather())
+        key_owner = picture.before[0]
+        np.testing.assert_array_equal(picture.owner[0], np.where(seen, key_owner[:, None], -1))
+        of_own_keys = key_owner[:, None] == key_owner
+        np.testing.assert_array_equal(picture.step[0], np.where(seen, np.where(of_own_keys, 0, 1), -1))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -55,9 +58,10 @@ def test_keys_that_travel_are_those_that_are_seen(mask: Mask) -> None:
     """By any batch row. They lie in the order of their positions, without gaps if the mask is by row."""
     seen = shown(mask, SEQ_LEN, SEQ_LEN, mask.batch_size or 1)[:, 0].numpy().any(0)
     for layout in layouts(mask):
-        picture = assignment(mask, layout, SEQ_LEN, RANKS, rotate_method="allgather")
+        picture = assignment(mask, layout, SEQ_LEN, transport=AllGather())
+        key_owner = picture.before[0]
         for rank, rows in enumerate(picture.buffer_row):
-            wanted = seen[picture.key_owner == rank].any(0) & (picture.key_owner != rank)
+            wanted = seen[key_owner == rank].any(0) & (key_owner != rank)
             if mask not in (Full(), Causal()):
                 np.testing.assert_array_equal(rows[wanted], np.arange(np.count_nonzero(wanted)))
             np.testing.assert_array_equal(rows >= 0, wanted)
@@ -65,10 +69,9 @@ def test_keys_that_travel_are_those_that_are_seen(mask: Mask) -> None:
 
 
 def test_the_picture_has_a_line_for_each_batch_row() -> None:
-    figure = docs_masks.draw({"Full()": Full(), **docs_masks.FAMILIES["batched"]})
+    figure = gallery.draw_masks({"Full()": Full(), **gallery.MASKS["masks_batched"]})
     titles = [axis.get_title() for axis in figure.get_axes()]
-    assert sum(title.startswith("Balanced: pairs by rank") for title in titles) == 3
-    docs_masks.plt.close(figure)
+    assert sum(title.startswith("Balanced: ") for title in titles) == 3
 
 
 @pytest.mark.parametrize(("mask", "row"), ROWS, ids=str)
@@ -143,7 +146,10 @@ def test_the_picture_shows_the_work_of_every_rank(layout: str) -> None:
     value = layout_by_name(layout, mask, 16)
     figure = draw.draw_owners(mask, value, 16, 3, "a title")
     rows = range(len(value.batch_groups(2)))
-    drawn = [assignment(mask, value, 16, 3, batch_size=len(rows), batch_row=row).owner for row in rows]
+    drawn = [
+        assignment(mask, value, 16, assignments.Method("ring", (3,)), batch_size=len(rows), batch_row=row).owner[0]
+        for row in rows
+    ]
     work = [sum(np.count_nonzero(owner == rank) for owner in drawn) for rank in range(3)]
     assert sum(work) == len(drawn) * mask.pairs(16, 16)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
