@@ -5,7 +5,6 @@ python docs/scripts/masks.py --folder docs/images
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from assignments import NONE, Assignment, assignment
+from common import parser, save
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -47,12 +47,11 @@ SHADES = ("#ffffff", "#4a5568", "#a0aec0")
 
 def main() -> None:
     """Draws a picture of each family."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("docs/images"))
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    command = parser(__doc__)
+    command.add_argument("--folder", type=Path, default=Path("docs/images"))
+    arguments = command.parse_args()
     for name, panels in FAMILIES.items():
-        draw(panels).savefig(arguments.folder / f"masks_{name}.png", dpi=80)
+        save(draw(panels), arguments.folder / f"masks_{name}.png")
 
 
 def draw(panels: dict[str, Mask]) -> Figure:

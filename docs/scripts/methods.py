@@ -5,10 +5,8 @@ python docs/scripts/methods.py --output docs/images/methods.png
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -18,6 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch.distributed as dist
 from assignments import NONE, key_positions, seen_by
+from common import parser, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from schedules import legend, show_ranks
@@ -77,12 +76,8 @@ class Picture:
 
 def main() -> None:
     """Draws the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/images/methods.png"))
-    arguments = parser.parse_args()
-    figure = draw(PANELS, HeadTail(), seq_len=8)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.output, dpi=80)
+    command = parser(__doc__, picture="methods.png")
+    save(draw(PANELS, HeadTail(), seq_len=8), command.parse_args().output)
 
 
 def picture(panel: Panel, layout: Layout, seq_len: int) -> Picture:

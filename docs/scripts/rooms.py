@@ -8,7 +8,6 @@ imported module, inside of functions too.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from common import parser, save
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -42,11 +42,8 @@ ROOMS = {
 
 def main() -> None:
     """Draws the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/images/rooms.png"))
-    arguments = parser.parse_args()
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(PACKAGE).savefig(arguments.output, dpi=80, facecolor="white")
+    command = parser(__doc__, picture="rooms.png")
+    save(draw(PACKAGE), command.parse_args().output, facecolor="white")
 
 
 def imports(package: Path) -> Counter[tuple[str, str]]:

@@ -5,15 +5,13 @@ python docs/scripts/schedules.py --output docs/images/schedules.png
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from assignments import NONE, assignment
+from common import parser, save
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
@@ -35,11 +33,10 @@ PANELS: tuple[tuple[str, Layout, int], ...] = (
 
 def main() -> None:
     """Draws the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("docs/images/schedules.png"))
-    parser.add_argument("--seq-len", type=int, default=16)
-    parser.add_argument("--ranks", type=int, default=4, choices=range(1, len(RANK_COLOURS) + 1))
-    arguments = parser.parse_args()
+    command = parser(__doc__, picture="schedules.png")
+    command.add_argument("--seq-len", type=int, default=16)
+    command.add_argument("--ranks", type=int, default=4, choices=range(1, len(RANK_COLOURS) + 1))
+    arguments = command.parse_args()
     figure, axes = plt.subplots(len(TRANSPORTS), len(PANELS), figsize=(4 * len(PANELS), 4.9 * len(TRANSPORTS)))
     for row, transport in zip(axes, TRANSPORTS, strict=True):
         for axis, (title, layout, batch_row) in zip(row, PANELS, strict=True):
@@ -57,8 +54,7 @@ def main() -> None:
         fontsize=16,
     )
     figure.tight_layout(rect=(0, 0.04, 1, 0.98))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.output, dpi=80)
+    save(figure, arguments.output)
 
 
 def legend(ranks: int) -> list[Patch]:
