@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes, release
-from cp_dtensor.tools.nodes import stand_for_nodes
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -62,6 +61,21 @@ def start(
     of_device = device.torch_device if use_gpu else None
     dist.init_process_group("nccl" if use_gpu else "gloo", timeout=timeout, device_id=of_device)
     return Ranks(dist.new_group(backend="gloo", timeout=_TIMEOUT)), device
+
+
+def stand_for_nodes(nodes: int) -> None:
+    """Make NCCL take the ranks of this host for those of so many nodes, with TCP sockets between them.
+
+    Ranks of different nodes may share a GPU, which NCCL refuses to ranks of one node. Exit with a message if the nodes
+    would have different numbers of ranks.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks % nodes:
+        sys.exit(f"--nodes: expected a divisor of the number of ranks, {ranks}, got {nodes}")
+    os.environ |= {  # NCCL takes ranks with different NCCL_HOSTID for ranks of different hosts
+        "NCCL_HOSTID": f"node {rank // (ranks // nodes)}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NVLS_ENABLE": "0", "LOCAL_WORLD_SIZE": f"{ranks // nodes}",
+    }  # fmt: skip
 
 
 def end(ranks: Ranks, lost: Failed | None) -> None:

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 docs/scripts/batch_steps.py --output run.csv
 
-A batch has documents of lognormal lengths, median 2,048 tokens, at most 131,072. Layers are those of Llama 3 8B under
-FSDP2, checkpointed. "planned" is `plan_batch`; "degree d" packs the longest documents first into rows that d ranks
-share; degree 1 is data parallelism with packing, whose ranks hold the longest document alone. All pass over the same
-documents in the same layout, in steps that all ranks take together. Prints a table.
+A batch has documents of lognormal lengths, median 2,048 tokens, at most 131,072. Layers are those of Llama 3 8B as in
+`train-bench`, under FSDP2, checkpointed. "planned" is `plan_batch`; "degree d" packs the longest documents first into
+rows that d ranks share; degree 1 is data parallelism with packing, whose ranks hold the longest document alone. All
+pass over the same documents in the same layout, in steps that all ranks take together. Prints a table.
 """
 
 from __future__ import annotations
@@ -13,61 +13,26 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from reports import parser_of, report, start_nccl
-from torch import nn
+from common import Rows, parser, start_gpus, step_row
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from cp_dtensor import context_parallel, plan_batch
 from cp_dtensor.api.batch import BatchStep
 from cp_dtensor.comm.submeshes import submesh
 from cp_dtensor.plan.batch import RankGroup
-from cp_dtensor.tools.report import MEASURED, machine_columns, times_of
+from cp_dtensor.tools.report import times_of
+from cp_dtensor.tools.train_bench import Llama, Size
 
-WIDTH, MLP, HEADS, KV_HEADS, VOCABULARY, LONGEST = 4096, 14336, 32, 8, 1024, 131072
-SHAPE: dict[str, Any] = {
-    "q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": 128, "parameters": WIDTH * (2 * WIDTH + 2048 + 3 * MLP),
-}  # fmt: skip
-
-
-class Layer(nn.Module):
-    """Attention and an MLP, without normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 2048, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 2 * MLP, bias=False), nn.Linear(MLP, WIDTH, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map (1, S, WIDTH) to (1, S, WIDTH)."""
-        heads = self.qkv(hidden).unflatten(2, (-1, 128)).transpose(1, 2)
-        q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
-        gate, up = self.up(hidden).chunk(2, -1)
-        return hidden + self.down(F.silu(gate) * up)
-
-
-class Model(nn.Module):
-    """Embeddings, layers, and a head."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of (1, S) tokens."""
-        hidden = self.tokens(tokens)
-        for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+LONGEST = 131072
+SIZE = Size(layers=4, dim=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=1024)
+SHAPE: dict[str, Any] = {"q_heads": SIZE.heads, "kv_heads": SIZE.kv_heads, "head_dim": SIZE.head_dim}
+OF_LAYER: dict[str, Any] = {"parameters": replace(SIZE, layers=1, vocabulary=0).matmul_parameters}
 
 
 def lengths_of(batch: int, tokens: int) -> list[int]:
@@ -98,42 +63,43 @@ def groups_of_one_size(lengths: Sequence[int], mesh: DeviceMesh, size: int, most
 
 def main() -> None:
     """Time all methods and print a table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=500_000, help="of a batch")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batches", type=int, default=4, help="the first is not timed")
-    options = parser.parse_args()
-    start_nccl()
+    command = parser(__doc__)
+    command.add_argument("--tokens", type=int, default=500_000, help="of a batch")
+    command.add_argument("--layers", type=int, default=4)
+    command.add_argument("--batches", type=int, default=4, help="the first is not timed")
+    options = command.parse_args()
+    start_gpus()
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("dp_cp",))
-    torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Model(options.layers)
+        model = Llama(replace(SIZE, layers=options.layers), is_causal=True, checkpointed=True)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     share = LONGEST // ranks
-    rows = []
+    rows = Rows(options.output, dist.get_rank() == 0)
     for method in ("planned", *(f"degree-{size}" for size in range(ranks, 0, -1) if ranks % size == 0)):
         times, sums, count, steps = [], [], 0, 0
         torch.cuda.reset_peak_memory_stats()
         for batch in range(options.batches):
             lengths = lengths_of(batch, options.tokens)
             generator = torch.Generator("cuda").manual_seed(batch)
-            tokens = [torch.randint(VOCABULARY, (length,), device="cuda", generator=generator) for length in lengths]
+            tokens = [
+                torch.randint(SIZE.vocabulary, (length,), device="cuda", generator=generator) for length in lengths
+            ]
             torch.cuda.synchronize()
             dist.barrier()
             started = time.perf_counter()
             if method == "planned":
-                plan = [*plan_batch(lengths, mesh, tokens_per_rank=share, hardware="H100", **SHAPE)]
+                plan = [*plan_batch(lengths, mesh, tokens_per_rank=share, hardware="H100", **SHAPE, **OF_LAYER)]
             else:
                 size = int(method.split("-")[1])
                 plan = [*groups_of_one_size(lengths, mesh, size, LONGEST if size == 1 else share * size)]
             loss = torch.zeros((), device="cuda")
             for step in plan:
-                buffers = [step.pack(tokens), step.pack(tokens)]
+                buffers = [step.pack(tokens), step.pack(tokens), step.positions("cuda")]
                 with context_parallel(
-                    step.mesh, buffers=buffers, buffer_seq_dims=[1, 1], mask=step.mask, layout=step.layout
+                    step.mesh, buffers=buffers, buffer_seq_dims=[1] * 3, mask=step.mask, layout=step.layout
                 ):
                     part = step.scale * model(*buffers)
                     part.backward()
@@ -149,15 +115,12 @@ def main() -> None:
                 times.append(1e3 * slowest.item())
                 count, steps = count + sum(lengths), steps + len(plan)
         speed = 1e3 * count / sum(times) / ranks
-        memory = torch.cuda.max_memory_allocated() / 2**20
-        if dist.get_rank() == 0:
-            note = f"{speed:.0f} tokens/s a GPU; {steps} steps in {len(times)} batches; losses {sums}"
-            about = machine_columns(ranks) | {
-                "status": MEASURED, "mask": "lognormal documents", "layout": "Balanced", "tokens": options.tokens,
-                "q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": 128, "method": method, "pass": "batch",
-            }  # fmt: skip
-            rows.append(about | times_of([times]) | {"mib": memory, "note": note})
-            report(f"{method:10}", rows, options.output)
+        about = step_row(
+            ranks, mask="lognormal documents", layout="Balanced", tokens=options.tokens, method=method, **SHAPE,
+            mib=torch.cuda.max_memory_allocated() / 2**20,
+        )  # fmt: skip
+        note = f"{speed:.0f} tokens/s a GPU; {steps} steps in {len(times)} batches; losses {sums[0]} to {sums[-1]}"
+        rows.add(method, about | times_of([times]) | {"pass": "batch", "note": note})
     dist.destroy_process_group()
 
 

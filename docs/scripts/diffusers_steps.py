@@ -16,12 +16,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from common import Rows, parser, step_row
 from diffusers import ContextParallelConfig, FluxTransformer2DModel, WanTransformer3DModel
-from reports import parser_of, report
 
 from cp_dtensor.integrations import diffusers as cp_diffusers
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, end, start
-from cp_dtensor.tools.report import machine_columns, times_of
+from cp_dtensor.tools.report import ERROR, times_of
 
 METHODS = ("one-GPU", "diffusers-ring", "ours-ring", "diffusers-ulysses", "ours-ulysses")
 TEXT, LATENT_ROWS = 512, 32
@@ -105,23 +105,23 @@ def measure(ranks: Ranks, device: Device, name: str, tokens: int, method: str, r
     if method == "one-GPU":
         first[:] = outputs
     error = ((outputs[0] - first[0]).float().norm() / first[0].float().norm()).item() if first else float("nan")
-    return {
-        "status": "measured", "tokens": tokens, "mask": "full", "layout": "Contiguous", "q_heads": heads,
-        "kv_heads": heads, "head_dim": dim, "method": method, "pass": "step", **times_of(times),
-        "mib": max((each or 0) for each in peak) / 2**20, "note": f"{name}, {blocks} blocks; error {error:.1e}",
-    }  # fmt: skip
+    return times_of(times) | step_row(
+        ranks.world_size, tokens=tokens, mask="full", layout="Contiguous", q_heads=heads, kv_heads=heads,
+        head_dim=dim, method=method, mib=max((each or 0) for each in peak) / 2**20,
+        note=f"{name}, {blocks} blocks; error {error:.1e}",
+    )  # fmt: skip
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
+    command.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    command.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    command.add_argument("--repeats", type=int, default=3)
+    options = command.parse_args()
     ranks, device = start("docs/scripts/diffusers_steps.py", sys.argv[1:], torch.cuda.is_available(), 300)
     cp_diffusers.register()
-    rows, lost = list[dict[str, Any]](), None
+    rows, lost = Rows(options.output, ranks.rank == 0), None
     for name in options.models:
         for tokens in options.tokens:
             first: list[Any] = []
@@ -132,9 +132,9 @@ def main() -> None:
                     row = measure(ranks, device, name, tokens, method, options.repeats, first)
                 except Failed as failure:
                     lost = None if failure.alike else failure
-                    row = {"status": "error", "method": method, "median_ms": 0.0, "mib": 0.0, "note": str(failure)}
-                rows.append(machine_columns(ranks.world_size) | row)
-                report(f"{name} {tokens:8,} {method:18}", rows, options.output)
+                    failed = {"status": ERROR, "median_ms": 0.0, "mib": 0.0, "note": str(failure)}
+                    row = step_row(ranks.world_size, method=method, tokens=tokens, **failed)
+                rows.add(f"{name} {tokens:8,} {method:18}", row)
     end(ranks, lost)
 
 

@@ -10,7 +10,6 @@ gradients. `ours` keeps attention's results in checkpoints, `ours-recomputed` do
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reports import parser_of, report
+from common import Rows, parser, step_row
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, Qwen3ForCausalLM
@@ -28,7 +27,7 @@ from cp_dtensor.integrations.transformers import ModelBatch, register
 from cp_dtensor.tools.cases import Case, Heads, Method
 from cp_dtensor.tools.methods import methods_by_name
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, end, start
-from cp_dtensor.tools.report import machine_columns
+from cp_dtensor.tools.report import times_of
 from cp_dtensor.tools.torch_methods import mesh_of_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
@@ -118,40 +117,40 @@ def measure(steps: Steps, ranks: Ranks, tokens: int, name: str, count: int) -> d
 
         peaks = ranks.together(lambda: [device.extra_bytes(run, 0) for _ in range(count)])
     first = max(each[0] for each in ranks.gather(times))
-    medians = [statistics.median(each[1:] or each) for each in ranks.gather(times)]
     loss = sum(ranks.gather(results[-1][0].item()))
     gib = max((peak or 0) for each in peaks for peak in each) / 2**30
-    return {
-        "status": "measured", "tokens": tokens, "mask": "causal", "layout": "HeadTail", "q_heads": heads.q,
-        "kv_heads": heads.kv, "head_dim": heads.dim, "method": name, "pass": "step", "median_ms": max(medians),
-        "mib": gib * 1024,
-        "note": f"Qwen3 of {config.num_hidden_layers} layers, {type(steps.optimizer).__name__} in bfloat16, tiles of "
+    return times_of([each[1:] or each for each in ranks.gather(times)]) | step_row(
+        ranks.world_size, tokens=tokens, q_heads=heads.q, kv_heads=heads.kv, head_dim=heads.dim, method=name,
+        mib=gib * 1024,
+        note=f"Qwen3 of {config.num_hidden_layers} layers, {type(steps.optimizer).__name__} in bfloat16, tiles of "
         f"{steps.tile}; loss {loss:.6f}; gradient norm {results[-1][1].item():.6f}; first step {first:.0f} ms",
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
-    parser.add_argument("--steps", type=int, default=2, help="of each length; the first is not timed if there are more")
-    parser.add_argument("--layers", type=int, help="of the model; all of Qwen3-8B by default")
-    parser.add_argument("--optimizer", default="AdamW", help="a name of torch.optim")
-    parser.add_argument("--tile", type=int, default=8192)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a try on CPUs")
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536, 131072])
+    command.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    command.add_argument(
+        "--steps", type=int, default=2, help="of each length; the first is not timed if there are more"
+    )
+    command.add_argument("--layers", type=int, help="of the model; all of Qwen3-8B by default")
+    command.add_argument("--optimizer", default="AdamW", help="a name of torch.optim")
+    command.add_argument("--tile", type=int, default=8192)
+    command.add_argument("--tiny", action="store_true", help="a tiny model, for a try on CPUs")
+    options = command.parse_args()
     ranks, device = start("docs/scripts/long_context_steps.py", sys.argv[1:], torch.cuda.is_available(), 900)
     config = recipe.TINY if options.tiny else recipe.QWEN3_8B
     config.num_hidden_layers = options.layers or config.num_hidden_layers
     config.layer_types = config.layer_types[: config.num_hidden_layers]
-    steps, rows = Steps(config, options.optimizer, options.tile, device), list[dict[str, Any]]()
-    failed = set[str]()
+    steps, failed = Steps(config, options.optimizer, options.tile, device), set[str]()
+    rows = Rows(options.output, ranks.rank == 0)
     for tokens in options.tokens:
         for name in options.methods:
             if name in failed:
                 continue
             try:
-                rows.append(machine_columns(ranks.world_size) | measure(steps, ranks, tokens, name, options.steps))
+                row = measure(steps, ranks, tokens, name, options.steps)
             except Failed as failure:
                 failed.add(name)
                 steps.optimizer.zero_grad()
@@ -159,8 +158,8 @@ def main() -> None:
                     print(f"{tokens:9,} {name:16} {failure}", flush=True)
                 if not failure.alike:
                     end(ranks, failure)
-                continue
-            report(f"{tokens:9,} {name:16}", rows, options.output)
+            else:
+                rows.add(f"{tokens:9,} {name:16}", row)
     end(ranks, None)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reports import parser_of, report
+from common import Rows, parser, step_row
 
-from cp_dtensor.tools.report import machine_columns
+from cp_dtensor.tools.report import times_of
 
 MODULES = {
     "torch": ["torchtitan.train"],
@@ -84,34 +83,29 @@ def run(method: str, seq_len: int, options: argparse.Namespace) -> dict[str, Any
         raise RuntimeError(f"TorchTitan with {method} failed, status {done.returncode}:\n{done.stdout[-4000:]}")
     timed = {step: seq_len / options.gpus / speed * 1e3 for step, *_, speed in steps if step > WARM_UP}
     first, last = steps[0], steps[-1]
-    median = statistics.median(timed.values())
-    about = machine_columns(options.gpus) | {
-        "status": "measured", "mask": "causal", "layout": "HeadTail", "tokens": seq_len,
-        "q_heads": 32, "kv_heads": 8, "head_dim": 128, "method": method, "pass": "step",
-    }  # fmt: skip
-    return about | {
-        "median_ms": median, "low_ms": min(timed.values()), "high_ms": max(timed.values()),
-        "mib": max(gib for _, _, _, gib, _ in steps) * 1024,
-        "note": f"TorchTitan's Llama 3 {options.flavor}; checkpointing {options.checkpointing}; "
-        f"{seq_len / options.gpus / median * 1e3:.0f} tokens/s a GPU; losses {first[1]} to {last[1]}; "
+    times = times_of([[*timed.values()]])
+    return times | step_row(
+        options.gpus, tokens=seq_len, q_heads=32, kv_heads=8, head_dim=128, method=method,
+        mib=max(gib for _, _, _, gib, _ in steps) * 1024,
+        note=f"TorchTitan's Llama 3 {options.flavor}; checkpointing {options.checkpointing}; "
+        f"{seq_len / options.gpus / times['median_ms'] * 1e3:.0f} tokens/s a GPU; losses {first[1]} to {last[1]}; "
         f"gradient norm {first[2]} to {last[2]}",
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[32768])
-    parser.add_argument("--flavor", default="8B", help="of Llama 3")
-    parser.add_argument("--steps", type=int, default=5, help=f"steps to time, after {WARM_UP} others")
-    parser.add_argument("--checkpointing", default="full", choices=("full", "selective", "none"))
-    parser.add_argument("--port", type=int, default=29500)
-    options = parser.parse_args()
-    rows = []
+    command = parser(__doc__)
+    command.add_argument("--gpus", type=int, default=2)
+    command.add_argument("--seq-lens", type=int, nargs="+", default=[32768])
+    command.add_argument("--flavor", default="8B", help="of Llama 3")
+    command.add_argument("--steps", type=int, default=5, help=f"steps to time, after {WARM_UP} others")
+    command.add_argument("--checkpointing", default="full", choices=("full", "selective", "none"))
+    command.add_argument("--port", type=int, default=29500)
+    options = command.parse_args()
+    rows = Rows(options.output, True)
     for seq_len in options.seq_lens:
         for method in MODULES:
-            rows.append(run(method, seq_len, options))
-            report(f"{seq_len:8} {method:6}", rows, options.output)
+            rows.add(f"{seq_len:8} {method:6}", run(method, seq_len, options))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from reports import parser_of, report, start_nccl
+from common import Rows, parser, start_gpus, step_row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor.tools.report import machine_columns, times_of
+from cp_dtensor.tools.report import times_of
 
 RUNS = (
     ("loop", "alone", False), ("loop", "alone", True), ("loop", "torch-cuDNN", False), ("sft", "torch-cuDNN", False),
@@ -189,34 +189,36 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     mib = torch.tensor(torch.cuda.max_memory_allocated() / 2**20, device="cuda")
     dist.all_reduce(mib, dist.ReduceOp.MAX)
     packages = {"loop": ("transformers",), "trainer": ("transformers", "accelerate")}
-    about = machine_columns(dist.get_world_size())
+    about = step_row(
+        dist.get_world_size(), tokens=options.seq_len, q_heads=SIZE["num_attention_heads"],
+        kv_heads=SIZE["num_key_value_heads"], head_dim=SIZE["head_dim"], method=f"{options.program}-{options.method}",
+        mib=mib.item(), note=f"Qwen3 of 1.1B{', checkpointed' if options.method == 'alone' else ''}; losses "
+        + " ".join(f"{loss:.5f}" for loss in steps.losses),
+    )  # fmt: skip
     for package in packages.get(options.program, ("transformers", "accelerate", "trl")):
         about["versions"] += f", {package} {importlib.metadata.version(package)}"
-    return about | times_of(by_rank) | {
-        "status": "measured", "mask": f"documents of {DOCUMENT}" if options.packed else "causal", "layout": "HeadTail",
-        "tokens": options.seq_len, "q_heads": SIZE["num_attention_heads"], "kv_heads": SIZE["num_key_value_heads"],
-        "head_dim": SIZE["head_dim"], "method": f"{options.program}-{options.method}", "pass": "step",
-        "mib": mib.item(), "note": f"Qwen3 of 1.1B{', checkpointed' if options.method == 'alone' else ''}; losses "
-        + " ".join(f"{loss:.5f}" for loss in steps.losses),
-    }  # fmt: skip
+    if options.packed:
+        about["mask"] = f"documents of {DOCUMENT}"
+    return about | times_of(by_rank)
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--seq-len", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=WARM_UP + 4, help=f"the first {WARM_UP} are not timed")
-    options = parser.parse_args()
-    start_nccl()
-    rows = []
+    command = parser(__doc__)
+    command.add_argument("--seq-len", type=int, default=32768)
+    command.add_argument("--steps", type=int, default=WARM_UP + 4, help=f"the first {WARM_UP} are not timed")
+    options = command.parse_args()
+    start_gpus()
+    rank = dist.get_rank()
+    rows = Rows(options.output, rank == 0)
     for options.program, options.method, options.packed in RUNS:
         if (options.method == "alone") != (dist.get_world_size() == 1):
             continue
         try:
-            rows.append(run(options))
+            row = run(options)
         except Exception as error:  # the other runs are worth their time
-            print(f"{options.program}: {options.method} failed on rank {dist.get_rank()}: {error!r:.500}", flush=True)
-            continue
-        report(f"{rows[-1]['mask']:18} {rows[-1]['method']:20}", rows, options.output)
+            print(f"{options.program}: {options.method} failed on rank {rank}: {error!r:.500}", flush=True)
+        else:
+            rows.add(f"{row['mask']:18} {row['method']:20}", row)
     dist.destroy_process_group()
 
 

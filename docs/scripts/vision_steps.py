@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import time
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from reports import parser_of, report, start_nccl
+from common import Rows, parser, start_gpus, step_row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,7 +28,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from cp_dtensor import context_parallel
 from cp_dtensor.integrations.transformers import ModelBatch, causal_lm_loss, register
-from cp_dtensor.tools.report import machine_columns
+from cp_dtensor.tools.report import times_of
 
 WARM_UP = 2
 """Steps that compile kernels and allocate memory."""
@@ -124,34 +123,30 @@ def run(options: argparse.Namespace, method: str) -> dict[str, Any]:
     images, patches = len(given["image_grid_thw"]), len(given["pixel_values"])
     parameters = sum(each.numel() for each in model.parameters())
     text = model.config.text_config
-    about = machine_columns(world) if is_gpu else {"machine": "cpu"}
-    return about | {
-        "status": "measured", "mask": "causal", "layout": "HeadTail", "tokens": options.tokens,
-        "q_heads": text.num_attention_heads, "kv_heads": text.num_key_value_heads, "head_dim": text.head_dim,
-        "method": method, "pass": "step", "median_ms": statistics.median(times), "low_ms": min(times),
-        "high_ms": max(times), "mib": torch.cuda.max_memory_allocated() / 2**20 if is_gpu else 0,
-        "note": f"Qwen3-VL of {parameters / 1e9:.2f}B, vocabulary {options.vocabulary}; checkpointing; {images} images "
+    return times_of([times]) | step_row(
+        world, tokens=options.tokens, q_heads=text.num_attention_heads, kv_heads=text.num_key_value_heads,
+        head_dim=text.head_dim, method=method, mib=torch.cuda.max_memory_allocated() / 2**20 if is_gpu else 0,
+        note=f"Qwen3-VL of {parameters / 1e9:.2f}B, vocabulary {options.vocabulary}; checkpointing; {images} images "
         f"of {patches} patches; losses {losses[0]:.5f} to {losses[-1]:.5f}; gradient norm {norms[0]:.4f} to "
         f"{norms[-1]:.4f}",
-    }  # fmt: skip
+    )  # fmt: skip
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--steps", type=int, default=5, help=f"steps to time, after {WARM_UP} others")
-    parser.add_argument("--toy", action="store_true", help="a small model")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--tokens", type=int, default=32768)
+    command.add_argument("--vocabulary", type=int, default=151936)
+    command.add_argument("--steps", type=int, default=5, help=f"steps to time, after {WARM_UP} others")
+    command.add_argument("--toy", action="store_true", help="a small model")
+    command.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    options = command.parse_args()
     if options.device == "cuda":
-        start_nccl()
+        start_gpus()
     else:
         dist.init_process_group("gloo")
-    rows = []
+    rows = Rows(options.output, dist.get_rank() == 0)
     for method in ("all images", "shard_images") if dist.get_world_size() > 1 else ("one GPU",):
-        rows.append(run(options, method))
-        report(f"{method:12}", rows, options.output)
+        rows.add(f"{method:12}", run(options, method))
         if options.device == "cuda":
             torch.cuda.empty_cache()
     dist.destroy_process_group()

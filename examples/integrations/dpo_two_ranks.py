@@ -14,28 +14,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate.utils import ParallelismConfig
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from one_rank import (
+    ARGUMENTS,
+    BATCH,
+    STEPS,
+    VOCABULARY,
+    compare,
+    fresh_model,
+    lengths_of,
+    on_cpus,
+    tokenizer,
+    train_alone,
+)
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from cp_dtensor.integrations import accelerate as cp_accelerate
 
-VOCABULARY, BATCH, STEPS, LEARNING_RATE, BETA = 61, 2, 3, 0.05, 0.1
-
-
-def fresh_model() -> LlamaForCausalLM:
-    """A model with equal random weights each time."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+LEARNING_RATE, BETA = 0.05, 0.1
 
 
 def preferences() -> Dataset:
@@ -52,7 +49,7 @@ def preferences() -> Dataset:
     )
 
 
-def margin(model: LlamaForCausalLM, row: dict[str, list[int]]) -> torch.Tensor:
+def margin(model: Any, row: dict[str, list[int]]) -> torch.Tensor:
     """How much more likely the chosen completion is than the rejected one."""
     found = []
     for name in ("chosen_ids", "rejected_ids"):
@@ -62,30 +59,11 @@ def margin(model: LlamaForCausalLM, row: dict[str, list[int]]) -> torch.Tensor:
     return found[0] - found[1]
 
 
-def one_rank(data: Dataset) -> tuple[list[float], LlamaForCausalLM]:
-    """The loss of each step, row by row, and the trained model."""
-    model, reference = fresh_model(), fresh_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    losses = []
-    for step in range(STEPS):
-        rows = data.select(range(BATCH * step, BATCH * (step + 1)))
-        margins = torch.stack([margin(model, row) - margin(reference, row).detach() for row in rows])
-        loss = -F.logsigmoid(BETA * margins).mean()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, model
-
-
-class CpuTrainer(DPOTrainer):
-    """A DPOTrainer with context parallelism on CPUs, which accelerate refuses in its arguments."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        state = self.accelerator.state
-        state.parallelism_config = ParallelismConfig(cp_size=2)
-        state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
+def loss_alone(model: Any, rows: list[dict[str, list[int]]]) -> torch.Tensor:
+    """The loss on one rank, row by row."""
+    reference = fresh_model()
+    margins = torch.stack([margin(model, row) - margin(reference, row).detach() for row in rows])
+    return -F.logsigmoid(BETA * margins).mean()
 
 
 def main() -> None:
@@ -94,36 +72,20 @@ def main() -> None:
     Raises:
         AssertionError: a loss or a weight differs from that of one rank.
     """
-    model, words = fresh_model(), WordLevel({str(token): token for token in range(VOCABULARY)}, "0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1")
-    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
+    model = fresh_model()
+    lengths = lengths_of(model.model.layers[0])
     arguments = DPOConfig(
-        output_dir="dpo_output", beta=BETA, use_cpu=True, bf16=False, max_steps=STEPS,
-        per_device_train_batch_size=BATCH, learning_rate=LEARNING_RATE, optim="sgd", lr_scheduler_type="constant",
-        max_grad_norm=0.0, logging_steps=1, train_sampling_strategy="sequential", save_strategy="no",
-        report_to="none", disable_tqdm=True,
+        output_dir="dpo_output", beta=BETA, use_cpu=True, bf16=False, learning_rate=LEARNING_RATE, **ARGUMENTS
     )  # fmt: skip
-    lengths = set[int]()
-
-    def note_length(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        lengths.add(inputs[0].size(1))
-
-    model.model.layers[0].register_forward_pre_hook(note_length)
     with cp_accelerate.enable():
-        trainer = CpuTrainer(
-            model, fresh_model(), arguments, train_dataset=preferences(), processing_class=tokenizer
+        trainer = on_cpus(DPOTrainer)(
+            model, fresh_model(), arguments, train_dataset=preferences(), processing_class=tokenizer()
         )  # fmt: skip
         trainer.train()
     rows = trainer.train_dataset  # with tokens
-    losses, expected_model = one_rank(rows)
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == STEPS
-    torch.testing.assert_close(torch.tensor(logged), torch.tensor(losses), rtol=1e-5, atol=1e-5)
-    for weight, expected in zip(model.parameters(), expected_model.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-5)
+    compare("", trainer, *train_alone(rows, loss_alone, LEARNING_RATE))
     longest = max(len(row["prompt_ids"] + row[name]) for row in rows for name in ("chosen_ids", "rejected_ids"))
     assert max(lengths) <= -(-longest // 2) + 1  # of shards
-    trainer.accelerator.print(f"losses {logged} and weights are those of one rank")
 
 
 if __name__ == "__main__":

@@ -16,23 +16,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import ParallelismConfig
-from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from one_rank import ARGUMENTS, BATCH, STEPS, VOCABULARY, compare, fresh_model, on_cpus, train_alone
+from transformers import Trainer, TrainingArguments
 
 from cp_dtensor.integrations import accelerate as cp_accelerate
 
-VOCABULARY, LENGTH, BATCH, STEPS, LEARNING_RATE = 61, 45, 2, 3, 0.5
+LENGTH, LEARNING_RATE = 45, 0.5
 ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", 2))
-
-
-def fresh_model() -> LlamaForCausalLM:
-    """A model with equal random weights each time."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
 
 
 def samples(kind: str) -> list[dict[str, torch.Tensor]]:
@@ -54,31 +44,9 @@ def samples(kind: str) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def one_rank(kind: str) -> tuple[list[float], LlamaForCausalLM]:
-    """The loss of each step, on whole sequences, and the trained model."""
-    model: Any = fresh_model()
-    model.to("cuda" if ON_GPUS else "cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    data = samples(kind)
-    losses = []
-    for step in range(STEPS):
-        rows = data[BATCH * step : BATCH * (step + 1)]
-        loss = model(**{name: torch.stack([row[name] for row in rows]).to(model.device) for name in rows[0]}).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, model
-
-
-class CpuTrainer(Trainer):
-    """A Trainer with context parallelism on CPUs, which accelerate refuses in its arguments although the rest works."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        state = self.accelerator.state
-        state.parallelism_config = ParallelismConfig(cp_size=2)
-        state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
+def loss_alone(model: Any, rows: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The loss of rows on one rank."""
+    return model(**{name: torch.stack([row[name] for row in rows]).to(model.device) for name in rows[0]}).loss
 
 
 def train(kind: str) -> None:
@@ -93,21 +61,13 @@ def train(kind: str) -> None:
             "parallelism_config": ParallelismConfig(cp_size=2), "fsdp": True, "fsdp_config": {"version": 2},
         }  # fmt: skip
     arguments = TrainingArguments(
-        output_dir="trainer_output", max_steps=STEPS, per_device_train_batch_size=BATCH,
-        learning_rate=LEARNING_RATE, optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1,
-        train_sampling_strategy="sequential", save_strategy="no", report_to="none", disable_tqdm=True, **of_device,
+        output_dir="trainer_output", learning_rate=LEARNING_RATE, **ARGUMENTS, **of_device
     )  # fmt: skip
-    model = fresh_model()
-    trainer = (Trainer if ON_GPUS else CpuTrainer)(model, arguments, train_dataset=samples(kind))
+    of_ranks = Trainer if ON_GPUS else on_cpus(Trainer)
+    trainer = of_ranks(fresh_model(), arguments, train_dataset=samples(kind))
     trainer.train()
-    losses, alone = one_rank(kind)
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == STEPS
-    torch.testing.assert_close(torch.tensor(logged), torch.tensor(losses), rtol=1e-5, atol=1e-5)
-    for weight, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        found = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    trainer.accelerator.print(f"{kind}: losses {logged} and weights are those of one rank")
+    alone = train_alone(samples(kind), loss_alone, LEARNING_RATE, "cuda" if ON_GPUS else "cpu")
+    compare(f"{kind}: ", trainer, *alone)
 
 
 def main() -> None:

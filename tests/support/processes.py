@@ -180,9 +180,8 @@ def _serve(
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         if nodes > 1:
-            from cp_dtensor.tools.ranks import (
-                stand_for_nodes,
-            )  # imports kernels, which `TRITON_INTERPRET` decides about
+            # imports kernels, which `TRITON_INTERPRET` decides about
+            from cp_dtensor.tools.ranks import stand_for_nodes
 
             os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{world_size}"}
             stand_for_nodes(nodes)

@@ -27,9 +27,8 @@ from cp_dtensor.engine.choose import estimates, fastest
 from cp_dtensor.tools import doctor, methods
 from cp_dtensor.tools.cases import Heads
 from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, check, report, results
-from cp_dtensor.tools.nodes import stand_for_nodes
 from cp_dtensor.tools.plan import spec_of
-from cp_dtensor.tools.ranks import Device, Ranks
+from cp_dtensor.tools.ranks import Device, Ranks, stand_for_nodes
 
 
 @pytest.fixture
