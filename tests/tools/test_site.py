@@ -23,6 +23,14 @@ def test_the_site_is_built_and_has_every_name(tmp_path: Path) -> None:
     integrations = (tmp_path / "site" / "reference_integrations.html").read_text()
     functions = ["accelerate.enable", "diffusers.register", "torchtitan.inner_attention_map", "transformers.register"]
     assert [name for name in functions if f'id="cp_dtensor.integrations.{name}"' not in integrations] == []
+    # A folder on disk, without a server or a network, has all that the search needs.
+    home = (tmp_path / "site" / "index.html").read_text()
+    assert re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="((?:https?:)?//[^"]+)', home) == []
+    assert home.index('src="./iframe-worker.js"') < home.index('src="./assets/javascripts/bundle')
+    assert (
+        "Worker = class extends Worker { constructor() { super(" in (tmp_path / "site" / "iframe-worker.js").read_text()
+    )
+    assert (tmp_path / "site" / "search.js").read_text().startswith("var __index = ")
 
 
 def test_every_document_is_in_the_menu() -> None:
