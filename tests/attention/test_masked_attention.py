@@ -98,7 +98,10 @@ def draw(rows: int, columns: int, heads: int = HEADS, kv_heads: int = 2, dims: t
 
 @pytest.mark.parametrize("bias", biases_of(HEADS, ROWS, COLUMNS).values(), ids=biases_of(HEADS, ROWS, COLUMNS))
 @pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
-def test_masks_and_biases(mask: RowMask, bias: torch.Tensor | None) -> None:
+def test_masks_and_biases(mask: RowMask, bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of at least one row."""
+    monkeypatch.setattr(masked, "_MASKED_ROWS", 7)
+    monkeypatch.setattr(masked, "LOGITS_BYTES", 2 * HEADS * COLUMNS * 8)
     check(draw(ROWS, COLUMNS), mask, bias)
 
 

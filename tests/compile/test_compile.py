@@ -302,7 +302,7 @@ def positions(rank: int) -> None:
     def shard_and_positions(x: torch.Tensor) -> torch.Tensor:
         return context_parallel_shard(dist.group.WORLD, [x * 2], [0])[0] + local_positions(dist.group.WORLD, LENGTH)
 
-    attend = torch.compile(shard_and_positions, backend="aot_eager")
+    attend = torch.compile(shard_and_positions, backend="eager")
     assert_close(attend(whole), 3 * shard(whole, HeadTail(), rank, 2, seq_dim=0), "outside")
     for layout in (BALANCED, Balanced(SECOND, LENGTH)):
         with context(layout=layout):

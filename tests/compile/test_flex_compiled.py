@@ -287,7 +287,7 @@ WITHOUT_AND_WITH = (False, True)
 @pytest.mark.parametrize(
     ("form", "layout", "backend", "in_context", "passes"),
     [
-        ("module", HeadTail(), "aot_eager", False, WITHOUT_AND_WITH),
+        ("module", HeadTail(), "aot_eager", False, (True,)),
         ("between", HeadTail(), "aot_eager", False, WITHOUT_AND_WITH),
         *((form, HeadTail(), "aot_eager", False, (True,)) for form in ("compiled before", "checkpoint", "graph break")),
         ("between", HeadTail(), "eager", False, (False,)),
