@@ -56,7 +56,7 @@ def _drawn(draw: random.Random) -> tuple[Problem, Names, list[Any]]:
         q_heads=kv_heads * draw.randint(1, 3), kv_heads=kv_heads, head_dim=draw.choice([4, 8]),
         is_causal=draw.random() < 0.5, scale=draw.choice([None, 0.3]),
     )  # fmt: skip
-    placements: list[Any] = [[draw.choice([R, DP, TP, CP, CP]) for _ in names] for _ in "qkv"]
+    placements: list[Any] = [[draw.choice([R, DP, TP, CP, CP, Shard(3)]) for _ in names] for _ in "qkv"]
     if draw.random() < 0.5:  # of self-attention
         placements = [[CP, *(draw.choice([CP, CP, TP, DP]) for _ in names[1:])]] * 3
     placements[draw.randrange(3)][0] = CP
@@ -66,7 +66,7 @@ def _drawn(draw: random.Random) -> tuple[Problem, Names, list[Any]]:
 def _dtensors(rank: int, seed: int) -> None:
     draw = random.Random(seed)
     with enable_context_parallel_dispatcher():
-        for _ in range(10):
+        for _ in range(14):
             problem, names, (q, k, v) = _drawn(draw)
             check_equals_full_tensors(rank, (2, 2), problem, (q, k, v), mesh=mesh_of(names))
 
