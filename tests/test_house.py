@@ -8,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,13 @@ MAX_LINES = 500
 
 
 MODULES = modules_of(PACKAGE)
-each_module = pytest.mark.parametrize("module", MODULES, ids=lambda name: name or "cp_dtensor")
 
 
 def starts_with(name: str, prefixes: Iterable[str]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
+@cache
 def parse(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(), filename=str(MODULES[module]))
 
@@ -113,11 +114,6 @@ def attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name.value
 
 
-def report(module: str, violations: list[tuple[int, str]], rule: str) -> None:
-    path = MODULES[module].relative_to(ROOT)
-    assert not violations, rule + "".join(f"\n  {path}:{line}: {what}" for line, what in sorted(set(violations)))
-
-
 def test_the_package_is_here() -> None:
     assert "" in MODULES, f"{PACKAGE}/__init__.py is missing"
 
@@ -126,25 +122,37 @@ def test_every_module_is_in_a_room() -> None:
     assert {room(module) for module in MODULES} - {"", "__main__"} <= set(FLOORS)
 
 
-@each_module
-def test_imports_point_downward(module: str) -> None:
+# Names that the redesign has replaced (docs/glossary.md); `config` is that of other programs and of Triton's kernels.
+OLD_NAMES = {
+    "AttentionConfig", "BoundCall", "CallFacts", "CallKeys", "CallValues", "CompiledCallSpec", "ConstantKeys",
+    "RuntimeNumbers", "SavedCall", "entry", "found_in", "from_forward", "is_right", "layout_is_found", "name_of",
+    "reads_context", "setting", "settings", "spec_key", "token", "way", "ways",
+}  # fmt: skip
+CONFIG_OF_OTHERS = ("integrations.", "attention.triton.", "_torch.compiler")
+
+
+# Rules of each module: line and text of what breaks them
+
+Violations = list[tuple[int, str]]
+
+
+def imports_point_downward(module: str) -> Violations:
+    """A room imports lower floors only."""
     if room(module) in ("", "__main__"):
-        return
-    floor = FLOORS[room(module)]
-    violations = [
+        return []
+    floor, may_import_the_package = FLOORS[room(module)], room(module) in ("integrations", "tools")
+    return [
         (line, f"cp_dtensor.{target}")
         for line, target in our_imports(module, MODULES)
         if room(target) != room(module) and (FLOORS[room(target)] if target else max(FLOORS.values())) >= floor
+        if target or not may_import_the_package
     ]
-    if room(module) in ("integrations", "tools"):
-        violations = [(line, target) for line, target in violations if target != "cp_dtensor."]
-    report(module, violations, f"{room(module)} is on floor {floor} and imports lower floors only (import_rules.py):")
 
 
-@each_module
-def test_integrations_import_public_names(module: str) -> None:
+def integrations_import_public_names(module: str) -> Violations:
+    """Integrations import what cp_dtensor and cp_dtensor.api.extension export, and spec."""
     if room(module) != "integrations":
-        return
+        return []
     exported = {
         f"{prefix}.{name}"
         for prefix in ("cp_dtensor", "cp_dtensor.api.extension")
@@ -152,22 +160,93 @@ def test_integrations_import_public_names(module: str) -> None:
     }
     others = ("integrations", "spec", *TRANSFORMERS_STILL_IMPORT * module.startswith("integrations.transformers."))
     allowed = [f"cp_dtensor.{other}" for other in others]
-    violations = [
+    return [
         (line, name)
         for line, _, name in imports(module, MODULES[module])
         if name.split(".")[0] == "cp_dtensor" and not starts_with(name, allowed) and name not in exported
     ]
-    report(module, violations, "integrations import what cp_dtensor and cp_dtensor.api.extension export, and spec:")
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module) == "layers"])
-def test_layers_import_the_seam(module: str) -> None:
-    violations = [
-        (line, f"cp_dtensor.{target}")
-        for line, target in our_imports(module, MODULES)
-        if not starts_with(target, ("layers", *LAYERS_IMPORT))
+def layers_import_the_seam(module: str) -> Violations:
+    """Layers import LAYERS_IMPORT of import_rules.py only."""
+    allowed = ("layers", *LAYERS_IMPORT)
+    found = our_imports(module, MODULES) if room(module) == "layers" else ()
+    return [(line, f"cp_dtensor.{target}") for line, target in found if not starts_with(target, allowed)]
+
+
+def tools_import_public_names_and_few_modules(module: str) -> Violations:
+    """Tools import public names and TOOLS_IMPORT of import_rules.py only."""
+    public, violations = importlib.import_module("cp_dtensor").__all__, []
+    for line, _, name in imports(module, MODULES[module]) if room(module) == "tools" else ():
+        top, _, below = name.partition(".")
+        if top == "cp_dtensor" and below not in public and not starts_with(below, ("tools", *TOOLS_IMPORT)):
+            violations.append((line, name))
+    return violations
+
+
+def torch_distributed_is_used_from_its_room_up(module: str) -> Violations:
+    """What FORBIDDEN_TORCH of import_rules.py says of a room."""
+    forbidden = FORBIDDEN_TORCH.get(room(module), ())
+    return [(line, name) for line, name in torch_names(module, parse(module)) if starts_with(name, forbidden)]
+
+
+def triton_stays_in_its_rooms(module: str) -> Violations:
+    """Only TRITON of import_rules.py imports it."""
+    found = () if starts_with(module, TRITON) else imports(module, MODULES[module])
+    return [(line, name) for line, _, name in found if name.split(".")[0] == "triton"]
+
+
+def private_names_of_others_stay_behind_the_door(module: str) -> Violations:
+    """Private names of torch or of another module are for DOORS."""
+    if starts_with(module, DOORS):
+        return []
+    tree = parse(module)
+    may_call_attention = starts_with(module, ("attention.backends", "api.dtensor_dispatcher"))
+    violations = []
+    for line, name in torch_names(module, tree):
+        private = name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
+        if private and not (may_call_attention and ATTENTION_OP.fullmatch(name)):
+            violations.append((line, name))
+    allowed = PUBLIC | set(own_names(tree))
+    for line, name in attributes(tree):
+        attention_op = may_call_attention and name.startswith("_scaled_dot_product_")
+        if is_private(name) and name not in allowed and not attention_op and not starts_with(module, PROVIDERS):
+            violations.append((line, f".{name}, which this module does not define"))
+    return violations
+
+
+def no_global_statements(module: str) -> Violations:
+    """None in the package."""
+    return [(node.lineno, ", ".join(node.names)) for node in ast.walk(parse(module)) if isinstance(node, ast.Global)]
+
+
+def names_are_those_of_the_glossary(module: str) -> Violations:
+    """Names that docs/glossary.md has replaced are gone."""
+    found = []
+    for node in ast.walk(parse(module)):
+        name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
+        if module.startswith("tools."):
+            continue  # named anew with the tools
+        if name in OLD_NAMES or (name == "config" and not module.startswith(CONFIG_OF_OTHERS)):
+            found.append((node.lineno, name))
+    return found
+
+
+RULES = (
+    imports_point_downward, integrations_import_public_names, layers_import_the_seam,
+    tools_import_public_names_and_few_modules, torch_distributed_is_used_from_its_room_up, triton_stays_in_its_rooms,
+    private_names_of_others_stay_behind_the_door, no_global_statements, names_are_those_of_the_glossary,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_module(rule: Callable[[str], Violations]) -> None:
+    broken = [
+        f"{MODULES[module].relative_to(ROOT)}:{line}: {what}"
+        for module in MODULES
+        for line, what in sorted(set(rule(module)))
     ]
-    report(module, violations, "layers import LAYERS_IMPORT of import_rules.py only:")
+    assert not broken, "\n".join([str(rule.__doc__), *broken])
 
 
 def test_no_file_circles() -> None:
@@ -184,17 +263,6 @@ def test_no_file_circles() -> None:
 
     for module in MODULES:
         visit(module, ())
-
-
-@pytest.mark.parametrize("module", [module for module in MODULES if room(module) == "tools"])
-def test_tools_import_public_names_and_few_modules(module: str) -> None:
-    public = importlib.import_module("cp_dtensor").__all__
-    violations = []
-    for line, _, name in imports(module, MODULES[module]):
-        top, _, below = name.partition(".")
-        if top == "cp_dtensor" and below not in public and not starts_with(below, ("tools", *TOOLS_IMPORT)):
-            violations.append((line, name))
-    report(module, violations, "tools import public names and TOOLS_IMPORT of import_rules.py only:")
 
 
 def test_main_imports_no_tools() -> None:
@@ -216,45 +284,6 @@ for name in {names}:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-@each_module
-def test_torch_distributed_is_used_from_its_room_up(module: str) -> None:
-    found = [(line, name) for line, name in torch_names(module, parse(module)) if name.split(".")[0] == "torch"]
-    violations = [(line, name) for line, name in found if starts_with(name, FORBIDDEN_TORCH.get(room(module), ()))]
-    report(module, violations, f"not in {room(module)}, see FORBIDDEN_TORCH in import_rules.py:")
-
-
-@each_module
-def test_triton_stays_in_its_rooms(module: str) -> None:
-    if not starts_with(module, TRITON):
-        found = [(line, name) for line, _, name in imports(module, MODULES[module]) if name.split(".")[0] == "triton"]
-        report(module, found, f"only {', '.join(TRITON)} may import triton:")
-
-
-@each_module
-def test_private_names_of_others_stay_behind_the_door(module: str) -> None:
-    if starts_with(module, DOORS):
-        return
-    tree = parse(module)
-    may_call_attention = starts_with(module, ("attention.backends", "api.dtensor_dispatcher"))
-    violations = []
-    for line, name in torch_names(module, tree):
-        private = name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
-        if private and not (may_call_attention and ATTENTION_OP.fullmatch(name)):
-            violations.append((line, name))
-    allowed = PUBLIC | set(own_names(tree))
-    for line, name in attributes(tree):
-        attention_op = may_call_attention and name.startswith("_scaled_dot_product_")
-        if is_private(name) and name not in allowed and not attention_op and not starts_with(module, PROVIDERS):
-            violations.append((line, f".{name}, which this module does not define"))
-    report(module, violations, f"private names of torch or of another module, outside of {', '.join(DOORS)}:")
-
-
-@each_module
-def test_no_global_statements(module: str) -> None:
-    found = [(node.lineno, ", ".join(node.names)) for node in ast.walk(parse(module)) if isinstance(node, ast.Global)]
-    report(module, found, "global statements:")
 
 
 def test_files_are_short() -> None:
@@ -320,27 +349,6 @@ def test_docstring_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"cp_dtensor.{module}".rstrip(".")))
     assert result.attempted > 0
     assert result.failed == 0, "see the output above"
-
-
-# Names that the redesign has replaced (docs/glossary.md); `config` is that of other programs and of Triton's kernels.
-OLD_NAMES = {
-    "AttentionConfig", "BoundCall", "CallFacts", "CallKeys", "CallValues", "CompiledCallSpec", "ConstantKeys",
-    "RuntimeNumbers", "SavedCall", "entry", "found_in", "from_forward", "is_right", "layout_is_found", "name_of",
-    "reads_context", "setting", "settings", "spec_key", "token", "way", "ways",
-}  # fmt: skip
-CONFIG_OF_OTHERS = ("integrations.", "attention.triton.", "_torch.compiler")
-
-
-@each_module
-def test_names_are_those_of_the_glossary(module: str) -> None:
-    found = []
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "id", None)
-        if module.startswith("tools."):
-            continue  # named anew with the tools
-        if name in OLD_NAMES or (name == "config" and not module.startswith(CONFIG_OF_OTHERS)):
-            found.append((node.lineno, name))
-    report(module, found, "names that docs/glossary.md has replaced:")
 
 
 # Room -> (most lines now, target). The room "" is the two files of the package itself. A commit that makes a room

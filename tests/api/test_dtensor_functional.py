@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_dtensor import HeadTail, context_parallel, context_parallel_attention, enable_context_parallel_dispatcher
-from cp_dtensor.api.dtensor_attention import AttentionPlacements, is_seq_sharded, local_segment, plan_placements
+from cp_dtensor.api.dtensor_attention import AttentionPlacements, local_segment, plan_placements
 from cp_dtensor.engine import planner
 from cp_dtensor.engine.ring import RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
@@ -285,11 +285,6 @@ def test_every_rank_has_the_key_heads_of_its_query_heads(inputs: PlannerInputs) 
         by_heads = (HEADS,) * len(mesh_shape)
         kept = plan_placements(by_heads, by_heads, by_heads, mesh_shape, q_heads, kv_heads)
         assert kept == AttentionPlacements(by_heads, by_heads, by_heads, None)
-
-
-@given(st.lists(st.sampled_from(ANY_PLACEMENT), max_size=3), st.lists(st.sampled_from(ANY_PLACEMENT), max_size=3))
-def test_seq_sharded_means_dim_2_of_any_tensor(first: list[Placement], second: list[Placement]) -> None:
-    assert is_seq_sharded(first, second) == (Shard(2) in [*first, *second])
 
 
 @given(planner_inputs(), st.integers(0, 40))

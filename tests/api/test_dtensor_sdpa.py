@@ -10,16 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from support.cases import examples
 from support.dtensor_checks import (
     CAUSAL,
     CP,
     CROSS,
     DP,
     GROUPED,
-    PROBLEMS,
     SELF,
     TP,
     Placements,
@@ -63,18 +59,6 @@ def place(x: torch.Tensor, mesh: Any, on: Placements) -> DTensor:
 def close(got: Any, expected: torch.Tensor) -> None:
     assert isinstance(got, DTensor)
     torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-10, atol=1e-10)
-
-
-TWO_AXES = st.tuples(*[st.sampled_from((R, DP, TP, CP, Shard(3)))] * 2)
-
-
-@pytest.mark.usefixtures("_dispatcher")
-@settings(max_examples=examples(20))
-@given(TWO_AXES, TWO_AXES, TWO_AXES, st.sampled_from(list(PROBLEMS.values())))
-def test_any_placements_of_a_two_dim_mesh(q: Placements, k: Placements, v: Placements, problem: Problem) -> None:
-    assume(CP in (*q, *k, *v))
-    out = run_ranks(4, check_equals_full_tensors, (2, 2), problem, (q, k, v))[0]
-    assert [placement == CP for placement in out] == [CP in column for column in zip(q, k, v, strict=True)]
 
 
 @pytest.mark.usefixtures("_dispatcher")

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -320,25 +321,26 @@ def expired(weak: list[Any]) -> list[bool]:
     return [each.expired() for each in weak]
 
 
-@pytest.mark.parametrize("restore", [True, False])
-@pytest.mark.parametrize("inside", [0, 3])
-@pytest.mark.parametrize("outside", [0, 3])
-def test_weak_references_stay_with_the_content_and_end_with_it(outside: int, inside: int, restore: bool) -> None:
+def test_weak_references_stay_with_the_content_and_end_with_it() -> None:
     def body(rank: int) -> None:
-        tokens = torch.arange(10)
-        of_whole = references(tokens, outside)
-        no_restore = [] if restore else [tokens]
-        with context(tokens, no_restore_buffers=no_restore):
-            assert tokens.numel() == 5
-            assert expired(of_whole) == [not restore] * outside
-            of_shard = references(tokens, inside)
-        assert tokens.numel() == (10 if restore else 5)
+        kept, cases = [], []
+        for outside, inside, restore in product((0, 3), (0, 3), (True, False)):
+            tokens = torch.arange(10)
+            of_whole = references(tokens, outside)
+            with context(tokens, no_restore_buffers=[] if restore else [tokens]):
+                assert tokens.numel() == 5
+                assert expired(of_whole) == [not restore] * outside
+                of_shard = references(tokens, inside)
+            assert tokens.numel() == (10 if restore else 5)
+            kept.append(tokens)
+            cases.append((of_whole, of_shard, restore))
         gc.collect()
-        assert expired(of_whole) == [not restore] * outside
-        assert expired(of_shard) == [restore] * inside
-        del tokens, no_restore
+        for of_whole, of_shard, restore in cases:
+            assert expired(of_whole) == [not restore] * len(of_whole)
+            assert expired(of_shard) == [restore] * len(of_shard)
+        del tokens, kept
         gc.collect()
-        assert all(expired(of_whole + of_shard))
+        assert all(all(expired(of_whole + of_shard)) for of_whole, of_shard, _ in cases)
 
     run_ranks(2, body)
 

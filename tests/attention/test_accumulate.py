@@ -62,7 +62,7 @@ def scripts(draw: st.DrawFn, source: Source) -> list[Add]:
 
 
 @each_kind
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObject) -> None:
     source = Source(kind, data.draw(st.sampled_from(DTYPES)), seed=data.draw(st.integers(0, 1000)))
@@ -71,7 +71,7 @@ def test_whatever_is_added_makes_what_float64_makes(kind: str, data: st.DataObje
 
 @no_gpu
 @each_kind
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(10))
 @given(data=st.data())
 def test_kernels_make_it_too(kind: str, data: st.DataObject) -> None:
     """In Triton's interpreter, which cuts bfloat16 off."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,17 +58,28 @@ OFFSETS = {
 }
 
 
+def by_pointers_and(descriptors: str, cases: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrize by case and by way to load; by descriptors some every time, separated by "; ", and all in sweeps."""
+    often = descriptors.split("; ")
+    ways = [
+        pytest.param(case, tma, marks=pytest.mark.sweep if tma and case not in often else ())
+        for case in cases
+        for tma in (False, True)
+    ]
+    return pytest.mark.parametrize(("case", "tma"), ways)
+
+
 @interpreted
-@each_way_to_load
-@pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
-def test_masks(device: str, mask: RowMask, tma: bool) -> None:
+@by_pointers_and("causal; any intervals", masks_of(ROWS, COLUMNS))
+def test_masks(device: str, case: str, tma: bool) -> None:
+    mask = masks_of(ROWS, COLUMNS)[case]
     check(draw(device, ROWS, COLUMNS, heads=(1, 1), batch=2), mask, config=replace(SMALL, tma=tma))
 
 
 @interpreted
-@each_way_to_load
-@pytest.mark.parametrize(("rows", "columns", "offset"), OFFSETS.values(), ids=OFFSETS)
-def test_offsets_and_lengths(device: str, rows: int, columns: int, offset: int | None, tma: bool) -> None:
+@by_pointers_and("full; after a prefix; blocks of rows see nothing; one row", OFFSETS)
+def test_offsets_and_lengths(device: str, case: str, tma: bool) -> None:
+    rows, columns, offset = OFFSETS[case]
     check(draw(device, rows, columns), RowMask(causal_offset=offset), config=replace(SMALL, tma=tma))
 
 
@@ -77,10 +89,11 @@ def test_float16(device: str) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("bias", biases_of(HEADS, 20, 37).values(), ids=biases_of(HEADS, 20, 37))
-@pytest.mark.parametrize("kind", ["full", "any intervals"])
-def test_biases(device: str, kind: str, bias: torch.Tensor | None) -> None:
-    check(draw(device, 20, 37, batch=2), masks_of(20, 37)[kind], bias)
+@pytest.mark.parametrize(
+    ("kind", "bias"), [*(("any intervals", bias) for bias in biases_of(HEADS, 20, 37)), ("full", "additive")]
+)
+def test_biases(device: str, kind: str, bias: str) -> None:
+    check(draw(device, 20, 37, batch=2), masks_of(20, 37)[kind], biases_of(HEADS, 20, 37)[bias])
 
 
 @interpreted

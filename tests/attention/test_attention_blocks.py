@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_kernels import SCALE, Tensors, biases_of, masks_of
+from support.attention_kernels import SCALE, Tensors, masks_of
 from support.row_masks import documents, window
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,21 +28,6 @@ def draw(rows: int, columns: int, heads: int, dtype: torch.dtype = torch.float64
     generator = torch.Generator().manual_seed(rows)
     shapes = ((heads, rows, 16), (2, columns, 16), (2, columns, 8))
     return tuple(torch.randn(2, *shape, generator=generator, dtype=dtype) for shape in shapes)
-
-
-@pytest.mark.parametrize("limit", [1, 5], ids=lambda rows: f"at least {rows} rows")
-@pytest.mark.parametrize("bias", biases_of(HEADS, ROWS, COLUMNS).values(), ids=biases_of(HEADS, ROWS, COLUMNS))
-def test_results_do_not_depend_on_blocks(
-    bias: torch.Tensor | None, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = draw(ROWS, COLUMNS, HEADS)
-    masks = masks_of(ROWS, COLUMNS).values()
-    expected = [computed(tensors, mask, bias) for mask in masks]
-    monkeypatch.setattr(masked, "LOGITS_BYTES", limit * 2 * HEADS * COLUMNS * 8)
-    monkeypatch.setattr(masked, "_MASKED_ROWS", 7)
-    for mask, wanted in zip(masks_of(ROWS, COLUMNS).values(), expected, strict=True):
-        for x, y in zip(computed(tensors, mask, bias), wanted, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 class _Largest(TorchDispatchMode):

@@ -11,7 +11,6 @@ from support.attention_kernels import (
     NARROW,
     SCALE,
     SMALL,
-    Tensors,
     biases_of,
     check,
     draw,
@@ -39,17 +38,16 @@ def test_kernels_of_runs_keep_what_the_reference_keeps(device: str, blocks: tupl
     dropout = dropout_in_runs(rows, columns)
     expected = kept_reference(dropout, 2, 2, range(rows), range(columns))
     config = replace(SMALL, block_rows=blocks[0], block_columns=blocks[1], tma=tma)
-    for one in (dropout, replace(dropout, in_runs=False)):
-        for got in patterns(one, rows, columns, config, device):
-            assert torch.equal(got, expected)
+    for got in patterns(dropout, rows, columns, config, device):
+        assert torch.equal(got, expected)
 
 
 @interpreted
 @pytest.mark.parametrize(
     ("by", "step"),
     [
-        *(((n, 8 - n), 1) for n in (1, 4, 7)), ((0, 1), 2), ((3, 0), 5),
-        *(pytest.param((n, 8 - n), 1, marks=pytest.mark.sweep) for n in (2, 3, 5, 6)),
+        ((1, 7), 1), ((7, 1), 1), ((0, 1), 2), ((3, 0), 5),
+        *(pytest.param((n, 8 - n), 1, marks=pytest.mark.sweep) for n in (2, 3, 4, 5, 6)),
     ],
     ids=str,
 )  # fmt: skip
@@ -87,23 +85,3 @@ def test_everything_may_be_dropped(device: str) -> None:
     assert all((x == 0).all() for x in (results[0], *results[2:]))
     assert torch.equal(results[1], through_kernels(tensors, tensors[0], RowMask(), None, SMALL)[1])
     assert (attention_forward(*tensors, RowMask(), SCALE, dropout=dropout)[0] == 0).all()
-
-
-def draw_wide(rows: int = 23, columns: int = 29, heads: int = 4, kv_heads: int = 2) -> Tensors:
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((heads, rows, 6), (kv_heads, columns, 6), (kv_heads, columns, 5))
-    return tuple(torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
-
-
-def test_the_mean_over_seeds_is_attention_without_dropout() -> None:
-    q, k, v = draw_wide()
-    mask, dropout, seeds = RowMask(causal_offset=6), dropout_of(23, 29, 0.25), 400
-    expected, _ = attention_forward(q, k, v, mask, SCALE)
-    draws = torch.stack(
-        [
-            attention_forward(q, k, v, mask, SCALE, dropout=replace(dropout, seed=torch.tensor(seed)))[0]
-            for seed in range(seeds)
-        ]
-    )
-    error = (draws.mean(0) - expected).abs()
-    assert (error <= 6 * draws.std(0) / seeds**0.5 + 1e-12).all()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from support.attention_kernels import SCALE, biases_of, masks_of
 from support.cases import examples
 from support.dropouts import dropout_of
+from support.problems import dense
 
 from cp_dtensor.attention import masked
 from cp_dtensor.attention.masked import (
@@ -27,7 +28,7 @@ ROWS, COLUMNS, HEADS = 37, 41, 4
 Tensors = tuple[torch.Tensor, ...]
 
 
-def dense(mask: RowMask, rows: int, columns: int) -> torch.Tensor:
+def seen_by(mask: RowMask, rows: int, columns: int) -> torch.Tensor:
     """(rows, columns) or (B, 1, rows, columns), by the words of `RowMask`."""
     row, column = torch.arange(rows).unsqueeze(1), torch.arange(columns)
     if mask.lo is not None and mask.hi is not None:
@@ -40,22 +41,14 @@ def textbook(
     tensors: Tensors, seen: torch.Tensor, bias: torch.Tensor | None, dropout: Dropout | None, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(out, lse)` by a softmax over the keys, differentiable everywhere."""
-    q, k, v = tensors
-    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
-    if bias is not None and bias.dtype == torch.bool:
-        seen, bias = seen & bias, None
-    logits = SCALE * q @ k.mT
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    if bias is not None:
-        logits, seen = logits + bias.nan_to_num(neginf=0.0), seen & (bias > -float("inf"))
-    weights = logits.exp() * seen
-    total = weights.sum(-1, keepdim=True)
-    safe_total = torch.where(total > 0, total, 1.0)
+    q, k, _ = tensors
+    if bias is not None and bias.is_floating_point():  # logsumexp of -inf alone has no gradient
+        seen, bias = seen & (bias > -float("inf")), bias.nan_to_num(neginf=0.0)
+    kept = None
     if dropout is not None:
-        kept = kept_reference(dropout, q.size(0), q.size(1), range(q.size(2)), range(k.size(2)))
-        weights = weights * kept * dropout.scale
-    return weights / safe_total @ v, torch.where(total > 0, safe_total.log(), -float("inf")).squeeze(-1)
+        rows, columns = range(q.size(2)), range(k.size(2))
+        kept = kept_reference(dropout, q.size(0), q.size(1), rows, columns).double() * dropout.scale
+    return dense(*tensors, seen, SCALE, softcap=softcap, bias=bias, kept=kept)
 
 
 def check(
@@ -67,7 +60,7 @@ def check(
     leaves = [x.clone().requires_grad_() for x in tensors]
     is_added = bias is not None and bias.is_floating_point()
     of_bias = bias.double().requires_grad_() if is_added else bias
-    expected = textbook(tuple(leaves), dense(mask, rows, columns), of_bias, dropout, softcap)
+    expected = textbook(tuple(leaves), seen_by(mask, rows, columns), of_bias, dropout, softcap)
     generator = torch.Generator().manual_seed(1)
     grad_out = torch.randn(expected[0].shape, generator=generator, dtype=torch.float64)
     grad_lse = torch.randn(expected[1].shape, generator=generator, dtype=torch.float64)
@@ -98,7 +91,10 @@ def draw(rows: int, columns: int, heads: int = HEADS, kv_heads: int = 2, dims: t
 
 @pytest.mark.parametrize("bias", biases_of(HEADS, ROWS, COLUMNS).values(), ids=biases_of(HEADS, ROWS, COLUMNS))
 @pytest.mark.parametrize("mask", masks_of(ROWS, COLUMNS).values(), ids=masks_of(ROWS, COLUMNS))
-def test_masks_and_biases(mask: RowMask, bias: torch.Tensor | None) -> None:
+def test_masks_and_biases(mask: RowMask, bias: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of at least one row."""
+    monkeypatch.setattr(masked, "_MASKED_ROWS", 7)
+    monkeypatch.setattr(masked, "LOGITS_BYTES", 2 * HEADS * COLUMNS * 8)
     check(draw(ROWS, COLUMNS), mask, bias)
 
 

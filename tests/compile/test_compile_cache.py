@@ -3,6 +3,7 @@
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +32,18 @@ def check(rank: int, in_context: bool) -> Tensors:
 
 
 def process(rank: int, folder: str, is_first: bool) -> None:
-    os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{folder}/{rank}", TORCHINDUCTOR_COMPILE_THREADS="1")
-    inductor_config.cpp.vec_isa_ok = False  # else Inductor compiles programs to find out
+    directory = mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/{rank}")
+    # Else Inductor compiles programs to find out, and starts processes that compile.
+    options = inductor_config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1})
     fresh()
     results = []
-    for number, in_context in enumerate((False, True) if is_first else (True, False), start=1):
-        results.append(check(rank, in_context)[0])
-        assert counters["aot_autograd"]["autograd_cache_hit"] == (0 if is_first else number)  # each finds its own
+    with directory, options:
+        for number, in_context in enumerate((False, True) if is_first else (True, False), start=1):
+            results.append(check(rank, in_context)[0])
+            assert counters["aot_autograd"]["autograd_cache_hit"] == (0 if is_first else number)  # each finds its own
     assert not torch.equal(*results)
 
 
-def test_code_on_disk_is_kept_apart(tmp_path: Path) -> None:
+def test_code_on_disk_is_kept_apart(two_processes: Processes, tmp_path: Path) -> None:
     for is_first in (True, False):
-        two = Processes(2, timeout=200)
-        try:
-            two.run(process, str(tmp_path), is_first)
-        finally:
-            two.stop()
+        two_processes.run(process, str(tmp_path), is_first)

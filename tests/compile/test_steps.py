@@ -278,6 +278,15 @@ def run(_rank: int, name: str) -> None:
     assert outstanding() == before
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+RARELY = (
+    "documents, Inductor", "documents, module in a checkpoint", "FlexAttention, recomputed",
+    "function, checkpoint of list", "module in a context, checkpoint of list", "module in a context, checkpoint of all",
+)  # fmt: skip
+"""Programs of which each part is in another one."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.sweep) if each in RARELY else each for each in PROGRAMS]
+)
 def test_steps(two_processes: Processes, name: str) -> None:
     two_processes.run(run, name)

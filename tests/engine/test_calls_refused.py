@@ -31,7 +31,6 @@ from cp_dtensor import (
     Full,
     HeadTail,
     MirroredBatch,
-    PrefixLM,
     context_parallel,
     context_parallel_attention,
     context_parallel_shard,
@@ -216,13 +215,6 @@ def test_layouts_that_differ_between_batch_rows_need_a_mask_for_each() -> None:
 MODES: dict[str, Options] = {"first call": {"seq_len": None}, "debug": {"debug": True}}
 ODD: dict[str, tuple[Options, str, set[str]]] = {
     "method": ({"method": "ring"}, "method: rank PLACE says 'ring', the others 'hybrid'", {*MODES}),
-    "mask": (
-        {"mask": PrefixLM(4)}, r"mask: rank PLACE says 'PrefixLM\(length=4\)', the others 'Full\(\)'", {*MODES}
-    ),
-    "attn_mask": (
-        {"attn_mask": torch.zeros(6, LENGTH)},
-        r"attn_mask: rank PLACE says 'float32 \(1, 1, :, 24\)', the others 'none'", {*MODES},
-    ),
     "no sinks": ({"sinks": None}, r"sinks: rank PLACE says 'none', the others 'float32 \(4,\)", {*MODES}),
     "frozen sinks": (
         {"sinks": torch.zeros(4)}, "sinks requires_grad: rank PLACE says False, the others True", {*MODES}

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from matrix.features import Case, Tensors, expected
 from matrix.fronts import FRONTS
 from matrix.worlds import WORLDS, World, check, compare, leaves_of, mesh_of, results_of
-from support.gpu_checks import WAYS, WORLD_SIZE, by, captured, replays
+from support.gpu_checks import BACKENDS, WAYS, WORLD_SIZE, by, captured, replays
 from support.package_kernels import Unwanted
 from support.processes import Processes, started
 from support.staging import BY_HEAD, in_stages
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from cp_dtensor import (
     Balanced,
@@ -87,12 +87,6 @@ def chosen(name: str) -> Iterator[None]:
     assert names == {name}
 
 
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 SETUPS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "stages": partial(in_stages, 2),

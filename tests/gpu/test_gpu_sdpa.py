@@ -1,4 +1,4 @@
-"""SDPA on two GPUs over NCCL: of DTensors by each backend, and recomputed in autograd's own threads."""
+"""SDPA on two GPUs over NCCL: of DTensors by each backend, and in a recompute that is not torch's."""
 
 from __future__ import annotations
 
@@ -11,25 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.gpu_checks import WORLD_SIZE, with_nccl
-from support.problems import Problem, assert_close, reference, shard
+from support.gpu_checks import BACKENDS, WORLD_SIZE, with_nccl
+from support.problems import Problem, reference
 from support.processes import Processes
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention import sdpa_kernel
 
-from cp_dtensor import Striped, context_parallel, enable_context_parallel_dispatcher
+from cp_dtensor import context_parallel, enable_context_parallel_dispatcher
 
 pytestmark = pytest.mark.gpu(WORLD_SIZE)
 aten, sdpa = torch.ops.aten, F.scaled_dot_product_attention
 
 
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 OPS: dict[str, Callable[..., Any]] = {
     "op of cudnn": lambda *qkv: aten._scaled_dot_product_cudnn_attention(*qkv, None, True, 0.0, True)[0],
     "op of flash": lambda *qkv: aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0],
@@ -93,32 +86,6 @@ def test_dtensors(
     gpus: Processes, name: str, dtype: torch.dtype, head_dim: int, placements: tuple[Placement, ...], length: int
 ) -> None:
     gpus.run(_of_dtensors, name, dtype, head_dim, placements, length)
-
-
-def _recomputed(rank: int, is_reentrant: bool, is_inside: bool) -> None:
-    problem = Problem(37, 37, 2, q_heads=4, kv_heads=2, is_causal=True)
-    whole, layout = problem.draw(5, "cuda"), Striped(3)
-    *local, grad_out = (shard(tensor, layout, rank, WORLD_SIZE) for tensor in whole)
-    leaves = [tensor.requires_grad_() for tensor in local]
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    with context_parallel(dist.group.WORLD, layout=layout, seq_len=37):
-        out = checkpoint(attention, *leaves, use_reentrant=is_reentrant)
-        if is_inside:
-            out.backward(grad_out)
-    if not is_inside:
-        out.backward(grad_out)
-    results = (out, *(leaf.grad for leaf in leaves))
-    for got, exact in zip(results, reference(problem, *whole), strict=True):
-        assert_close(got, shard(exact, layout, rank, WORLD_SIZE))
-
-
-@pytest.mark.parametrize("is_reentrant", [True, False])
-@pytest.mark.parametrize("is_inside", [True, False])
-def test_recomputes_in_autograds_own_threads(gpus: Processes, is_reentrant: bool, is_inside: bool) -> None:
-    gpus.run(_recomputed, is_reentrant, is_inside)
 
 
 class _OwnRecompute(torch.autograd.Function):

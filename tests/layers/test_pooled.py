@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.cases import examples
 from support.collectives import check_refused_before_any_exchange, kinds, recorded_collectives
 from support.ranks import run_ranks
-from support.sequences import Sequence, check_layer, equal, normal, sequences
+from support.sequences import Sequence, check_layer, equal, normal, sequences, with_sinks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -111,11 +111,8 @@ def attention(
     far = seen_blocks(sequence, size).expand(q.size(0), -1, -1)
     far = far if chosen is None else far & is_chosen(chosen, far.size(2))
     seen = torch.cat((near.expand(q.size(0), -1, -1), far), 2)
-    rows = torch.cat((kv, pooled), 1)
-    logits = torch.einsum("bthd,bsd->bhts", q, rows) * DIM**-0.5
-    logits = logits.masked_fill(~seen.unsqueeze(1), float("-inf"))
-    logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), 3)
-    return torch.einsum("bhts,bsd->bthd", logits.softmax(3)[..., :-1], rows)
+    rows = torch.cat((kv, pooled), 1).unsqueeze(1)
+    return with_sinks(q, rows, rows, seen.unsqueeze(1), sinks)
 
 
 def tokens_of(sequence: Sequence, overlap: bool) -> list[torch.Tensor]:

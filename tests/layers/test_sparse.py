@@ -17,7 +17,7 @@ from support.cases import examples
 from support.collectives import check_refused_before_any_exchange, errors_by_rank, kinds, recorded_collectives
 from support.masked_problems import shown
 from support.ranks import run_ranks
-from support.sequences import Sequence, check_layer, equal, normal, sequences
+from support.sequences import Sequence, check_layer, equal, normal, sequences, with_sinks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -69,13 +69,9 @@ def attention(
     batch, length, heads = q.shape[:3]
     expanded = torch.einsum("bsr,hdr->bhsd", latent, up.unflatten(0, (heads, -1)))
     k = torch.cat([expanded[..., :PLAIN], k_rope.unsqueeze(1).expand(-1, heads, -1, -1)], 3)
-    logits = q.transpose(1, 2) @ k.mT * q.size(3) ** -0.5
     seen = torch.zeros(batch, length, length + 1, dtype=torch.bool)
     seen.scatter_(2, indices.long().masked_fill(indices < 0, length), torch.ones_like(indices, dtype=torch.bool))
-    logits = logits.masked_fill(~seen[:, None, :, :-1], float("-inf"))
-    sink = logits.new_full((heads,), -1e30) if sinks is None else sinks
-    logits = torch.cat([logits, sink.view(1, -1, 1, 1).expand(batch, -1, length, 1)], 3)
-    return (logits.softmax(3)[..., :-1] @ expanded[..., PLAIN:]).transpose(1, 2)
+    return with_sinks(q, k, expanded[..., PLAIN:], seen[:, None, :, :-1], sinks)
 
 
 def problem(sequence: Sequence, keys: int, with_sinks: bool = True) -> tuple[list[Any], list[Any], torch.Tensor]:
@@ -210,11 +206,7 @@ def dense_blocks(
     length = q.size(1)
     block_of = torch.arange(length) // size
     in_blocks = (numbers.transpose(1, 2).unsqueeze(3) == block_of.view(-1, 1)).any(4)
-    q, k, v = (x.transpose(1, 2).repeat_interleave(4 // x.size(2), 1) for x in (q, k, v))
-    hidden = ~(in_blocks.repeat_interleave(2, 1) & seen)
-    logits = (q @ k.mT * 3**-0.5).masked_fill(hidden, float("-inf"))
-    logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(q.size(0), -1, length, 1)], 3)
-    return (logits.softmax(3)[..., :-1] @ v).transpose(1, 2)
+    return with_sinks(q, k.transpose(1, 2), v.transpose(1, 2), in_blocks.repeat_interleave(2, 1) & seen, sinks)
 
 
 @settings(max_examples=examples(60))

@@ -47,8 +47,10 @@ TOGETHER_IN_COMPILED_CODE = (("causal",), ("documents", "sinks", "checkpoint"))
 """As `FEATURES_OF_WORLDS`, in few cases, since each takes seconds to compile."""
 OF_THE_OPERATOR = (("softcap", "float_bias", "scale<0"), ("bool_bias", "gqa", "lse", "window"), ("bf16",))
 """Constants, arguments and results of the operator, for fronts that reach it in different ways."""
-OVER_OTHERS = ("unified", "torch_experimental", "zigzag", "usp", "diffusers", "ring_documents", "zigzag_documents")
-"""Fronts that call others of these: that those take lengths that change is enough every time."""
+IN_COMPILE = ("ring", "zigzag", "ring_documents", "zigzag_documents")
+"""Fronts that call others of these, and of which tests/compile has compiled calls, too."""
+OVER_OTHERS = (*IN_COMPILE, "ulysses", "varlen", "unified", "torch_experimental", "usp", "diffusers", "flex")
+"""Fronts that call others of these, or are there with lengths that change: that is enough every time."""
 GPUS = torch.cuda.device_count()
 MARKS = {
     "compiled(2)": pytest.mark.slow,
@@ -72,7 +74,9 @@ def _compiled_groups(name: str) -> list[tuple[str, ...]]:
 
 def _marks(name: str, world_name: str) -> list[pytest.MarkDecorator]:
     marks = [MARKS[world_name]] if world_name in MARKS else []
-    return [*marks, pytest.mark.sweep] if name in OVER_OTHERS and WORLDS[world_name].dynamic else marks
+    world = WORLDS[world_name]
+    rarely = OVER_OTHERS if world.dynamic else IN_COMPILE if world.compiles else ()
+    return [*marks, pytest.mark.sweep] if name in rarely else marks
 
 
 @pytest.mark.parametrize(

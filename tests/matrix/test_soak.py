@@ -23,7 +23,8 @@ from matrix.fronts import FRONTS, METHODS, case_of, layouts_of, refusals_of
 from matrix.worlds import World, check
 
 SOAKED = [World((2,), "two_processes"), World((4,), "four_processes"), World((2, 2), "four_processes")]
-OF_A_BATCH = 25
+OF_A_BATCH, AT_LEAST = 25, 8
+"""Cases; the latter without `--minutes`."""
 NEW_CASES = 2 / 3
 """Share of the time for new cases; the rest repeats them."""
 GROWTH_MIB = 64
@@ -114,7 +115,8 @@ def test_soak(world: World, request: pytest.FixtureRequest, pytestconfig: pytest
         if done >= 1:
             break
         first = (batch % different if different else batch) * OF_A_BATCH
-        memory = processes.run(run_batch, range(first, first + OF_A_BATCH), seed, world)
+        cases = range(first, first + (OF_A_BATCH if minutes else AT_LEAST))
+        memory = processes.run(run_batch, cases, seed, world)
         if minutes and not different and done >= NEW_CASES:
             different, before = batch + 1, memory
     if different:

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.schedules import Call, any_layout, count_covered, gathered_tiles, plain_masks, positions, tiles_against
+from support.schedules import (
+    Call,
+    any_layout,
+    count_covered,
+    gathered,
+    gathered_tiles,
+    plain_masks,
+    positions,
+    ring,
+    tiles_against,
+)
 
 from cp_dtensor.plan.partition import InnerPartition, LayoutPartition, MergedPartition, OuterPartition
 from cp_dtensor.plan.plan import TilePlan, ring_plan
@@ -75,14 +85,6 @@ def with_examples(test: Callable[..., None]) -> Callable[..., None]:
     for case in BROKEN_STRIPES:
         test = example(case=case)(test)
     return test
-
-
-def ring(groups: Groups, rank: int, mask: Mask) -> tuple[Tile, ...]:
-    return tuple(tile for source in range(groups[0].world_size) for tile in tiles_against(groups, rank, source, mask))
-
-
-def gathered(groups: Groups, rank: int, mask: Mask) -> tuple[Tile, ...]:
-    return tiles_against(groups, rank, rank, mask) + gathered_tiles(groups, rank, mask)
 
 
 # Ulysses inside of a ring: the rows of a whole inner axis together

@@ -12,6 +12,7 @@ from support.schedules import (
     gathered_rows,
     gathered_tiles,
     recv_parts,
+    ring,
     tiles_against,
 )
 
@@ -24,28 +25,27 @@ from cp_dtensor.spec.masks import Causal, Full
 Tiles = tuple[Tile, ...]
 
 
-def ring(call: Call, rank: int) -> Tiles:
-    return tuple(tile for source in range(call.ranks) for tile in tiles_against(call.groups, rank, source, call.mask))
-
-
-def gathered(call: Call, rank: int) -> Tiles:
-    return tiles_against(call.groups, rank, rank, call.mask) + gathered_tiles(call.groups, rank, call.mask)
-
-
 @settings(max_examples=200)
 @given(call=calls())
 def test_tiles_of_short_triangles_cover_every_allowed_pair_exactly_once(call: Call) -> None:
     """Those of whole triangles are in plans: tests/plan/test_plan.py."""
     count = np.zeros((call.batch, 1, call.q_len, call.kv_len), dtype=np.int64)
     for rank in range(call.ranks):
-        count_covered(count, call.groups, rank, (0, 1), without_long_triangles(ring(call, rank), longest=3), call.mask)
+        count_covered(
+            count,
+            call.groups,
+            rank,
+            (0, 1),
+            without_long_triangles(ring(call.groups, rank, call.mask), longest=3),
+            call.mask,
+        )
     np.testing.assert_array_equal(count, np.broadcast_to(call.allowed(), count.shape))
 
 
 @given(calls(), st.integers(1, 60))
 def test_long_triangles_are_cut_until_none_is_too_long(call: Call, longest: int) -> None:
     for rank in range(call.ranks):
-        tiles = ring(call, rank)
+        tiles = ring(call.groups, rank, call.mask)
         cut = without_long_triangles(tiles, longest)
         assert all(tile.q[1] - tile.q[0] <= longest for tile in cut if tile.mask == CAUSAL_TILE)
         short = [tile for tile in tiles if tile.mask != CAUSAL_TILE or tile.q[1] - tile.q[0] <= longest]

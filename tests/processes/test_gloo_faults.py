@@ -407,9 +407,14 @@ def test_the_end_of_a_step_without_shared_memory(three: Processes) -> None:
     assert WRONG_STEP <= min(of_rank.step for of_rank in found) <= WRONG_STEP + 1
 
 
-@every_fault
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_shared_memory(fault: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        pytest.param(method, fault, marks=pytest.mark.sweep if method == "ulysses" and "skips" in fault else ())
+        for method, fault in product(("ring", "ulysses"), FAULTS)
+    ],
+)
+def test_shared_memory(method: str, fault: str) -> None:
     """No rank takes rows of another pass: a host that waits for its stream raises after the deadline."""
     cell = table()[fault, "shared memory"]
 

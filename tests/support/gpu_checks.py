@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matrix.features import Case
+from torch.nn.attention import SDPBackend
 
 from cp_dtensor import Layout, context_parallel_attention
 from support.problems import Problem, shard
@@ -25,6 +26,10 @@ WAYS: dict[str, dict[str, str]] = {
     "alltoall": {"method": "ring", "rotate_method": "alltoall"},
     "ulysses": {"method": "ulysses"},
 }
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
+}  # fmt: skip
 with_nccl = pytest.mark.gpu(WORLD_SIZE, nccl=True)
 """Mark of tests that gloo cannot run on CUDA tensors: captures of collectives, and all-gathers of DTensors, at which
 the process ends with a segmentation fault (https://github.com/pytorch/pytorch/issues/152645)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cp_dtensor"
@@ -62,20 +63,23 @@ def room(module: str) -> str:
     return module.split(".")[0]
 
 
-def imports(module: str, path: Path) -> Iterator[tuple[int, str, str]]:
+@cache
+def imports(module: str, path: Path) -> list[tuple[int, str, str]]:
     """Line, local name and absolute dotted name of everything imported, in functions and type checking blocks too."""
+    found = []
     package = ["cp_dtensor", *module.split(".")] if module else ["cp_dtensor"]
     if path.name != "__init__.py":
         package.pop()
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, alias.name
+                found.append((node.lineno, alias.asname or alias.name, alias.name))
         elif isinstance(node, ast.ImportFrom):
             parents = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*parents, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}"
+                found.append((node.lineno, alias.asname or alias.name, f"{origin}.{alias.name}"))
+    return found
 
 
 def our_imports(module: str, modules: dict[str, Path]) -> Iterator[tuple[int, str]]:

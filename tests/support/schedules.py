@@ -54,6 +54,16 @@ def gathered_rows(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> Gat
     return ShapeTiling(tuple(groups), mask).gathered_rows(rank)
 
 
+def ring(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tuple[Tile, ...]:
+    """Returns the tiles of a rank against the shards of all ranks."""
+    return tuple(tile for source in range(groups[0].world_size) for tile in tiles_against(groups, rank, source, mask))
+
+
+def gathered(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tuple[Tile, ...]:
+    """Returns the tiles of a rank against its own shard and the gathered buffer."""
+    return tiles_against(groups, rank, rank, mask) + gathered_tiles(groups, rank, mask)
+
+
 any_layout = st.one_of(
     st.sampled_from([Contiguous(), HeadTail(), MirroredBatch(), TorchChunk()]), st.builds(Striped, st.integers(1, 5))
 )

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from cp_dtensor import Causal, Contiguous, Documents, HeadTail, Layout, MirroredBatch, Striped
 from cp_dtensor.spec.balanced_layouts import Balanced
 from cp_dtensor.spec.layouts import Segment
-from support.problems import shard
+from support.problems import dense, shard
 from support.ranks import run_ranks
 
 LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Striped(1), Striped(3))
@@ -25,6 +25,15 @@ LAYOUTS: tuple[Layout, ...] = (Contiguous(), HeadTail(), MirroredBatch(), Stripe
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random numbers in float64, equal in every call."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Dense attention: q and out (B, S, H, D), k and v (B, H, S, D) of as many heads or fewer."""
+    q = q.transpose(1, 2)
+    of_rows = None if sinks is None else sinks[:, None].expand(q.shape[:3])
+    return dense(q, k, v, seen, sinks=of_rows)[0].transpose(1, 2)
 
 
 @dataclass(frozen=True)

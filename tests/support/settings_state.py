@@ -14,16 +14,17 @@ from torch import nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.distributed.tensor import DTensor
 
+from cp_dtensor.api import hooks
 from cp_dtensor.attention.backends import interval
 from cp_dtensor.engine import gather_kv
 
 
 def cold_caches() -> None:
-    """Clears all caches of the library, as in a new process."""
+    """Clears all caches of the library, as in a new process, but for the patches that it holds."""
     for name, module in list(sys.modules.items()):
         if name.startswith("cp_dtensor"):
             for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
+                if hasattr(value, "cache_clear") and value is not hooks._patches:
                     value.cache_clear()
     interval._cached_rows.clear()
     gather_kv._cache.clear()

@@ -100,7 +100,9 @@ def on_one_device(job: Job, steps: int, monkeypatch: pytest.MonkeyPatch) -> list
     [
         (CAUSAL, ["ours-auto", "ours-ulysses", "ours-alltoall Striped"]),
         (DOCUMENTS, ["ours-allgather", "ours-ulysses Balanced"]),
-        (replace(CAUSAL, case=replace(CAUSAL.case, mask="window:none,0")), ["ours-auto"]),
+        pytest.param(
+            replace(CAUSAL, case=replace(CAUSAL.case, mask="window:none,0")), ["ours-auto"], marks=pytest.mark.sweep
+        ),
     ],
     ids=["causal", "documents", "causal by another name"],
 )
