@@ -143,7 +143,8 @@ _REPEATS = getattr(checkpoint, "_CachedTorchDispatchMode", ())
 _SAVES = (True, checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE)
 _TELLS_RESULTS = "op_output" in signature(checkpoint.SelectiveCheckpointContext).parameters  # torch 2.13
 _ANSWERS = "cp_dtensor_answers"
-"""Key of a checkpoint's storage, which forward and recompute share: the answers of its policy, in order."""
+"""Key of a checkpoint's storage, which forward and recompute share: for each call, in order, the answer of its policy,
+and whether results were kept."""
 
 
 def in_selective_checkpoint() -> bool:
@@ -156,7 +157,8 @@ def checkpoint_keeps(operator: Any, argument: torch.Tensor, results: Tensors) ->
     """Yield whether a selective checkpoint of eager code, open in this thread, keeps the results of a call.
 
     Each policy is asked once a call, as for all operators, since it may count its calls: while open, the modes of
-    checkpoints have its answer. A recompute repeats the answer of forward.
+    checkpoints have its answer. A recompute repeats the answer of forward, and what came of it: a checkpoint around the
+    one of a policy may have kept results that this policy did not ask for.
 
     Args:
         operator: what is called.
@@ -164,7 +166,7 @@ def checkpoint_keeps(operator: Any, argument: torch.Tensor, results: Tensors) ->
         results: tensors like those that the call will return, for policies that look at them.
     """
     with ExitStack() as stack:
-        keeps = False
+        keeps, asked = False, []
         for mode in reversed(_get_current_dispatch_mode_stack()):
             if not isinstance(mode, (_RECORDS, _REPEATS)):
                 continue
@@ -175,13 +177,17 @@ def checkpoint_keeps(operator: Any, argument: torch.Tensor, results: Tensors) ->
                 context = checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute, **told)
                 answer = policy(context, operator, argument)
             if is_recompute:
-                answer = answers.pop(0) if answers else None
+                answer, was_kept = answers.pop(0) if answers else (None, False)
+                answers.append((answer, was_kept))  # for another backward
+                keeps = keeps or was_kept
             else:
-                answers.append(answer)
+                asked.append((answers, answer))
+                keeps = keeps or answer in _SAVES
             stack.enter_context(attribute_replaced(mode, "policy_fn", lambda *_, answer=answer: answer))
-            keeps = keeps or answer in _SAVES
-            if is_recompute and keeps:  # the modes below do not see the call
+            if is_recompute and answer in _SAVES:  # the modes below do not see the call
                 break
+        for answers, answer in asked:
+            answers.append((answer, keeps))
         if not keeps:
             stack.close()  # the policies are asked about the operators of tiles
         yield keeps

@@ -103,9 +103,10 @@ def _warn_of_whole(
         return
 
     def find() -> str | None:
-        others = (take_shard(whole, dim, layout, rank, ranks.size) for rank in range(ranks.size))
-        is_constant = torch.equal(shard, shard.narrow(dim, 0, 1).expand_as(shard))
-        if is_constant or not all(torch.equal(shard, other) for other in others):
+        mine, every = indexable(shard), indexable(whole)
+        others = (take_shard(every, dim, layout, rank, ranks.size) for rank in range(ranks.size))
+        is_constant = torch.equal(mine, mine.narrow(dim, 0, 1).expand_as(mine))
+        if is_constant or not all(torch.equal(mine, other) for other in others):
             return None
         return (
             f"context_parallel_unshard: {what} of shape {tuple(shard.shape)} is equal on all {ranks.size} ranks, which "

@@ -163,7 +163,7 @@ def global_length(lengths: list[int], layout: Layout, what: str) -> int:
 
 def compare(
     sharding: Sharding, signature: Hashable, x: Tensor | None, facts: Callable[[], Facts],
-    shards: tuple[Tensor, ...] = (), bias: Tensor | None = None, *, refusal: ValueError | None = None,
+    shards: tuple[Tensor, ...] = (), bias: Tensor | None = None, *, refusal: Exception | None = None,
 ) -> None:  # fmt: skip
     """Refuse, on every rank alike, facts that differ between ranks: the first of each signature, or all with `debug`.
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from cp_dtensor.api.extension import (
     RankFunction,
     SequenceRanks,
-    differentiated_once,
-    refuse_batches,
     softmax_scale,
     wide_dtype,
 )
@@ -32,7 +30,7 @@ from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
 from cp_dtensor.layers.cudnn_indexer import select_by_kernel
-from cp_dtensor.layers.exchange import rows_of, tables_on
+from cp_dtensor.layers.exchange import backward_of_layer, rows_of, tables_on
 from cp_dtensor.layers.indexer import select_reference
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
 from cp_dtensor.layers.rows import Extended, RowMap, SequenceLayout, Whole, rows_before
@@ -304,9 +302,8 @@ class _PooledAttention(RankFunction):
         return out
 
     @staticmethod
-    @differentiated_once
+    @backward_of_layer
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_batches(grad_out)
         q, rows, indices, sink, out, lse = saved
         blocks, tables, ranks, window, scale = ctx.options
         count = rows.size(1) - blocks.seq_len

@@ -65,7 +65,7 @@ class SequenceCall(Sharding):
             known = length_of(self, x.size(dim), f"{self.owner}: sequence", self.seq_len)
             self.check_edges(known)
             self.operation.check(replace(self, seq_len=known), tensors)
-        except ValueError as error:  # the others may be about to compare
+        except (ValueError, NotImplementedError) as error:  # the others may be about to compare
             refusal = error
         is_declared = self.seq_len is not None or self.layout.only_length is not None or known in self.lengths
         shape = [size for each, size in enumerate(x.shape) if each != dim]

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_dtensor.api.extension import RankFunction, differentiated_once, refuse_batches, softmax_scale, wide_dtype
+from cp_dtensor.api.extension import RankFunction, softmax_scale, wide_dtype
 from cp_dtensor.layers.block_kernels import attend_blocks, block_gradients
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
-from cp_dtensor.layers.exchange import whole_rows
+from cp_dtensor.layers.exchange import backward_of_layer, whole_rows
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
 from cp_dtensor.layers.masked import MaskedLayer, Queries
 from cp_dtensor.spec.masks import Mask
@@ -129,9 +129,8 @@ class _LatentAttention(RankFunction):
         return out
 
     @staticmethod
-    @differentiated_once
+    @backward_of_layer
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_batches(grad_out)
         q, whole, indices, sink, up, *kept = saved
         plain, rank, dq = ctx.plain, up.size(2), torch.empty_like(q)
         up_k, up_v = up.split((plain, up.size(1) - plain), 1)
@@ -193,9 +192,8 @@ class _BlockAttention(RankFunction):
         return out
 
     @staticmethod
-    @differentiated_once
+    @backward_of_layer
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_batches(grad_out)
         q, whole, indices, sink, out, lse = saved
         dq, d_whole, d_sink = block_gradients(grad_out, q, whole, indices, sink, out, lse, *ctx.options)
         return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, *[None] * 5

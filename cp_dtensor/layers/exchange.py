@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_dtensor.api.extension import RankFunction, SequenceRanks, Shared, capturing, exchanged, wide_dtype
+from cp_dtensor.api.extension import (
+    RankFunction,
+    SequenceRanks,
+    Shared,
+    capturing,
+    differentiated_once,
+    exchanged,
+    no_autocast,
+    refuse_batches,
+    wide_dtype,
+)
 from cp_dtensor.layers.rows import Copy, RowMap, RowRoute, SequenceLayout, Whole, row_route
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.layouts import Span
@@ -34,6 +44,22 @@ class _Linear(RankFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Linear.apply(grad, *ctx.maps), None, None
+
+
+def backward_of_layer(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
+    """Wrap the backward of a layer with one output, `backward(ctx, saved, grad)`: it is differentiated once.
+
+    Batches of gradients are refused. Autocast, inside of which a program may call backward, is off.
+    """
+
+    @differentiated_once
+    @wraps(backward)
+    def run(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_batches(grad)
+        with no_autocast(grad):
+            return backward(ctx, saved, grad)
+
+    return run
 
 
 def rows_of(

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor.api.extension import RankFunction, SequenceRanks, differentiated_once, refuse_batches, wide_dtype
+from cp_dtensor.api.extension import RankFunction, SequenceRanks, wide_dtype
 from cp_dtensor.layers.blocks import LayerOfBlocks
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
-from cp_dtensor.layers.exchange import whole_rows
+from cp_dtensor.layers.exchange import backward_of_layer, whole_rows
 from cp_dtensor.layers.layer import Inputs, Result
 from cp_dtensor.layers.masked import MaskedLayer, in_intervals
 from cp_dtensor.layers.rows import SequenceLayout
@@ -102,9 +102,8 @@ class _Loss(RankFunction):
         return loss
 
     @staticmethod
-    @differentiated_once
+    @backward_of_layer
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_batches(grad_loss)
         q_index, index_keys, weights, q, keys, indices = saved
         length, wide = index_keys.size(1), grad_loss.dtype
         dq, d_weights = torch.empty_like(q_index), torch.empty_like(weights)

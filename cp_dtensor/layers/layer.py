@@ -81,7 +81,7 @@ class SequenceLayer(ABC):
         return call.agreed(tensors)
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:  # noqa: B027, most layers take any
-        """Refuse, by a ValueError, what does not fit the call, whose global length is known."""
+        """Refuse, by a ValueError or NotImplementedError, what does not fit the call, whose global length is known."""
 
     def empty_output(self, tensors: Inputs, rows: int) -> Tensor:
         """Return an empty tensor like the output, with other rows than the first tensor unless they are -1."""
@@ -197,10 +197,9 @@ class LinearRecurrence(SequenceLayer):
     method: str = "auto"
     """Key of `METHODS`, or "auto"."""
 
-    def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
         self._check_states(call, tensors[0], tensors[-1])
         self._check_heads(call.owner, tensors[0], call.ranks)
-        return super().agreed(call, tensors)
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         *given, initial = tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -127,6 +127,34 @@ def test_policies_without_the_operator_keep_what_they_name() -> None:
         )
 
     assert forwards(partial(body, fused)) == forwards(partial(body, policy)) == 4
+
+
+def test_checkpoints_in_checkpoints_and_a_second_backward() -> None:
+    """What the outer one keeps is one operator to the inner one, too, which computes it again."""
+    nothing = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def body(policies: list[Any], rank: int) -> None:
+        shards = Shards(rank)
+
+        def nested(*qkv: torch.Tensor) -> torch.Tensor:
+            attend = shards.sdpa
+            for each in policies:
+                attend = partial(checkpoint, attend, use_reentrant=False, context_fn=each)
+            return attend(*qkv)
+
+        def around() -> context_parallel:
+            return context_parallel(init_device_mesh("cpu", (2,)), seq_len=11)
+
+        shards.check(nested, around=around)
+        with around():
+            out = nested(*shards.inputs()).sum()
+        out.backward(retain_graph=True)
+        refusal = pytest.raises(RuntimeError, match="backward an extra time") if policies == [KEPT] else nullcontext()
+        with refusal:  # torch's own
+            out.backward()
+
+    assert forwards(partial(body, [KEPT])) == 4
+    assert forwards(partial(body, [nothing])) == forwards(partial(body, [nothing, KEPT])) == 10
 
 
 _OPS = torch.ops.cp_dtensor.kept_forward.default, torch.ops.aten.mul.Tensor

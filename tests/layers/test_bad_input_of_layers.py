@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from cp_dtensor import (
     Contiguous,
     HeadTail,
     Layout,
+    MirroredBatch,
     Striped,
     affine_scan,
     causal_conv1d,
@@ -28,6 +30,7 @@ from cp_dtensor import (
     local_runs,
     mamba2,
     relayout,
+    select_pooled,
     shift,
 )
 
@@ -46,6 +49,12 @@ def _shift(x: Any = None, n: Any = 1, dim: int = 0, **options: Any) -> Call:
 
 def _relayout(target: Any) -> Call:
     return lambda mesh: relayout(torch.ones(2), None, target, mesh=mesh, dim=0)
+
+
+def _select(batch: int) -> Call:
+    x = torch.ones(batch, 4, 1, 2)
+    given: dict[str, Any] = {"size": 2, "topk": 1, "layout": MirroredBatch()}
+    return lambda mesh: select_pooled(x, x[:, :2, 0], x[..., 0], mesh=mesh, **given)
 
 
 def _conv(channels: int, *weight: int, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Call:
@@ -174,7 +183,15 @@ def test_heads_that_do_not_divide() -> None:
             lambda rank: gated_delta_rule(**GIVEN, mesh=dist.group.WORLD, layout=Striped() if rank else HeadTail()),  # type: ignore[arg-type]
             "layout: rank 1 says",
         ),
+        (
+            lambda rank: _rule(initial_state=normal(1 + rank, HEADS, K, V))(dist.group.WORLD),
+            "(initial state of each batch row, 1, got|global length: rank 1 says 'refused)",
+        ),
+        (
+            lambda rank: _select(1 + rank)(dist.group.WORLD),
+            "(divides all batch rows alike|shape: rank 1 says)",
+        ),
     ],
 )
 def test_different_calls_are_refused_on_every_rank(call: Callable[[int], object], message: str) -> None:
-    assert all(message in str(error) for error in errors_by_rank(2, call))
+    assert all(re.search(message, str(error)) for error in errors_by_rank(2, call))

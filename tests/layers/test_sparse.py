@@ -454,3 +454,17 @@ def test_a_second_derivative_is_refused() -> None:
             grad.sum().backward()
 
     run_ranks(1, body)
+
+
+def test_a_backward_inside_of_autocast_is_that_outside() -> None:
+    def body(rank: int) -> None:
+        def gradients(inside: bool) -> tuple[torch.Tensor, ...]:
+            mine = [x.float().requires_grad_() for x in TOKENS]
+            whole = [x.float() for x in WHOLE]
+            out = attend(Sequence(3, 1, Contiguous()), INDICES)(dist.group.WORLD, *mine, *whole)
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                return torch.autograd.grad(out.square().sum(), mine)
+
+        equal(gradients(True), gradients(False), 0.0)
+
+    run_ranks(1, body)
