@@ -62,7 +62,7 @@ def test_workflows_cover_the_versions_that_the_package_names() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
     matrix = jobs["matrix"]["strategy"]["matrix"]
     assert matrix["python"] == re.findall(r"Python :: (3\.\d+)", PYPROJECT)
-    (oldest,) = re.findall(r'^dependencies = \["torch>=([\d.]+)",', PYPROJECT, re.MULTILINE)
+    (oldest,) = re.findall(r'^dependencies = \["torch>=([\d.]+)"\]', PYPROJECT, re.MULTILINE)
     assert matrix["torch"][0].startswith(oldest)
     (pinned,) = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned in matrix["torch"]

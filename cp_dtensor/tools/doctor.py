@@ -219,7 +219,7 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
         **(of_gpus if device.is_gpu else {}),
         "correctness": lambda: results(ranks, device),
         "auto": lambda: each(lambda: choice(mesh, seq_len, heads)),
-        "nodes": lambda: () if over_nodes is None else each(lambda: nodes(over_nodes, mesh, seq_len, heads)),
+        "nodes": lambda: () if over_nodes is None else each(lambda: nodes(over_nodes, mesh, ranks, seq_len, heads)),
     }
     for name, findings in checks.items():
         try:
@@ -256,7 +256,7 @@ def packages() -> Iterator[Finding]:
                 yield Finding("versions", NOTE, text, f"if kernels fail: pip install {pinned[1]}=={pinned[2]}")
     if torch.cuda.is_available():
         if installed_version("triton") is None:
-            text = "not installed: masks, dropout and deterministic calls run as torch operations, many times slower"
+            text = "not installed: masks, dropout and other calls run as torch operations, many times slower"
             yield Finding("Triton", PROBLEM, text, "pip install triton")
         missing = [each.distribution for each in PACKAGES if installed_version(each.distribution) is None]
         if missing and has_package_kernels(torch.cuda.get_device_capability()):
@@ -399,12 +399,12 @@ def choice(mesh: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
     yield Finding("auto", OK, "\n".join([*on_cpu, str(predicted)]))
 
 
-def nodes(mesh: DeviceMesh, flat: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
+def nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks, seq_len: int, heads: Heads) -> Iterator[Finding]:
     """Yield the findings about several nodes; a collective. On CPUs, H200s are assumed for the choice.
 
     `mesh` has an axis across nodes and one inside of them, `flat` one axis of all ranks.
     """
-    yield Finding("nodes", OK, links_of_nodes(mesh, flat))
+    yield Finding("nodes", OK, links_of_nodes(mesh, flat, ranks))
     if mesh.device_type == "cuda":
         cluster = cluster_of(sequence_ranks(flat), torch.device("cuda", torch.cuda.current_device()), 2)
     else:
@@ -414,11 +414,10 @@ def nodes(mesh: DeviceMesh, flat: DeviceMesh, seq_len: int, heads: Heads) -> Ite
     yield Finding("mesh", OK, "\n".join([*reasons(best, found, cluster), snippet(best, flat.size())]))
 
 
-def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh) -> str:
+def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks) -> str:
     """Name the nodes and measure the links inside of them and between them; a collective. Meshes as of `nodes`."""
     count, size = mesh.shape
-    hosts = [""] * flat.size()
-    dist.all_gather_object(hosts, socket.gethostname(), flat.get_group())
+    hosts = ranks.gather(socket.gethostname())
     listed = "; ".join(
         f"{', '.join(dict.fromkeys(hosts[first : first + size]))}: ranks {first} to {first + size - 1}"
         for first in range(0, flat.size(), size)

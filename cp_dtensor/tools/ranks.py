@@ -8,6 +8,7 @@ for a collective that the other rank never joined.
 from __future__ import annotations
 
 import os
+import pickle
 import shlex
 import statistics
 import sys
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes, release
@@ -110,9 +112,13 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. Waits on the host; values must be picklable."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        # torch's collectives of objects need NumPy, which torch does not install.
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = list(torch.empty(self.world_size, dtype=torch.long).split(1))
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        rows = list(torch.empty(self.world_size, int(max(sizes)), dtype=torch.uint8))
+        dist.all_gather(rows, F.pad(mine, (0, len(rows[0]) - len(mine))), group=self._group)
+        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
         """Call a function on the ranks that take part, wait for all, and return the results in rank order.

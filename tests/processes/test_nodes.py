@@ -31,6 +31,7 @@ from cp_dtensor import Causal, Hardware, Mask, PeerError, explain
 from cp_dtensor.comm.collective import AllToAll
 from cp_dtensor.engine import planner
 from cp_dtensor.tools.doctor import links_of_nodes
+from cp_dtensor.tools.ranks import Ranks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "multinode"
 LENGTH, Q_HEADS, KV_HEADS, DIM = 384, 4, 2, 64
@@ -71,7 +72,8 @@ def several(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 
 def _links(rank: int, nodes: int) -> str:
-    return links_of_nodes(mesh_over_nodes(2, "cpu", nodes), mesh_over_nodes(1, "cpu", nodes))
+    flat = mesh_over_nodes(1, "cpu", nodes)
+    return links_of_nodes(mesh_over_nodes(2, "cpu", nodes), flat, Ranks(flat.get_group()))
 
 
 @pytest.mark.sweep
