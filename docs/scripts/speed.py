@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ DOCS = Path(__file__).resolve().parents[1]
 PASSES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 CASE = ("machine", "mask", "layout", "q_heads", "kv_heads", "head_dim")
 """Columns in which rows of one picture are equal."""
-TORCH = ("torch-allgather", "torch-alltoall")
 GREY, LIGHT, BLUE, GREEN, PALE, ORANGE, BROWN, PINK = (
     "#aab2bd", "#c3c9d1", "#1f6fb4", "#2a9d8f", "#b5d99c", "#e76f51", "#a1887f", "#d187b5",
 )  # fmt: skip
@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
 
 TODAY = (
-    Bar("torch: SDPA ring", LIGHT, TORCH),
+    Bar("torch: SDPA ring", LIGHT, ("torch-allgather", "torch-alltoall")),
     Bar("torch: FlexAttention, all K/V gathered", LIGHT, ("torch-flex", "torch-flex PTRR")),
     Bar("FlashAttention-2, all K/V gathered", LIGHT, ("llama3-varlen",)),
     Bar("cp_dtensor", BLUE, ("ours-auto", "ours-auto Balanced")),
@@ -93,7 +93,7 @@ def name_of(row: measured.Row) -> str:
 
 
 def eager_times(rows: Sequence[measured.Row]) -> dict[tuple[int, str, str], float]:
-    """Return the times of eager calls by tokens, pass and method; "torch" is its faster rotation.
+    """Return the times of eager calls by tokens, pass and method.
 
     Raises:
         ValueError: rows of several shapes, masks or machines, which one picture cannot compare.
@@ -102,12 +102,7 @@ def eager_times(rows: Sequence[measured.Row]) -> dict[tuple[int, str, str], floa
     cases = {tuple(row[name] for name in CASE) for row in eager}
     if len(cases) != 1:
         raise ValueError(f"expected rows that differ in length only, got {len(cases)} kinds: {sorted(cases)}")
-    times = {(int(row["tokens"]), row["pass"], row["method"]): float(row["median_ms"]) for row in eager}
-    for length, each in {(length, each) for length, each, _ in times}:
-        found = [times[length, each, name] for name in TORCH if (length, each, name) in times]
-        if found:
-            times[length, each, "torch"] = min(found)
-    return times
+    return {(int(row["tokens"]), row["pass"], row["method"]): float(row["median_ms"]) for row in eager}
 
 
 def panel(axis: Axes, bars: Sequence[Bar], times: Times, behind: str) -> None:
@@ -165,25 +160,34 @@ def draw_panels(
     save(figure, output)
 
 
+def today(mask: str, tokens: int) -> tuple[list[float], float]:
+    """Return the milliseconds of both passes for each of `TODAY`, nan where there is no row, and one GPU's share."""
+    rows = [
+        row for name in TODAY_TABLES for row in table(name)
+        if (row["mask"], int(row["tokens"]), row["pass"]) == (mask, tokens, "fwdbwd")
+    ]  # fmt: skip
+    times = [[float(row["median_ms"]) for row in rows if name_of(row) in bar.names] for bar in TODAY]
+    ideal = min(float(row["median_ms"]) for row in rows if row["method"].startswith("ideal"))
+    return [min(each, default=nan) for each in times], ideal
+
+
 def draw_today(output: Path) -> None:
     """Draw forward and backward of `TODAY_CASES`, a panel each; others are grey, so that ours is seen without colours.
 
     The tables are of runs with the extra `kernels` and without it: of these methods it changes ours alone.
     """
-    rows = [row for name in TODAY_TABLES for row in table(name) if row["pass"] == "fwdbwd"]
     figure = Figure(figsize=(10, 2.9))
     axes = figure.subplots(1, len(TODAY_CASES))
     for axis, (mask, tokens) in zip(axes, TODAY_CASES, strict=True):
-        of_case = [row for row in rows if (row["mask"], int(row["tokens"])) == (mask, tokens)]
-        found = [[float(row["median_ms"]) for row in of_case if name_of(row) in bar.names] for bar in TODAY]
-        longest = max(min(each) for each in found if each)
-        for place, (bar, times) in enumerate(zip(TODAY, found, strict=True)):
-            axis.barh(place, min(times, default=0), height=0.75, color=bar.colour)
-            empty = "no such mask" if mask != "causal" else "not measured"
-            _annotate(axis, min(times, default=0), place, f"{significant(min(times))} ms" if times else empty)
-        axis.axvline(min(float(row["median_ms"]) for row in of_case if "ideal" in row["method"]), **IDEAL_LINE)
+        times, ideal = today(mask, tokens)
+        for place, (bar, ms) in enumerate(zip(TODAY, times, strict=True)):
+            missing = "not measured" if mask == "causal" else "no such mask"
+            width, text = (0.0, missing) if isnan(ms) else (ms, f"{significant(ms)} ms")
+            axis.barh(place, width, height=0.75, color=bar.colour)
+            _annotate(axis, width, place, text)
+        axis.axvline(ideal, **IDEAL_LINE)
         axis.set_title(f"{mask.replace('documents 2048', 'packed documents')}\n{tokens:,} tokens", fontsize=10)
-        axis.set_xlim(0, 1.35 * longest)
+        axis.set_xlim(0, 1.35 * max(ms for ms in times if not isnan(ms)))
         _bare(axis)
         axis.set_xticks([])
     axes[0].set_yticks(range(len(TODAY)), [bar.label for bar in TODAY], fontsize=9.5)
