@@ -83,7 +83,7 @@ def table(name: str) -> list[measured.Row]:
 
 
 def eager_times(rows: Sequence[measured.Row]) -> dict[tuple[int, str, str], float]:
-    """Return the times of eager calls by tokens, pass and method; "torch" is its faster rotation.
+    """Return the times of eager calls by tokens, pass and method ("torch": its faster rotation).
 
     Raises:
         ValueError: rows of several shapes, masks or machines, which one picture cannot compare.
