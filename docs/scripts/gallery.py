@@ -169,7 +169,8 @@ def draw_methods() -> Figure:
     draw_pairs(axes[0, 2], nested, "nested ring, all heads")
     for row, name, drawn in zip(axes[1:], ("Ulysses", "hybrid"), (ulysses, hybrid), strict=True):
         draw_ranks(row[0], drawn.during, drawn.during, f"{name}: ranks hold", "token", "head")
-        for axis, heads in zip(row[1:], (alike := heads_alike(drawn))[:: len(alike) - 1], strict=True):
+        first, *_, last = heads_alike(drawn)
+        for axis, heads in zip(row[1:], (first, last), strict=True):
             draw_pairs(axis, drawn, f"{name}, head{'s' * (len(heads) > 1)} {', '.join(map(str, heads))}", heads[0])
     return figure
 
@@ -205,10 +206,8 @@ def draw_states() -> Figure:
         ("HeadTail(), documents of 6, 19 and 7 tokens (dotted)", HeadTail(), (6, 25)),
     )  # fmt: skip
     for axis, (title, layout, edges) in zip(figure.subplots(3, 1, sharex=True), panels, strict=True):
-        positions = [
-            (each.positions(), rank) for rank in range(RANKS) for each in layout.segments(32, rank, RANKS)
-        ]  # fmt: skip
-        runs = sorted((min(each), max(each) + 1, rank) for each, rank in positions)
+        places = [(each.positions(), rank) for rank in range(RANKS) for each in layout.segments(32, rank, RANKS)]
+        runs = sorted((min(each), max(each) + 1, rank) for each, rank in places)
         for (start, stop, rank), after in zip(runs, [*runs[1:], None], strict=True):
             axis.barh(rank, stop - start, left=start, height=0.7, color=RANK_COLOURS[rank])
             if after and after[2] != rank:

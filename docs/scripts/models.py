@@ -83,7 +83,8 @@ mean over ranks is that of one process. It is one forward, so FSDP2 and checkpoi
 the language model, not the whole model.
 
 - `shard_images=True` divides images, frames and sounds over the ranks by patches, and gathers the embeddings: a step of
-  Qwen3-VL 2B with 32,768 tokens, half of them of images, takes 1,679 ms on two H200s, 2,017 without (`2xH200-vision`)
+  Qwen3-VL 2B with 32,768 tokens, half of them of images, takes 1,679 ms on two H200s, and 2,017 without
+  (`2xH200-vision`)
 - without images, the call is the same
 - packed: position ids as in one process; where positions have three axes, four rows, of which text is the first
 
