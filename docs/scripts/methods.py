@@ -28,7 +28,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.base import Plan
 from cp_dtensor.engine.planner import plan_call
-from cp_dtensor.engine.ring import NestedRingPlan, RingPlan
+from cp_dtensor.engine.ring import NestedRingPlan, Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition, masking_of
 from cp_dtensor.spec.layouts import HeadTail, Layout, Span
@@ -171,7 +171,7 @@ def _tiles(plan: Plan, ranks: SequenceRanks) -> Iterator[_Drawn]:
                 yield replace(tile, step=number, inner_step=tile.step)
 
 
-def _tiles_of_ring(plan: RingPlan, heads: Span) -> Iterator[_Drawn]:
+def _tiles_of_ring(plan: Ring, heads: Span) -> Iterator[_Drawn]:
     (group,) = plan.spec.partition.groups()
     queries = np.array([p for segment in group.q_by_rank[plan.tile_plan.rank] for p in segment.positions()])
     for number, step in enumerate(plan.tile_plan.forward):
