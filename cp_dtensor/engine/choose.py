@@ -43,7 +43,7 @@ from cp_dtensor.plan.tiling import Masking, rows_in_order
 EXPANDED = "expanded "
 """Prefix of a method that sends K/V, where ranks have latents."""
 SPLIT = "split "
-"""Prefix of a method over two axes, hosts and the ranks of a host, where the mesh has one axis of all of them."""
+"""Prefix of a method over an axis for each tier (hosts, the ranks of a host), where the mesh has one axis of all."""
 
 
 @dataclass(frozen=True)
