@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_dtensor import _torch
 from cp_dtensor.api.interception import TORCHS_TOO, SdpaArguments
 from cp_dtensor.comm.faults import peer_errors
-from cp_dtensor.comm.groups import Mesh, SequenceRanks, is_ulysses_axis
+from cp_dtensor.comm.groups import MOST_AXES, Mesh, SequenceRanks, is_ulysses_axis
 from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_of_heads, four_dims_of_mask
 from cp_dtensor.engine.attend import attend
@@ -122,8 +122,8 @@ def placed_call(
     placed = by_placements(q.placements, k.placements, v.placements, shape, q.size(1), k.size(1), names)
     if method == "auto":
         method = "ring" if placed.ulysses_axis is None else "hybrid"
-    elif len(placed.axes) != {"ulysses": 1, "hybrid": 2}.get(method, len(placed.axes)):
-        axes = "one mesh axis" if method == "ulysses" else "two mesh axes"
+    elif (method == "ulysses" and len(placed.axes) != 1) or (method == "hybrid" and len(placed.axes) < 2):
+        axes = "one mesh axis" if method == "ulysses" else "two mesh axes or three"
         raise ValueError(
             f'method "{method}" expects DTensors whose keys and values are sharded along the sequence over {axes}; '
             f"{_received(q, k, v)}"
@@ -157,7 +157,7 @@ def sequence_ranks_of(*tensors: torch.Tensor) -> SequenceRanks:
     sharded = on_one_mesh(*tensors)
     by_axis = zip(*(tensor.placements for tensor in sharded), strict=True)
     axes = [axis for axis, placements in enumerate(by_axis) if any(map(on_seq, placements))]
-    return SequenceRanks.along(sharded[0].device_mesh, axes[:2] or [0])
+    return SequenceRanks.along(sharded[0].device_mesh, axes[:MOST_AXES] or [0])
 
 
 @dataclass(frozen=True)
@@ -339,15 +339,15 @@ class AttentionPlacements:
     kv: tuple[Placement, ...]
     grad_kv: tuple[Placement, ...]
     """As `kv`, but Partial where ranks with different queries hold the same keys."""
-    ring_axis: int | None
-    """The mesh axis around which K/V travel; None if there is no such axis. Ulysses may then be alone."""
+    ring_axes: tuple[int, ...]
+    """The mesh axes around which K/V travel; without such an axis, Ulysses may be alone."""
     ulysses_axis: int | None = None
     """The mesh axis over which rows are exchanged for heads, if there is one."""
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
         """Return the axes whose ranks share the sequence, the outer one first."""
-        return tuple(axis for axis in (self.ring_axis, self.ulysses_axis) if axis is not None)
+        return self.ring_axes if self.ulysses_axis is None else (*self.ring_axes, self.ulysses_axis)
 
 
 def on_seq(placement: Placement) -> bool:
@@ -367,20 +367,20 @@ def plan_placements(
     """Return the placements of the computation, axis by axis.
 
     Sequence: q stays or becomes sharded. If q, k and v are all sharded along it on an axis whose name begins with
-    "ulysses" (the first of several), or on two axes, then that axis, or the second, is for Ulysses. K/V that are
-    sharded along the sequence stay so there and on the first other such axis, the ring, and are gathered over further
-    ones; K/V that are replicated stay so. Batch and heads: all three sharded alike (heads only if every rank gets whole
-    groups of query heads with their key head). Anything else: replicated.
+    "ulysses" (the first of several), or on two axes or three, then that axis, or the last of them, is for Ulysses. K/V
+    that are sharded along the sequence stay so there and on other such axes, the ring, up to three axes in all, and are
+    gathered over further ones; K/V that are replicated stay so. Batch and heads: all three sharded alike (heads only if
+    every rank gets whole groups of query heads with their key head). Anything else: replicated.
     """
     by_axis: list[tuple[Placement, Placement, Placement]] = []  # of q, K/V, and gradients of K/V
-    ring_axis = None
+    ring_axes: tuple[int, ...] = ()
     head_shards = 1
     ulysses_axis = _ulysses_axis(q, k, v, axis_names)
     for axis, (on_q, on_k, on_v) in enumerate(zip(q, k, v, strict=True)):
         kv_on_seq = on_seq(on_k) or on_seq(on_v)
         if on_seq(on_q) or kv_on_seq:
-            if axis == ulysses_axis or (kv_on_seq and ring_axis is None):
-                ring_axis = ring_axis if axis == ulysses_axis else axis
+            if axis == ulysses_axis or (kv_on_seq and len(ring_axes) < MOST_AXES - (ulysses_axis is not None)):
+                ring_axes += () if axis == ulysses_axis else (axis,)
                 by_axis.append((Shard(SEQ_DIM),) * 3)
             else:
                 by_axis.append((Shard(SEQ_DIM), Replicate(), Partial()))
@@ -395,7 +395,7 @@ def plan_placements(
                 choice = Shard(HEAD_DIM)
         by_axis.append((choice,) * 3)
     of_q, of_kv, of_grad_kv = zip(*by_axis, strict=True)
-    return AttentionPlacements(of_q, of_kv, of_grad_kv, ring_axis, ulysses_axis)
+    return AttentionPlacements(of_q, of_kv, of_grad_kv, ring_axes, ulysses_axis)
 
 
 _cached_placements = lru_cache(maxsize=1024)(plan_placements)
@@ -409,7 +409,7 @@ def _ulysses_axis(
     named = [axis for axis in axes if axis_names and is_ulysses_axis(axis_names[axis])]
     if named:
         return named[0]
-    return axes[1] if len(axes) > 1 else None
+    return axes[:MOST_AXES][-1] if len(axes) > 1 else None
 
 
 def local_segment(

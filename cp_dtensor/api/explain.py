@@ -51,10 +51,8 @@ class Explanation:
         over_axes = [f"over {name}" for name in self.axes]
         rows = [("method", "K/V by", "forward", "with backward", *over_axes, "memory")]
         for name, each in self.methods.items():
-            received = each.outer_bytes, each.inner_bytes
-            of_axes = received if len(self.axes) == 2 else (sum(received),)
             times = f"{1e3 * each.forward:.3g} ms", f"{1e3 * each.seconds:.3g} ms"
-            memory = [f"{count / 2**20:.0f} MiB" for count in (*of_axes, each.memory)]
+            memory = [f"{count / 2**20:.0f} MiB" for count in (*each.axis_bytes, each.memory)]
             rows.append((name + " *" * (name == self.chosen), each.transport, *times, *memory))
         within = f"within {self.tolerance - 1:.0%} of the fastest"
         chosen = f'* chosen by method="auto": the first row {within}, with backward'
@@ -170,19 +168,18 @@ def explain(
     )  # fmt: skip
     interval_sets_of(shown, *lengths, batch_size)  # refuses masks that are not of these lengths or this batch
     cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    is_split = ranks.inner is None and len(cluster.tiers) == 2
+    is_split = ranks.inner is None and len(cluster.tiers) > 1
     found = estimates(spec, cluster, call.transport, one_axis=is_split)
     if is_split:
         found = {
-            name: replace(each, outer_bytes=int(each.bytes_over(1)), inner_bytes=int(each.bytes_over(0)))
+            name: replace(each, axis_bytes=(int(each.bytes_over(1)), int(each.bytes_over(0))))
             for name, each in found.items()
         }
         names = f"{names[0]}, between hosts", "within"
     else:
-        found = counted(found, spec, *(tier.ranks for tier in reversed(cluster.tiers)))
-    *inner, outer = (tier.ranks for tier in cluster.tiers)
+        found = counted(found, spec, ranks.sizes)
     latents = "" if latent_dims is None else f", latents of {latent_dims[0]} + {latent_dims[1]}"
-    by_axis = " x ".join(map(str, (outer, *inner)))
+    by_axis = " x ".join(str(tier.ranks) for tier in reversed(cluster.tiers))
     step, chosen = None, fastest(found, cluster.tolerance)
     if sizes is not None:
         tokens = batch_size * -(-lengths[0] // ranks.size)
@@ -216,9 +213,10 @@ def cluster_of_mesh(
     Raises:
         TypeError, ValueError: hardware that is none, of an unknown name, or not of each axis.
     """
-    names, all_axes = axis_names(mesh), sequence_ranks(mesh)
-    if all_axes.inner is not None and ranks.inner is None:  # an axis of one rank is left out
-        names = names[:1] if all_axes.inner.size() == 1 else names[1:]
+    # Axes of one rank are left out.
+    names = tuple(
+        name for name, group in zip(axis_names(mesh), sequence_ranks(mesh).axes, strict=True) if group in ranks.axes
+    )
     if isinstance(mesh, dist.ProcessGroup):
         on_gpus = _torch.uses_nccl(mesh, torch.device("cuda"))
     else:
@@ -255,7 +253,7 @@ def cluster_of_mesh(
 
 
 def _assumed(hardware: Assumed, across: int) -> tuple[Hardware, str]:
-    """Return assumed hardware of an axis and its name; `across` is the number of ranks of it and of the inner axis."""
+    """Return assumed hardware of an axis and its name; `across` is the number of ranks of it and of the inner axes."""
     if isinstance(hardware, Hardware):
         return hardware, f"the Hardware that was passed, {'' if hardware.shares_memory else 'no '}shared memory"
     if not isinstance(hardware, str):

@@ -41,7 +41,7 @@ from cp_dtensor.attention.masked import positions_of, seen_positions
 from cp_dtensor.comm.calls import Signature, begin_pass
 from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.comm.faults import exchanged
-from cp_dtensor.comm.groups import Mesh, SequenceRanks, sequence_ranks
+from cp_dtensor.comm.groups import MOST_AXES, Mesh, SequenceRanks, sequence_ranks
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
@@ -70,7 +70,7 @@ from cp_dtensor.spec.masks import is_integer
 
 __all__ = [  # noqa: RUF022, grouped by purpose
     # ranks, and layouts of your own
-    "Mesh", "SequenceRanks", "sequence_ranks", "Segment",
+    "Mesh", "MOST_AXES", "SequenceRanks", "sequence_ranks", "Segment",
     "CachedHash", "take_shard",
     # checks of arguments
     "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",

@@ -67,11 +67,11 @@ def context_parallel_attention(
         k: (B, Hkv, T, D), this rank's keys. T may differ from S (cross-attention).
         v: (B, Hkv, T, Dv), this rank's values.
         mesh: the ranks that share the sequence: a DeviceMesh of one dim or a process group; or a DeviceMesh of two
-            dims; None for that of DTensors. Of two dims the one whose name begins with "ulysses" is the inner axis,
-            otherwise the second; rank in the sequence = outer rank * inner size + inner rank.
-        method: "ring": K/V travel, over two axes in a nested ring; "ulysses": ranks exchange rows for heads; "hybrid":
-            Ulysses over the inner axis, a ring over the outer one; "auto": the one with the lowest predicted time (see
-            `explain`).
+            or three dims; None for that of DTensors. Of several dims the one whose name begins with "ulysses" is the
+            inner axis, otherwise the last; rank in the sequence = outer rank * inner size + inner rank.
+        method: "ring": K/V travel, over several axes in a nested ring; "ulysses": ranks exchange rows for heads;
+            "hybrid": Ulysses over the inner axis, a ring over the outer ones; "auto": the one with the lowest predicted
+            time (see `explain`).
         is_causal: True: query i sees keys j <= i, by global position, also where q and k have different lengths.
         mask: the keys that each query sees, by global position, such as `Documents(cu_seqlens)`. A key is seen if the
             mask, `is_causal` and `attn_mask` all allow it. None takes the mask of the context (or module) around the
@@ -144,8 +144,8 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `context_parallel_attention` with method "ring": queries stay, keys and values travel.
 
-    Over a mesh of two dims it is a nested ring: K/V cross the outer axis (between nodes) once and then travel around
-    the inner one (within a node). Arguments, results and errors are those of `context_parallel_attention`.
+    Over a mesh of two or three dims it is a nested ring: K/V cross the outer axis (between nodes) once and then travel
+    around the inner ones (within a node). Arguments, results and errors are those of `context_parallel_attention`.
 
     Source: Ring Attention (arXiv 2310.01889).
     """

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from cp_dtensor._torch import all_gather_single, installed_version, name_of_group, prepared
+from cp_dtensor._torch import all_gather_single, installed_version, prepared
 from cp_dtensor._torch.cache import GroupCache, refuse_capture
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.submeshes import groups_within
@@ -27,7 +27,7 @@ _BY_CAPABILITY = {8: Hardware.of("A100"), 9: Hardware.of("H200"), 10: Hardware.o
 """Hardware by the major CUDA compute capability."""
 
 _clusters = GroupCache[Cluster]()
-"""By the outer group and the name of the inner one."""
+"""By the outer group and the names of the inner ones."""
 _splits = GroupCache[SequenceRanks | None]()
 
 
@@ -91,7 +91,7 @@ def cluster_of(ranks: SequenceRanks, device: torch.device, itemsize: int) -> Clu
         refuse_capture('"auto" has to measure the links of this group', "name a transport, or run one call")
         return prepared(lambda: _measured(split_over_hosts(ranks, device) or ranks, device))
 
-    inner = None if ranks.inner is None else name_of_group(ranks.inner)
+    inner = None if ranks.inner is None else ranks.inner.names
     cluster = _clusters.get(ranks.outer, inner, measure)
     return replace(cluster, gpu=cluster.gpu.of_itemsize(itemsize))
 

@@ -226,21 +226,22 @@ def ranks_and_method(mesh: Mesh | None, method: str) -> tuple[SequenceRanks, str
     ranks = sequence_ranks(mesh)
     if ranks.inner is None and method == "hybrid":
         raise ValueError(
-            f'method "hybrid" expects a mesh of two dims, got one axis of {ranks.size} ranks: make one with '
+            f'method "hybrid" expects a mesh of two or three dims, got one axis of {ranks.size} ranks: make one with '
             'init_device_mesh(..., mesh_dim_names=("ring", "ulysses"))'
         )
     if ranks.inner is None:
         return ranks, method
-    outer, inner = ranks.outer.size(), ranks.inner.size()
     if method == "ulysses":
         raise ValueError(
-            f'method "ulysses" expects a mesh of one dim, got two axes of {outer} x {inner} ranks: pass one axis, or '
-            'use "hybrid"'
+            f'method "ulysses" expects a mesh of one dim, got axes of {" x ".join(map(str, ranks.sizes))} ranks: pass '
+            'one of them, or use "hybrid"'
         )
-    if min(outer, inner) > 1:
-        return ranks, method
-    kept, alone = (ranks.outer, "ring") if inner == 1 else (ranks.inner, "ulysses")
-    return SequenceRanks(kept), alone if method == "hybrid" else method
+    kept = [group for group in ranks.axes if group.size() > 1] or [ranks.outer]
+    if method == "hybrid" and kept[-1] is not ranks.axes[-1]:
+        method = "ring"
+    elif method == "hybrid" and len(kept) == 1:
+        method = "ulysses"
+    return SequenceRanks(*kept, members=ranks.members if len(kept) > 1 else ()), method
 
 
 def checked_method(method: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
 
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllGather
 from cp_dtensor.comm.symm_mem import SymmetricMemory
@@ -37,12 +39,11 @@ from cp_dtensor.plan.partition import (
 )
 from cp_dtensor.plan.plan import TilePlan
 from cp_dtensor.plan.tiling import Masking, rows_in_order
-from cp_dtensor.spec.layouts import Span
 
 EXPANDED = "expanded "
 """Prefix of a method that sends K/V, where ranks have latents."""
 SPLIT = "split "
-"""Prefix of a method over two axes, hosts and the ranks of a host, where the mesh has one axis of all of them."""
+"""Prefix of a method over an axis for each tier (hosts, the ranks of a host), where the mesh has one axis of all."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,8 @@ class Estimate:
     """Seconds."""
     memory: float
     """Bytes of buffers at the peak of backward, without inputs, results and workspaces of kernels."""
-    outer_bytes: int = 0
-    """Bytes that the busiest rank receives over the outer axis in both passes; 0 until `counted`."""
-    inner_bytes: int = 0
-    """Bytes over the inner axis; those of Ulysses, if there is one axis."""
+    axis_bytes: tuple[int, ...] = (0,)
+    """Bytes that the busiest rank receives over each axis in both passes, the outer one first; 0 until `counted`."""
     work: Passes = field(default=((), ()), compare=False, repr=False)
     """Of the slowest rank."""
 
@@ -73,6 +72,16 @@ class Estimate:
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward + self.backward
+
+    @property
+    def outer_bytes(self) -> int:
+        """Bytes over the outer axis, or over the only one."""
+        return self.axis_bytes[0]
+
+    @property
+    def inner_bytes(self) -> int:
+        """Bytes over the inner axes, all together."""
+        return sum(self.axis_bytes[1:])
 
     def bytes_over(self, tier: int) -> float:
         """Return the bytes over a tier in both passes, on the slowest rank."""
@@ -91,8 +100,8 @@ def estimates(
     n times fewer rows to expand on n ranks, and none again in backward.
 
     Args:
-        one_axis: True if all ranks are along one axis; two tiers are its hosts and the ranks of a host then. Methods
-            over two axes have the prefix `SPLIT`.
+        one_axis: True if all ranks are along one axis; tiers are its hosts and the ranks of a host then. Methods over
+            an axis for each tier have the prefix `SPLIT`.
     """
     found = _estimates(spec, cluster, transport_method)
     if one_axis and isinstance(cluster.hosts, Hosts):
@@ -117,7 +126,7 @@ def _estimates(
             "ulysses": ulysses_estimate(spec, cluster, transport_method, hosts),
         }
     found = {
-        "ring": nested_ring_estimate(spec, cluster, transport_method),
+        "ring": ring_estimate(spec, cluster, transport_method),
         "hybrid": ulysses_estimate(spec, cluster, transport_method),
     }
     return found if cluster.tolerance == NETWORK_TOLERANCE else dict(reversed(found.items()))
@@ -134,7 +143,7 @@ def fastest(found: dict[str, Estimate], tolerance: float = TOLERANCE) -> str:
 
 
 def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: Place = 0) -> Estimate:
-    """Return the estimate of a ring over the first tier, or over all ranks of several hosts."""
+    """Return the estimate of a ring: over one tier, nested over several, or over all ranks of several hosts."""
     name, works, memory = _ring(spec, cluster, transport_method, place)
     return Estimate.of(name, works, cluster, memory)
 
@@ -142,10 +151,10 @@ def ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportM
 def ulysses_estimate(
     spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, hosts: Hosts | None = None
 ) -> Estimate:
-    """Return the estimate by heads over the inner tier, as a ring over the outer one unless all ranks are in the inner.
+    """Return the estimate by heads over the inner tier, as a ring over the others unless all ranks are in the inner.
 
     Args:
-        hosts: of all ranks; then the outer tier is that between hosts.
+        hosts: of all ranks; then the outer tiers are those between hosts.
     """
     inner, *outer = cluster.tiers
     if hosts is not None:
@@ -188,11 +197,10 @@ def _by_heads(
         hosts: of the ranks of the tier, if there are several.
     """
     copies = 2 if tier.shares_memory else 4
-    near = tier.ranks if hosts is None else hosts.ranks
-    parts = (near - 1) / tier.ranks, (tier.ranks - near) / tier.ranks  # within a host, and between hosts
+    blocks = (1, *(() if hosts is None else hosts.ranks), tier.ranks)  # within a host, and between hosts
 
     def exchange(size: float) -> tuple[float, ...]:
-        return tuple(part * size for part in parts[: 1 if hosts is None else 2])
+        return tuple((wide - near) / tier.ranks * size for near, wide in pairwise(blocks))
 
     exchanges = stages if hides else 1
     arriving = Step(moved=copies * towards / exchanges, received=exchange(towards / exchanges))
@@ -210,45 +218,57 @@ def _by_heads(
     return tuple(work)
 
 
-def nested_ring_estimate(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod) -> Estimate:
-    """Return the estimate of a ring over the outer tier of rings over the inner one."""
-    within, (inner, outer) = replace(cluster, tiers=cluster.tiers[:1]), cluster.tiers
-    busiest = None if spec.masking is Masking.BY_SHAPE else spec.busiest_rank
-    ranks = {(outer_rank, inner_rank) for outer_rank in (0, outer.ranks - 1) for inner_rank in (0, inner.ranks - 1)}
-    works, memory = [], 0.0
-    for outer_rank, inner_rank in sorted(ranks if busiest is None else {*ranks, divmod(busiest, inner.ranks)}):
-        groups = OUTER_TRANSPORT.head_groups(spec, outer.ranks)
-        plan, of_rings = nested_rings(spec, outer_rank, inner.ranks, inner_rank, groups)
-        rings: dict[Span, Passes] = {}
-        passes: tuple[list[Step], list[Step]] = ([], [])
-        held = 0.0
-        for key, of_ring in of_rings.items():
-            transport = _transport(of_ring, within, transport_method)
-            inner_plan = transport.plan(of_ring, inner_rank)
-            held = max(held, _ring_memory(inner_plan, of_ring, transport))
-            rings[key] = ring_work(inner_plan, of_ring, 0, int(transport.slows_compute))
-        for is_backward, steps in enumerate((plan.forward, plan.backward)):
-            for step in steps:
-                ring = list(rings[step.hop, step.heads[1] - step.heads[0]][is_backward])
-                arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, 1)[0]
-                ring[0] += Step(received=arriving)
-                if is_backward:
-                    ring[-1] += Step(sent=arriving)  # gradients
-                passes[is_backward].extend(ring)
-        memory = max(memory, held + _ring_memory(plan, spec, OUTER_TRANSPORT))
-        works.append((tuple(passes[0]), tuple(passes[1])))
-    return Estimate.of(transport.name, works, cluster, memory)
-
-
 def _ring(
     spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: Place = 0
 ) -> tuple[str, list[Passes], float]:
-    """Return the transport, the work on some ranks, and the memory of a ring over the first tier or several hosts."""
-    ranks = cluster.tiers[0].ranks
-    transport = _transport(spec, cluster, transport_method, place)
-    plans = plans_of_some_ranks(transport, spec, ranks)
-    memory = max(_ring_memory(plan, spec, transport) for plan in plans)
-    return transport.name, ring_works(transport, spec, ranks, place), memory
+    """Return the transport, the work on some ranks, and the memory of a ring, nested over several tiers.
+
+    `place`: the number of the first of these tiers, or `Hosts` for one ring over all ranks.
+    """
+    if len(cluster.tiers) == 1 or isinstance(place, Hosts):
+        ranks = cluster.tiers[0].ranks
+        transport = _transport(spec, cluster, transport_method, place)
+        plans = plans_of_some_ranks(transport, spec, ranks)
+        memory = max(_ring_memory(plan, spec, transport) for plan in plans)
+        return transport.name, ring_works(transport, spec, ranks, place), memory
+    busiest = None if spec.masking is Masking.BY_SHAPE else spec.busiest_rank
+    ends, block = {0}, 1
+    for tier in cluster.tiers:  # the first and the last rank of each tier
+        ends |= {rank + (tier.ranks - 1) * block for rank in ends}
+        block *= tier.ranks
+    some = sorted(ends if busiest is None else {*ends, busiest})
+    found = [_ring_on(rank, spec, cluster, transport_method, place) for rank in some]
+    return found[0][0], [work for _, work, _ in found], max(memory for *_, memory in found)
+
+
+def _ring_on(
+    rank: int, spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: int
+) -> tuple[str, Passes, float]:
+    """Return the transport, the work and the memory of a rank of a ring, nested if there are several tiers."""
+    *inner_tiers, outer = cluster.tiers
+    if not inner_tiers:
+        transport = _transport(spec, cluster, transport_method)
+        plan = transport.plan(spec, rank)
+        work = ring_work(plan, spec, place, int(transport.slows_compute))
+        return transport.name, work, _ring_memory(plan, spec, transport)
+    within = replace(cluster, tiers=tuple(inner_tiers))
+    outer_rank, inner_rank = divmod(rank, within.ranks)
+    groups = OUTER_TRANSPORT.head_groups(spec, outer.ranks)
+    plan, of_rings = nested_rings(spec, outer_rank, within.ranks, inner_rank, groups)
+    rings = {key: _ring_on(inner_rank, of_ring, within, transport_method, place) for key, of_ring in of_rings.items()}
+    passes: tuple[list[Step], list[Step]] = ([], [])
+    for is_backward, steps in enumerate((plan.forward, plan.backward)):
+        for step in steps:
+            name, works, _ = rings[step.hop, step.heads[1] - step.heads[0]]
+            ring = list(works[is_backward])
+            tier = place + len(inner_tiers)
+            arriving = () if step.transfer is None else transferred(step.transfer, plan, spec, tier)[0]
+            ring[0] += Step(received=arriving)
+            if is_backward:
+                ring[-1] += Step(sent=arriving)  # gradients
+            passes[is_backward].extend(ring)
+    held = max(memory for *_, memory in rings.values())
+    return name, (tuple(passes[0]), tuple(passes[1])), held + _ring_memory(plan, spec, OUTER_TRANSPORT)
 
 
 def _transport(spec: CallSpec, cluster: Cluster, transport_method: TransportMethod, place: Place = 0) -> KVTransport:
@@ -282,57 +302,59 @@ def _ring_memory(plan: TilePlan, spec: CallSpec, transport: KVTransport) -> floa
 # Bytes over each axis, of the rank that receives most over it. What a rank keeps does not travel.
 
 
-def counted(
-    found: dict[str, Estimate], spec: CallSpec, outer_size: int, inner_size: int | None = None
-) -> dict[str, Estimate]:
-    """Add bytes to the estimates of a call, by the plans of all ranks; `inner_size` is None if there is one axis."""
-    by_method = {name: attention_bytes(spec, name, outer_size, inner_size) for name in found}
-    return {name: replace(found[name], outer_bytes=o, inner_bytes=i) for name, (o, i) in by_method.items()}
+def counted(found: dict[str, Estimate], spec: CallSpec, sizes: Sequence[int]) -> dict[str, Estimate]:
+    """Add bytes to the estimates of a call, by the plans of all ranks; `sizes` are those of the axes, outer first."""
+    return {name: replace(each, axis_bytes=attention_bytes(spec, name, sizes)) for name, each in found.items()}
 
 
-def attention_bytes(spec: CallSpec, method: str, outer_size: int, inner_size: int | None = None) -> Span:
-    """Return the bytes over the outer and the inner axis of a method of attention, a key of `estimates`."""
+def attention_bytes(spec: CallSpec, method: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes over each axis, the outer one first, of a method of attention, a key of `estimates`."""
     if method.startswith(EXPANDED):
-        return attention_bytes(expanded(spec), method.removeprefix(EXPANDED), outer_size, inner_size)
-    if method == "ulysses":
-        return 0, _exchanged_bytes(spec, partition_call(spec, outer_size, 1), 1)
-    if inner_size is None:
-        return max(_ring_rows(spec)) * spec.kv_heads * spec.head_bytes, 0
-    if method == "hybrid":
-        heads = partition_call(spec, inner_size, 1)
-        most_heads = max(stop - start for start, stop in map(heads.kv_groups, range(inner_size)))
-        merged = replace(spec, partition=MergedPartition(spec.partition, inner_size))
-        return max(_ring_rows(merged)) * most_heads * spec.head_bytes, _exchanged_bytes(spec, heads, outer_size)
-    over_outer, over_inner = _nested_rows(spec, outer_size, inner_size)
-    return over_outer * spec.kv_heads * spec.head_bytes, over_inner * spec.kv_heads * spec.head_bytes
+        return attention_bytes(expanded(spec), method.removeprefix(EXPANDED), sizes)
+    if method == "ring":
+        rows = _ring_rows(spec, sizes)
+        return tuple(max(of_axis) * spec.kv_heads * spec.head_bytes for of_axis in zip(*rows, strict=True))
+    *outer, inner = sizes
+    heads = partition_call(spec, inner, 1)
+    exchanged = _exchanged_bytes(spec, heads)
+    if not outer:
+        return (exchanged,)
+    most_heads = max(stop - start for start, stop in map(heads.kv_groups, range(inner)))
+    merged = replace(spec, partition=MergedPartition(spec.partition, inner))
+    rows = _ring_rows(merged, outer)
+    return *(max(of_axis) * most_heads * spec.head_bytes for of_axis in zip(*rows, strict=True)), exchanged
 
 
-def _ring_rows(spec: CallSpec) -> list[int]:
-    """Return by rank the rows of K/V, in forward and again in backward, and of gradients, which come from readers."""
-    reading = spec.tiling.reading
-    return [2 * come + back for come, back in zip(reading.received_rows(), reading.sent_rows(), strict=True)]
+def _ring_rows(spec: CallSpec, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return by rank the rows over each axis, the outer one first, of both passes, gradients included.
 
-
-def _nested_rows(spec: CallSpec, outer_size: int, inner_size: int) -> Span:
-    """Return the most rows over each axis: each outer rank's K/V go around a ring within the inner axis."""
-    by_place = [
-        replace(spec, partition=OuterPartition(spec.partition, inner_size, place)) for place in range(inner_size)
-    ]
+    In a nested ring, each outer rank's K/V go around a ring within the inner axes.
+    """
+    outer_size, *inner_sizes = sizes
+    if not inner_sizes:
+        reading = spec.tiling.reading  # K/V in forward and again in backward, and gradients, which come from readers
+        both = zip(reading.received_rows(), reading.sent_rows(), strict=True)
+        return [(2 * come + back,) for come, back in both]
+    size = prod(inner_sizes)
+    by_place = [replace(spec, partition=OuterPartition(spec.partition, size, place)) for place in range(size)]
     readings = [each.tiling.reading for each in by_place]
-    most = 0
+    over_outer = [_ring_rows(each, (outer_size,)) for each in by_place]
+    found = list[tuple[int, ...]]()
     for outer_rank in range(outer_size):
         sources = [
             source
             for source in range(outer_size)
             if source == outer_rank or any(reading.parts(outer_rank, source) for reading in readings)
         ]
-        partitions = (InnerPartition(spec.partition, inner_size, outer_rank, source) for source in sources)
-        by_source = [_ring_rows(replace(spec, partition=each)) for each in partitions]
-        most = max(most, *map(sum, zip(*by_source, strict=True)))
-    return max(max(_ring_rows(each)) for each in by_place), most
+        partitions = (InnerPartition(spec.partition, size, outer_rank, source) for source in sources)
+        by_source = [_ring_rows(replace(spec, partition=each), inner_sizes) for each in partitions]
+        for place in range(size):
+            over_inner = map(sum, zip(*(rows[place] for rows in by_source), strict=True))
+            found.append((*over_outer[place][outer_rank], *over_inner))
+    return found
 
 
-def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> int:
+def _exchanged_bytes(spec: CallSpec, heads: HeadPartition) -> int:
     """Return the bytes over the axis on which rows are exchanged for heads, of the busiest of all ranks."""
     group = spec.partition.groups()[0]
     queries, keys = (
@@ -340,8 +362,8 @@ def _exchanged_bytes(spec: CallSpec, heads: HeadPartition, outer_size: int) -> i
         for by_rank in (group.q_by_rank, group.kv_by_rank)
     )
     size, most = heads.world_size, 0
-    for outer_rank in range(outer_size):
-        here = slice(outer_rank * size, (outer_rank + 1) * size)
+    for first_rank in range(0, len(queries), size):
+        here = slice(first_rank, first_rank + size)
         for rank, (q_rows, kv_rows) in enumerate(zip(queries[here], keys[here], strict=True)):
             groups = heads.kv_groups(rank)
             first, last = heads.query_heads(groups)

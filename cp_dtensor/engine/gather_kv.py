@@ -191,13 +191,10 @@ def _log_gather(layout: Layout, seq_len: int, world_size: int, how: str) -> None
 
 def _sum_over_ranks(blocks: Tensor, ranks: SequenceRanks) -> Tensor:
     """Exchange (ranks, ...) of each rank for this rank's (...), summed over the ranks in float32 or wider."""
-    wide = wide_dtype(blocks)
-    blocks = blocks.unflatten(0, (ranks.outer.size(), ranks.inner_size))
-    if ranks.inner is None:
-        blocks = blocks.squeeze(1)
-    else:  # the inner axis first, since its sums leave less to exchange over the outer one
-        blocks = exchanged(blocks.transpose(0, 1), ranks.inner, _SUM).sum(0, dtype=wide)
-    return exchanged(blocks, ranks.outer, _SUM).sum(0, dtype=wide)
+    if ranks.inner is not None:  # the inner axes first, since their sums leave less to exchange over the outer one
+        blocks = blocks.unflatten(0, (ranks.outer.size(), ranks.inner.size)).transpose(0, 1)
+        blocks = _sum_over_ranks(blocks, ranks.inner)
+    return exchanged(blocks, ranks.outer, _SUM).sum(0, dtype=wide_dtype(blocks))
 
 
 _SUM = "an exchange of dK/dV"

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor._torch.tensors import on_device
 from cp_dtensor.attention.backends.base import AttentionBackend
@@ -77,7 +76,7 @@ def planned(
         is_deterministic(q, allowed, call.deterministic),
         None if t.up is None else t.up.size(1) + v.size(3) - q.size(3),
     )  # fmt: skip
-    inner = None if ranks.inner is None else _torch.name_of_group(ranks.inner)
+    inner = None if ranks.inner is None else ranks.inner.names
     key = plan_fields(call), properties, allowed, ranks.rank, inner
     plans = _plans.get(ranks.outer)
     if plans is None:
@@ -111,7 +110,7 @@ def _planned(call: Call, pair: tuple[int, int], properties: tuple[Any, ...], all
         f"{'DTensors' if call.placed is not None else call.layout}, {mask}"
     )
     if is_logged("engine"):
-        sizes = f"{ranks.size}" if ranks.inner is None else f"{ranks.outer.size()} x {ranks.inner.size()}"
+        sizes = " x ".join(map(str, ranks.sizes))
         how = f"{_described(plan)} (rotate_method {call.transport.name!r})"
         log_once("engine", logging.INFO, f"{signature.text}, on {sizes} ranks: {how}")
     return plan, pair, signature, () if _is_alone(spec) else calls_of(ranks), split
@@ -131,7 +130,8 @@ def _described(plan: Plan) -> str:
         return f"heads exchanged by {by} in {len(plan.stages)} stages, then {_described(plan.inner[0])}"
     assert isinstance(plan, Ring)
     if isinstance(plan, NestedRingPlan):
-        return f"nested ring of {next(_described(each) for each in plan.inner.values() if each is not None)}"
+        inner = (_described(each) for each in plan.inner.values() if each is not None)
+        return f"nested ring of {next(inner, 'no tiles')}"
     size = plan.tile_plan.world_size
     where = "one rank's rows" if size == 1 else f"ring of {size}, K/V by {plan.transport.name}"
     return f"{where}, tiles by {plan.backend.name}"
@@ -198,18 +198,28 @@ def plan_call(
         inner = plan_call(expanded(spec), method.removeprefix(EXPANDED), transport, backend, ranks)
         return ExpandedPlan(inner, inner.saves_rows_of_others)
     if _is_alone(spec):
-        return plan_ring(spec, transport, backend, None, 0)
+        return plan_ring(spec, transport, backend, None)
     if method != "ring":
         return plan_ulysses(spec, transport, backend, ranks)
-    if ranks.inner is None:
-        return plan_ring(spec, transport, backend, ranks.outer, ranks.rank)
-    return plan_nested_ring(spec, transport, backend, ranks)
+    return plan_ring(spec, transport, backend, ranks)
 
 
 def plan_ring(
-    spec: CallSpec, transport: TransportMethod, backend: AttentionBackend, group: dist.ProcessGroup | None, rank: int
-) -> RingPlan:
-    """Return a ring of the ranks of the partition. `group` is None for a rank that is alone."""
+    spec: CallSpec, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks | None
+) -> Ring:
+    """Return a ring of the ranks of the partition, nested if they are along several axes.
+
+    `ranks` is None for a rank that is alone.
+    """
+    if ranks is not None and ranks.inner is not None:
+        groups = OUTER_TRANSPORT.head_groups(spec, ranks.outer.size())
+        tile_plan, rings = nested_rings(spec, ranks.outer.rank(), ranks.inner.size, ranks.inner.rank, groups)
+        inner = {
+            key: plan_ring(each, transport, backend, ranks.inner) if _has_tiles(each) else None
+            for key, each in rings.items()
+        }
+        return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), inner)
+    group, rank = (None, 0) if ranks is None else (ranks.outer, ranks.rank)
     device = torch.device(spec.device)
     alone = group is None or group.size() == 1
     with on_device(device):
@@ -226,9 +236,9 @@ def plan_ring(
 def plan_ulysses(
     spec: CallSpec, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
 ) -> UlyssesPlan:
-    """Return a plan by heads over the inner axis, as a ring over the outer one if there are two."""
-    axis, ring = (ranks.outer, None) if ranks.inner is None else (ranks.inner, ranks.outer)
-    rank, ring_rank = axis.rank(), 0 if ring is None else ring.rank()
+    """Return a plan by heads over the innermost axis, as a ring over the others if there are any."""
+    axis, ring = ranks.axes[-1], None if ranks.inner is None else SequenceRanks(*ranks.axes[:-1])
+    rank, ring_rank = axis.rank(), 0 if ring is None else ring.rank
     device = torch.device(spec.device)
     with on_device(device):
         obstacle = obstacle_to_shared_memory(spec, axis, device)
@@ -244,7 +254,7 @@ def plan_ulysses(
     return UlyssesPlan(
         heads=heads,
         stages=stages,
-        inner=tuple(plan_ring(each, transport, backend, ring, ring_rank) for each in by_stage),
+        inner=tuple(plan_ring(each, transport, backend, ring) for each in by_stage),
         exchange=shared_memory_heads(spec, stages) if obstacle is None else CollectiveHeads(),
         overlaps_stages=ring is None and heads.stages > 1,
         state_dtype=_state_dtype(spec),
@@ -266,26 +276,12 @@ def exchange_stages(
     )
 
 
-def plan_nested_ring(
-    spec: CallSpec, transport: TransportMethod, backend: AttentionBackend, ranks: SequenceRanks
-) -> NestedRingPlan:
-    """Return a ring over the outer axis of rings over the inner one."""
-    assert ranks.inner is not None
-    groups, rank = OUTER_TRANSPORT.head_groups(spec, ranks.outer.size()), ranks.inner.rank()
-    tile_plan, rings = nested_rings(spec, ranks.outer.rank(), ranks.inner.size(), rank, groups)
-    inner = {
-        key: plan_ring(each, transport, backend, ranks.inner, rank) if _has_tiles(each) else None
-        for key, each in rings.items()
-    }
-    return NestedRingPlan(tile_plan, spec, OUTER_TRANSPORT, backend, _state_dtype(spec), inner)
-
-
 @lru_cached
 def _has_tiles(spec: CallSpec) -> bool:
-    """Return whether any rank's queries attend to any rank's keys; alike on each rank."""
+    """Return whether any rank's queries may attend to any rank's keys; alike on each rank."""
     tiling = spec.tiling
-    ranks = range(tiling.world_size)
-    return any(tiling.tiles_against(rank, source) for rank in ranks for source in ranks)
+    own = (tiling.tiles_against(rank, rank) for rank in range(tiling.world_size))
+    return any(tiling.reading.received_rows()) or any(own)
 
 
 @lru_cached

@@ -1,9 +1,9 @@
-"""Ring attention on local shards: the loop over a plan's steps, rings over one axis, and nested rings over two.
+"""Ring attention on local shards: the loop over a plan's steps, rings over one axis, and nested rings over several.
 
-A nested ring is a ring over an outer axis (across nodes), each step of which is a ring over an inner one. On the outer
-axis only ranks with the same inner rank communicate, so K/V enter a node once, not once for each of its ranks. The next
-outer hops, of some heads, are in flight under a whole inner ring. Gradients of K/V are summed within the node before
-they travel back.
+A nested ring is a ring over an outer axis (across nodes), each step of which is a ring over an inner one, which may be
+nested itself. On the outer axis only ranks with the same inner rank communicate, so K/V enter a node once, not once for
+each of its ranks. The next outer hops, of some heads, are in flight under a whole inner ring. Gradients of K/V are
+summed within the node before they travel back.
 """
 
 from __future__ import annotations
@@ -281,10 +281,10 @@ def _with_modifiers(backend: AttentionBackend, tile: Tile, heads: Span, shared: 
 
 @dataclass(frozen=True)
 class NestedRingPlan(Ring):
-    """A ring over the outer axis, each step of which is a ring over the inner one; its own tiles are not computed."""
+    """A ring over the outer axis, each step of which is a ring over the inner ones; its own tiles are not computed."""
 
-    inner: Mapping[tuple[int, int], RingPlan | None]
-    """For each hop and number of key heads of the outer plan; None where no query of the inner axis attends to any of
+    inner: Mapping[tuple[int, int], Ring | None]
+    """For each hop and number of key heads of the outer plan; None where no query of the inner axes attends to any of
     the keys."""
 
     def results(self, step: Step, heads: Span, k: Tensor, v: Tensor, shared: Pass) -> list[Part]:
@@ -326,9 +326,9 @@ def _whole_part(rows_of: Tensor, tensors: Tensors) -> Part:
 
 
 def _within(values: Values, batch: int, heads: Span) -> Values:
-    """Return the values of a ring over the inner axis, of some query heads."""
+    """Return the values of a ring over the inner axes, of some query heads."""
     modifiers = values.modifiers.of_tiles
     if modifiers.concern_tiles:
         modifiers = modifiers.part((0, batch), heads)
     assert values.ranks.inner is not None
-    return Values(modifiers, SequenceRanks(values.ranks.inner), values.scale)
+    return Values(modifiers, values.ranks.inner, values.scale)

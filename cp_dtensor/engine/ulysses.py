@@ -212,8 +212,8 @@ def _lse_of(rows: Tensor, floats: int) -> Tensor:
 
 
 def _axes(ranks: SequenceRanks) -> tuple[dist.ProcessGroup, SequenceRanks]:
-    """Return the axis of the exchange and that of the ring: without a ring, ranks that inner plans do not use."""
-    return (ranks.outer, ranks) if ranks.inner is None else (ranks.inner, SequenceRanks(ranks.outer))
+    """Return the axis of the exchange and those of the ring: without a ring, ranks that inner plans do not use."""
+    return ranks.axes[-1], ranks if ranks.inner is None else SequenceRanks(*ranks.axes[:-1])
 
 
 def _of_stage(

@@ -77,7 +77,7 @@ def flash_options(
 
     Masks are aligned bottom-right: the last query sees the last key; of documents, within each document. With
     `return_attn_probs` a function returns (out, lse, None); lse, (batch, heads, tokens) or (heads, tokens), is not
-    differentiable. `group` is a process group or a DeviceMesh, of two dims for a nested ring. `options` are keyword
+    differentiable. `group` is a process group or a DeviceMesh, of several dims for a nested ring. `options` are keyword
     arguments of `context_parallel_attention`. ALiBi is refused.
     """
     if alibi_slopes is not None:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.extension import (
+    MOST_AXES,
     Mesh,
     Parts,
     SequenceRanks,
@@ -237,17 +238,17 @@ class _Place:
         ranks = math.prod([x.device_mesh.size(axis) for axis in axes])
         if (
             not axes
-            or len(axes) > 2
+            or len(axes) > MOST_AXES
             or not all([isinstance(each, (Shard, Replicate, Partial)) for each in x.placements])  # noqa: C419, for Dynamo
         ):
             raise ValueError(
-                f"{owner} expects a DTensor placed Shard({dim}), sharded along the sequence over one or two mesh axes; "
-                f"got {x.placements}"
+                f"{owner} expects a DTensor placed Shard({dim}), sharded along the sequence over one to three mesh "
+                f"axes; got {x.placements}"
             )
-        if len(axes) == 2 and length % ranks:
+        if len(axes) > 1 and length % ranks:
             raise NotImplementedError(
-                f"{owner} of a DTensor that is sharded along the sequence over two mesh axes expects a multiple of the "
-                f"{ranks} ranks as length, got {length}"
+                f"{owner} of a DTensor that is sharded along the sequence over several mesh axes expects a multiple of "
+                f"the {ranks} ranks as length, got {length}"
             )
         return cls(x.device_mesh, axes, TorchChunk(), length)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 from cp_dtensor.api.extension import Cluster, Estimate, Hardware, Step, seconds
 from cp_dtensor.layers.chunked import Rows, token_bytes
 from cp_dtensor.layers.rows import Relayout, SequenceLayout, rows_over_axes
 from cp_dtensor.layers.scan import scan_plan
-from cp_dtensor.spec.layouts import Contiguous, Span, shard_lengths
+from cp_dtensor.spec.layouts import Contiguous, shard_lengths
 
 CHUNK = 64
 """Tokens of a chunk of the kernels."""
@@ -39,7 +40,7 @@ def recurrence_estimates(
     Args:
         rows: arguments of any number of tokens.
         cluster: the ranks; exchanges over all tiers wait for the slowest links.
-        one_axis: False for ranks along two mesh axes, which exchange no heads.
+        one_axis: False for ranks along several mesh axes, which exchange no heads.
     """
     gpu, size, heads, columns = cluster.gpu, sequence.world_size, rows.v.size(2), rows.v.size(3)
     # Arguments go there and outputs back, and the gradients of both.
@@ -124,46 +125,53 @@ def _runs(sequence: SequenceLayout, rank: int) -> tuple[int, int]:
 
 
 def counted_recurrence(
-    found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], inner_size: int
+    found: dict[str, Estimate], groups: Iterable[tuple[Rows, SequenceLayout]], sizes: tuple[int, ...]
 ) -> dict[str, Estimate]:
     """Add the bytes of a recurrent layer to the estimates of its methods.
 
     Args:
         groups: for each group of batch rows that are divided alike, its arguments, of any number of tokens, and its
             sequence.
-        inner_size: ranks of the inner axis, 1 if there is one axis.
+        sizes: ranks of each axis, the outer one first.
     """
     groups = list(groups)
     by_method = {}
     for name, each in found.items():
-        of_groups = [recurrence_bytes(rows, sequence, name, inner_size) for rows, sequence in groups]
-        by_rank = list(zip(*of_groups, strict=True))
-        outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
-        by_method[name] = replace(each, outer_bytes=outer, inner_bytes=inner)
+        of_groups = [recurrence_bytes(rows, sequence, name, sizes) for rows, sequence in groups]
+        by_method[name] = replace(each, axis_bytes=busiest_of_axes(of_groups))
     return by_method
 
 
-def recurrence_bytes(rows: Rows, sequence: SequenceLayout, method: str, inner_size: int) -> list[Span]:
-    """Return by rank: bytes over the outer and the inner axis of a method, gradients included."""
+def busiest_of_axes(of_groups: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
+    """Return for each axis the most of any rank, given numbers by group of batch rows, by rank and by axis."""
+    by_rank = zip(*of_groups, strict=True)
+    summed = [tuple(map(sum, zip(*of_rank, strict=True))) for of_rank in by_rank]
+    return tuple(map(max, zip(*summed, strict=True)))
+
+
+def recurrence_bytes(
+    rows: Rows, sequence: SequenceLayout, method: str, sizes: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Return by rank: bytes over each axis, the outer one first, of a method, gradients included."""
     size = sequence.world_size
     if method == "heads":  # each rank gets a part of all heads, and gives the other parts of its tokens
         parts = token_bytes(rows.v, rows.g, rows.beta) + rows.out_bytes
         parts += token_bytes(rows.q, rows.k) * rows.copies_of_keys(size)
         lengths = shard_lengths(sequence.layout, sequence.seq_len, size)
-        return [(parts * (sequence.seq_len - own + own * (size - 1)) // size, 0) for own in lengths]
+        return [(parts * (sequence.seq_len - own + own * (size - 1)) // size,) for own in lengths]
     if method == "relayout":
         there = replace(sequence, layout=Contiguous(), group=0)
         # Rows go there, gradients of outputs too; outputs go back, and gradients of rows.
         moved, of_row = (
-            rows_over_axes(Relayout(Contiguous()), sequence, inner_size),
+            rows_over_axes(Relayout(Contiguous()), sequence, sizes),
             token_bytes(*rows) + rows.out_bytes,
         )
-        states = recurrence_bytes(rows, there, "scan", inner_size)
+        states = recurrence_bytes(rows, there, "scan", sizes)
         return [
-            (outer * of_row + more[0], inner * of_row + more[1])
-            for (outer, inner), more in zip(moved, states, strict=True)
+            tuple(count * of_row + more for count, more in zip(*of_rank, strict=True))
+            for of_rank in zip(moved, states, strict=True)
         ]
-    # Maps are all-gathered over the outer axis, then over the inner one, and their gradients go the same ways back.
+    # Maps are all-gathered over the outer axis, then over the inner ones, and their gradients go the same ways back.
     sent = scan_plan(sequence, 0, False).slots * rows.map_bytes
-    outer_size = size // inner_size
-    return [(2 * (outer_size - 1) * sent, 2 * (inner_size - 1) * outer_size * sent)] * size
+    gathered = accumulate(sizes, mul, initial=2 * sent)
+    return [tuple((count - 1) * each for count, each in zip(sizes, gathered, strict=False))] * size

@@ -22,14 +22,14 @@ from cp_dtensor.api.extension import (
     refuse_batches,
     wide_dtype,
 )
-from cp_dtensor.layers.rows import Copy, RowMap, RowRoute, SequenceLayout, Whole, row_route
+from cp_dtensor.layers.rows import Copy, Passed, RowMap, RowRoute, SequenceLayout, Whole, row_route
 from cp_dtensor.spec.cache import LRUCache
 from cp_dtensor.spec.layouts import Span
 
 Tables = TypeVar("Tables", bound="tuple[Tensor, ...]")
 Map = Callable[[Tensor], Tensor]
-Sizes = tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]]
-"""Rows to each rank, from each rank, and passed on (see `RowRoute`)."""
+Sizes = tuple[Sequence[int], Sequence[Passed]]
+"""Rows to each rank, and those that arrive over each axis (see `RowRoute`)."""
 _ROWS = "an exchange of rows"
 
 
@@ -71,7 +71,7 @@ def rows_of(
         x: this rank's rows, of batch rows that are divided alike; its dim `dim` is the sequence.
         transposed: True for the transpose, which brings gradients of the result to the rows of x.
     """
-    route = row_route(row_map, sequence, ranks.rank, ranks.inner_size)
+    route = row_route(row_map, sequence, ranks.rank, ranks.sizes)
     there, back = (partial(each, route=route, dim=dim, ranks=ranks) for each in (_moved, _moved_back))
     result: Tensor = _Linear.apply(x, back, there) if transposed else _Linear.apply(x, there, back)
     return result
@@ -111,7 +111,7 @@ def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor
     """Return rows of x along `dim`, each at its place by the route, from this and other ranks; zeros elsewhere."""
     out, table = _zeros(x, dim, route.rows_out), _tables_of(route, x.device)
     out.index_copy_(dim, table.own_target, x.index_select(dim, table.own_source))
-    sizes = route.rows_sent, route.rows_received, route.passed
+    sizes = route.rows_sent, route.passed
     if route.moves:
         out.index_copy_(dim, table.received, _exchanged(x, dim, table.sent, sizes, ranks))
     return out
@@ -126,7 +126,7 @@ def _moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -
     dtype = wide_dtype(grad) if route.has_several_copies else grad.dtype
     total = _zeros(grad, dim, route.rows_in, dtype)
     total.index_add_(dim, table.own_source, grad.index_select(dim, table.own_target).to(dtype))
-    sizes = route.rows_received, route.rows_sent, route.passed_back
+    sizes = route.rows_received, route.passed_back
     if route.moves:
         total.index_add_(dim, table.sent, _exchanged(grad, dim, table.received, sizes, ranks).to(dtype))
     return total.to(grad.dtype)
@@ -134,20 +134,24 @@ def _moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -
 
 def _exchanged(x: Tensor, dim: int, rows: Tensor, sizes: Sizes, ranks: SequenceRanks) -> Tensor:
     """Send `rows` of x; return those that arrive, in the order of ranks."""
-    (to, come, passed), mine = sizes, x.index_select(dim, rows).movedim(dim, 0)
-    if ranks.inner is None:
-        return exchanged(mine, ranks.outer, _ROWS, (to, come)).movedim(0, dim)
-    # First to the right place of the inner axis, then along the outer one.
-    inner, outer = range(ranks.inner_size), range(ranks.outer.size())
-    parts = mine.split(list(to))
-    by_place = torch.cat([parts[o * len(inner) + i] for i in inner for o in outer])
-    to_places = [sum(to[o * len(inner) + i] for o in outer) for i in inner]
-    at_place = exchanged(by_place, ranks.inner, _ROWS, (to_places, list(map(sum, passed))))
-    parts = at_place.split([size for of_place in passed for size in of_place])
-    by_node = torch.cat([parts[i * len(outer) + o] for o in outer for i in inner])
-    from_nodes = [sum(come[o * len(inner) + i] for i in inner) for o in outer]
-    to_nodes = [sum(of_place[o] for of_place in passed) for o in outer]
-    return exchanged(by_node, ranks.outer, _ROWS, (to_nodes, from_nodes)).movedim(0, dim)
+    (counts, passed), mine = sizes, x.index_select(dim, rows).movedim(dim, 0)
+    # First to the right place of the inner axis, then along the outer ones.
+    for group, come in zip(ranks.groups, passed, strict=True):
+        places, beyond = len(come), len(come[0])  # rows are in the order of places beyond the axis, then along it
+        to_places = [sum(counts[place::places]) for place in range(places)]
+        mine = exchanged(_transposed(mine, counts, beyond), group, _ROWS, (to_places, list(map(sum, come))))
+        mine = _transposed(mine, list(chain.from_iterable(come)), places)
+        counts = [sum(column) for column in zip(*come, strict=True)]
+    return mine.movedim(0, dim)
+
+
+def _transposed(x: Tensor, counts: Sequence[int], outer: int) -> Tensor:
+    """Return rows in `outer` times other parts, of `counts` rows, in the order of the other parts."""
+    inner = len(counts) // outer
+    if 1 in (outer, inner):
+        return x
+    parts = x.split(list(counts))
+    return torch.cat([parts[o * inner + i] for i in range(inner) for o in range(outer)])
 
 
 def _zeros(like: Tensor, dim: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:

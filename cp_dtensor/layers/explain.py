@@ -27,7 +27,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.layers.call import document_edges
 from cp_dtensor.layers.chunked import Rows
-from cp_dtensor.layers.cost import counted_recurrence, recurrence_estimates
+from cp_dtensor.layers.cost import busiest_of_axes, counted_recurrence, recurrence_estimates
 from cp_dtensor.layers.rows import SequenceLayout, Whole, rows_over_axes
 from cp_dtensor.spec.layouts import Layout, shard_lengths
 
@@ -104,7 +104,7 @@ def explain_recurrence(
     explanation = Explanation(
         f"{layer} of {seq_len:,} tokens on {counted_ranks(str(ranks.size))}, {heads}{of_keys} heads of "
         f"{key_dim}/{value_dim}, batch {batch_size}, {dtype}, {shortened(call.layout)}",
-        assumption, names, counted_recurrence(found, groups, ranks.inner_size), fastest(found),
+        assumption, names, counted_recurrence(found, groups, ranks.sizes), fastest(found),
     )  # fmt: skip
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)
@@ -152,25 +152,19 @@ def explain_sparse(
     ]
     lengths = shard_lengths(call.layout, seq_len, size)
 
-    def received(there: int, back: int) -> tuple[int, int]:
-        """Return bytes over the outer and the inner axis into the busiest rank, for those of a row and its gradient."""
-        of_groups = [
-            rows_over_axes(Whole(), each, ranks.inner_size, (count * there, count * back)) for count, each in groups
-        ]
-        by_rank = list(zip(*of_groups, strict=True))
-        outer, inner = (max(sum(pair[axis] for pair in of_rank) for of_rank in by_rank) for axis in range(2))
-        return outer, inner
+    def received(there: int, back: int) -> tuple[int, ...]:
+        """Return bytes over each axis into the busiest rank, for those of a row and its gradient."""
+        return busiest_of_axes(
+            [rows_over_axes(Whole(), each, ranks.sizes, (count * there, count * back)) for count, each in groups]
+        )
 
     def estimate(there: int, back: int) -> Estimate:
         """Return the estimate of a function, for bytes of a row that is gathered, and of its gradient."""
         passes = received(there, 0), received(0, back)
-        forward, backward = (
-            seconds((Step(received=(inner, outer) if ranks.inner else (outer + inner,)),), cluster)
-            for outer, inner in passes
-        )
+        forward, backward = (seconds((Step(received=of_axes[::-1]),), cluster) for of_axes in passes)
         rows = max(seq_len - own + own * (size - 1) for own in lengths)
         memory = batch_size * (seq_len * (there + back) + rows * (back or there))
-        return Estimate("-", forward, backward, memory, *received(there, back))
+        return Estimate("-", forward, backward, memory, received(there, back))
 
     narrow, wide = dtype.itemsize, max(dtype.itemsize, 4)
     found = {

@@ -102,10 +102,9 @@ def by_heads(
 
 
 def axis_of_heads(ranks: SequenceRanks) -> dist.ProcessGroup | None:
-    """Return the only axis with more than one rank, None if there are two."""
-    if ranks.inner is None or ranks.inner.size() == 1:
-        return ranks.outer
-    return ranks.inner if ranks.outer.size() == 1 else None
+    """Return the only axis with more than one rank, None if there are several."""
+    wide = [group for group in ranks.axes if group.size() > 1] or [ranks.outer]
+    return wide[0] if len(wide) == 1 else None
 
 
 def _together(rows: Rows, parts: int, move: Callable[[Tensor], Tensor]) -> list[Any]:

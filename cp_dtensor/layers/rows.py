@@ -7,7 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import ClassVar, NamedTuple
 
 from cp_dtensor.spec.cache import lru_cached
@@ -163,6 +164,9 @@ class Whole(RowMap):
         yield 0, sequence.seq_len
 
 
+Passed = tuple[tuple[int, ...], ...]
+
+
 class Copy(NamedTuple):
     """Rows of one rank's shard that are rows of another rank's result."""
 
@@ -188,9 +192,10 @@ class RowRoute(CachedHash):
     """By rank: the copies from it, in the order in which it sends them."""
     moves: bool
     """True if any rank sends rows to another one; alike on every rank."""
-    passed: tuple[tuple[int, ...], ...]
-    """`passed[i][o]`: rows that inner rank i of this outer rank sends by way of this rank to outer rank o."""
-    passed_back: tuple[tuple[int, ...], ...]
+    passed: tuple[Passed, ...]
+    """For each axis, the inner one first, `[i][o]`: rows that rank i of the axis sends to this rank, for it or another
+    of its place, whose place along the outer axes is o."""
+    passed_back: tuple[Passed, ...]
     """As `passed`, of gradients, which travel from receivers to owners."""
 
     @cached_property
@@ -211,11 +216,11 @@ class RowRoute(CachedHash):
 
 
 @lru_cached
-def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: int = 1) -> RowRoute:
+def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, sizes: tuple[int, ...] = ()) -> RowRoute:
     """Return a rank's part of the exchange that gives every rank its result.
 
     Args:
-        inner_size: ranks of the inner axis, if there are two; rank = outer rank * inner size + inner rank.
+        sizes: ranks of each axis, the outer one first; () for one axis.
 
     >>> from cp_dtensor.spec.layouts import Contiguous
     >>> route = row_route(Shift(1), SequenceLayout(Contiguous(), 4, 2), rank=1)
@@ -223,14 +228,15 @@ def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: 
     ((Copy(owner=1, source=0, target=1, rows=1),), (Copy(owner=0, source=1, target=0, rows=1),))
     """
     size, owners = sequence.world_size, _owners(sequence)
-    here, place = divmod(rank, inner_size)
     sent: list[list[Copy]] = [[] for _ in range(size)]
     received: list[list[Copy]] = [[] for _ in range(size)]
-    passed, passed_back = ([[0] * (size // inner_size) for _ in range(inner_size)] for _ in range(2))
+    blocks = _blocks(sizes or (size,))
+    passed, passed_back = (
+        [[[0] * (size // wide) for _ in range(wide // near)] for near, wide in blocks] for _ in range(2)
+    )
     moves = False
     # A table of all pairs of ranks would be megabytes for a thousand ranks, and each needs a few rows of it.
     for receiver in range(size):
-        to_node, to_place = divmod(receiver, inner_size)
         for copy in _copies(row_map.rows(sequence, receiver), owners):
             if receiver == rank:
                 received[copy.owner].append(copy)
@@ -239,11 +245,10 @@ def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: 
             if copy.owner == receiver:
                 continue
             moves = True
-            node, of_place = divmod(copy.owner, inner_size)
-            if node == here and to_place == place:
-                passed[of_place][to_node] += copy.rows
-            if to_node == here and of_place == place:
-                passed_back[to_place][node] += copy.rows
+            for source, target, tables in ((copy.owner, receiver, passed), (receiver, copy.owner, passed_back)):
+                for table, (near, wide) in zip(tables, blocks, strict=True):
+                    if _on_the_way(source, target, wide) == rank:
+                        table[source % wide // near][target // wide] += copy.rows
     own, received[rank] = received[rank], []
     return RowRoute(
         sum(stop - start for start, stop in sequence.runs(rank)),
@@ -252,35 +257,46 @@ def row_route(row_map: RowMap, sequence: SequenceLayout, rank: int, inner_size: 
         tuple(map(tuple, sent)),
         tuple(map(tuple, received)),
         moves,
-        tuple(map(tuple, passed)),
-        tuple(map(tuple, passed_back)),
+        tuple(tuple(map(tuple, table)) for table in passed),
+        tuple(tuple(map(tuple, table)) for table in passed_back),
     )
 
 
-def rows_over_axes(
-    row_map: RowMap, sequence: SequenceLayout, inner_size: int = 1, weights: tuple[int, int] = (1, 1)
-) -> list[tuple[int, int]]:
-    """Return by rank the rows received over the outer and the inner axis, in an exchange and its transpose together.
+def _blocks(sizes: tuple[int, ...]) -> list[Span]:
+    """Return for each axis, the inner one first, the ranks of the axes within it, and of these and itself."""
+    return list(pairwise(accumulate(sizes[::-1], mul, initial=1)))
 
-    Rows go to the right place of the inner axis first, then along the outer one.
+
+def _on_the_way(source: int, target: int, block: int) -> int:
+    """Return the rank that has rows on their way once they have the right place within a block of ranks.
+
+    They go along the inner axis first, so that few of them cross the outer ones.
+    """
+    return source // block * block + target % block
+
+
+def rows_over_axes(
+    row_map: RowMap, sequence: SequenceLayout, sizes: tuple[int, ...], weights: tuple[int, int] = (1, 1)
+) -> list[tuple[int, ...]]:
+    """Return by rank the rows received over each axis, the outer one first, in an exchange and its transpose together.
 
     Args:
+        sizes: ranks of each axis, the outer one first.
         weights: of a row of the exchange, and of one of its transpose, such as their bytes.
 
     >>> from cp_dtensor.spec.layouts import Contiguous
-    >>> rows_over_axes(Shift(1), SequenceLayout(Contiguous(), 4, 2))  # a row, and a gradient back
-    [(1, 0), (1, 0)]
+    >>> rows_over_axes(Shift(1), SequenceLayout(Contiguous(), 4, 2), (2,))  # a row, and a gradient back
+    [(1,), (1,)]
     """
-    owners = _owners(sequence)
-    received = [[0, 0] for _ in range(sequence.world_size)]
+    owners, blocks = _owners(sequence), _blocks(sizes)
+    received = [[0] * len(sizes) for _ in range(sequence.world_size)]
     for rank in range(sequence.world_size):
         for copy in _copies(row_map.rows(sequence, rank), owners):
             for source, target, weight in ((copy.owner, rank, weights[0]), (rank, copy.owner, weights[1])):
-                (node, _), (to_node, to_place) = divmod(source, inner_size), divmod(target, inner_size)
-                on_the_way = node * inner_size + to_place
-                received[on_the_way][1] += weight * copy.rows * (on_the_way != source)
-                received[target][0] += weight * copy.rows * (to_node != node)
-    return [(outer, inner) for outer, inner in received]
+                for axis, (near, wide) in enumerate(blocks, 1):
+                    before, after = _on_the_way(source, target, near), _on_the_way(source, target, wide)
+                    received[after][-axis] += weight * copy.rows * (before != after)
+    return list(map(tuple, received))
 
 
 def _owners(sequence: SequenceLayout) -> list[tuple[int, int, int, int]]:

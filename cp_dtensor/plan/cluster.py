@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 from types import MappingProxyType
 
 # Constants of the model, beside `Kernels` and the fields of `Hardware`, from tables of docs/benchmarks/measured.csv.
@@ -214,10 +216,21 @@ class Tier:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Place of exchanges along one axis over hosts, whose ranks are neighbours: tier 0 within a host, else 1."""
+    """Place of exchanges along one axis over hosts, whose ranks are neighbours: tier 0 within a host, 1 beyond.
 
-    ranks: int
-    """Of a host."""
+    Tier 2 is that beyond a pod of hosts, if there are pods.
+    """
+
+    ranks: tuple[int, ...]
+    """Of a host, and of a pod of hosts if there are several."""
+
+    def tier(self, rank: int, peer: int) -> int:
+        """Return the tier between two ranks.
+
+        >>> [Hosts((2, 4)).tier(0, peer) for peer in (1, 2, 3, 4, 7)]
+        [0, 1, 1, 2, 2]
+        """
+        return sum(rank // ranks != peer // ranks for ranks in self.ranks)
 
 
 Place = int | Hosts
@@ -232,9 +245,11 @@ class Cluster:
         gpu: the name of a GPU in `GPUS`, or a `Hardware`, whose link is that within a node.
         tiers: of links, the innermost first, in place of the arguments below.
         gpus_per_node: GPUs that the link of the GPU connects; None is what is usual for it, 8 of a `Hardware`.
-        nodes: number of nodes.
+        nodes: number of nodes, of each pod if there are pods.
+        pods: number of pods, groups of nodes.
         internode: the name in `LINKS` of the network, of which each GPU has a port.
-        oversubscription: of the network: how many times more GPUs it has than it can serve at the speed of their ports.
+        oversubscription: of the network, between pods if there are pods: how many times more GPUs it has than it can
+            serve at the speed of their ports.
         packages: True if the extra `kernels` is installed.
 
     Raises:
@@ -243,6 +258,9 @@ class Cluster:
     >>> cluster = Cluster("H100", nodes=16, internode="NDR400", oversubscription=2)
     >>> [(tier.ranks, round(tier.speed / 1e9)) for tier in cluster.tiers]
     [(8, 330), (16, 18)]
+    >>> cluster = Cluster("GB200", nodes=4, pods=2, internode="XDR800", oversubscription=4)
+    >>> [(tier.ranks, round(tier.speed / 1e9)) for tier in cluster.tiers]
+    [(72, 610), (4, 73), (2, 18)]
     """
 
     gpu: Hardware
@@ -251,7 +269,7 @@ class Cluster:
 
     def __init__(
         self, gpu: Hardware | str, tiers: tuple[Tier, ...] = (), *, gpus_per_node: int | None = None, nodes: int = 1,
-        internode: str = NETWORK, oversubscription: float = 1.0, packages: bool = False,
+        pods: int = 1, internode: str = NETWORK, oversubscription: float = 1.0, packages: bool = False,
     ) -> None:  # fmt: skip
         usual = 8
         if isinstance(gpu, str):
@@ -260,25 +278,29 @@ class Cluster:
             gpu = gpu.with_kernels(PACKAGE_KERNELS)
         if not tiers:
             ranks = usual if gpus_per_node is None else gpus_per_node
-            if min(ranks, nodes, oversubscription) < 1:
+            if min(ranks, nodes, pods, oversubscription) < 1:
                 raise ValueError(
-                    "expected gpus_per_node, nodes and oversubscription of at least 1, got "
-                    f"{ranks}, {nodes} and {oversubscription}"
+                    "expected gpus_per_node, nodes, pods and oversubscription of at least 1, got "
+                    f"{ranks}, {nodes}, {pods} and {oversubscription}"
                 )
             network = Hardware.of(f"H100, {internode}")  # whatever the GPU
-            outer = replace(Tier.of(network, nodes), speed=network.link_speed / oversubscription)
-            tiers = tuple(tier for tier in (Tier.of(gpu, ranks), outer) if tier.ranks > 1) or (Tier.of(gpu, 1),)
+            outer = [Tier.of(network, count) for count in (nodes, pods) if count > 1]
+            outer[-1:] = [replace(tier, speed=tier.speed / oversubscription) for tier in outer[-1:]]
+            inner = [Tier.of(gpu, ranks)] if ranks > 1 or not outer else []
+            tiers = *inner, *outer
         object.__setattr__(self, "gpu", gpu)
         object.__setattr__(self, "tiers", tiers)
 
     def part(self, ranks: int) -> Cluster | None:
         """Return so many of the GPUs, of as few nodes as there can be; None if they do not fill whole nodes."""
-        node = self.tiers[0].ranks
-        if ranks <= node:
-            return replace(self, tiers=(replace(self.tiers[0], ranks=ranks),))
-        if ranks % node or len(self.tiers) == 1 or ranks // node > self.tiers[1].ranks:
-            return None
-        return replace(self, tiers=(self.tiers[0], replace(self.tiers[1], ranks=ranks // node)))
+        tiers: list[Tier] = []
+        for tier in self.tiers:
+            count = min(ranks, tier.ranks)
+            if ranks % count:
+                return None
+            tiers += [replace(tier, ranks=count)] * (count > 1 or not tiers)
+            ranks //= count
+        return replace(self, tiers=tuple(tiers)) if ranks == 1 else None
 
     @property
     def ranks(self) -> int:
@@ -288,19 +310,18 @@ class Cluster:
     @property
     def hosts(self) -> Place:
         """The place of exchanges between all ranks at once."""
-        return Hosts(self.tiers[0].ranks) if len(self.tiers) == 2 else 0
+        blocks = tuple(accumulate((tier.ranks for tier in self.tiers), mul))
+        return Hosts(blocks[:-1]) if len(blocks) > 1 else 0
 
     @property
     def flat(self) -> Cluster:
         """The cluster for exchanges between all ranks at once, which are collectives where there are several hosts."""
         if len(self.tiers) == 1:
             return self
-        inner, outer = self.tiers
-        all_ranks = replace(inner, ranks=inner.ranks * outer.ranks, shares_memory=False)
-        return replace(self, tiers=(all_ranks, outer))
+        inner, *outer = self.tiers
+        return replace(self, tiers=(replace(inner, ranks=self.ranks, shares_memory=False), *outer))
 
     @property
     def tolerance(self) -> float:
         """The ratio within which predictions count as equal."""
-        crosses_network = len(self.tiers) == 2 and not self.tiers[1].shares_memory
-        return NETWORK_TOLERANCE if crosses_network else TOLERANCE
+        return TOLERANCE if all(tier.shares_memory for tier in self.tiers[1:]) else NETWORK_TOLERANCE

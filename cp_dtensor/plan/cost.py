@@ -224,9 +224,10 @@ def transferred(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return by tier the bytes of K/V that a rank receives or sends, whichever are more, and the pieces it receives."""
     lengths, rank, size = plan.rows.lengths, plan.rank, _length(transfer.heads) * spec.head_bytes
+    count = 1 + (len(tiers.ranks) if isinstance(tiers, Hosts) else tiers)
 
     def tier(peer: int) -> int:
-        return int(peer // tiers.ranks != rank // tiers.ranks) if isinstance(tiers, Hosts) else tiers
+        return tiers.tier(rank, peer) if isinstance(tiers, Hosts) else tiers
 
     received = [
         (tier(source), lengths[source][part])
@@ -237,9 +238,10 @@ def transferred(
         for reader in transfer.readers(rank, plan.world_size) for part in plan.send_parts[reader]
     ]  # fmt: skip
     by_tier = [
-        size * max(sum(rows for over, rows in pieces if over == each) for pieces in (received, sent)) for each in (0, 1)
+        size * max(sum(rows for over, rows in pieces if over == each) for pieces in (received, sent))
+        for each in range(count)
     ]
-    pieces = tuple(float(sum(over == each and rows > 0 for over, rows in received)) for each in (0, 1))
+    pieces = tuple(float(sum(over == each and rows > 0 for over, rows in received)) for each in range(count))
     return tuple(map(float, by_tier)) if any(by_tier) else (), pieces
 
 

@@ -1,4 +1,4 @@
-"""Partitions of a sequence and of heads over one or two mesh axes. Integers only.
+"""Partitions of a sequence and of heads over one or more mesh axes. Integers only.
 
 The whole partition is over all ranks, rank = outer rank * inner size + inner rank. Ulysses inside of a ring and nested
 rings use partitions of single axes, which derive from the whole one.
@@ -171,7 +171,7 @@ Segments = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class AxisPartition(Partition):
-    """Partition over one of two axes, derived from the whole partition."""
+    """Partition over the outer axes or the inner ones, derived from the whole partition."""
 
     whole: Partition
     inner_size: int
@@ -227,6 +227,7 @@ class OuterPartition(AxisPartition):
     """Partition over the outer axis of a nested ring, for ranks of equal inner rank.
 
     K/V go to the rank of each inner axis that has the same inner rank; the queries are those of the whole inner axis.
+    The whole partition is that of all ranks, or the `InnerPartition` of a ring further out.
     """
 
     inner_rank: int

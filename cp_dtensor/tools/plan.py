@@ -96,7 +96,7 @@ class Planned:
     """Ranks that share the sequence."""
     layout: str
     method: str
-    """The value of `method=`, after "nested " if it is over two axes."""
+    """The value of `method=`, after "nested " if it is a ring over several axes."""
     estimate: Estimate
     cluster: Cluster
     """The links that the method uses."""
@@ -175,7 +175,7 @@ def _time(value: float) -> str:
 def tier_names(cluster: Cluster) -> tuple[str, ...]:
     """Return the places of the links of a cluster; nodes of one GPU have no links inside."""
     has_inner = len(cluster.tiers) > 1 or cluster.tiers[0].shares_memory
-    return ("in a node", "between nodes")[not has_inner :][: len(cluster.tiers)]
+    return ("in a node", "between nodes", "between pods")[not has_inner :][: len(cluster.tiers)]
 
 
 def table(found: Sequence[Planned], flops: float) -> str:
@@ -253,7 +253,7 @@ def picture(planned: Planned, title: str) -> Figure:
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     axis: Any = figure.subplots()
     lanes = _lanes(planned)
-    for height, (tier, colour) in enumerate(zip(lanes, ("#a5d593", "#4f8fcd", "#ffdf9a"), strict=False)):
+    for height, (tier, colour) in enumerate(zip(lanes, ("#a5d593", "#4f8fcd", "#ffdf9a", "#e06666"), strict=False)):
         bars = [(1e3 * start, 1e3 * (stop - start)) for each, start, stop in spans if each == tier]
         axis.broken_barh(bars, (-height - 0.4, 0.8), facecolors=colour, edgecolors="black", linewidth=0.4)
     axis.axvline(1e3 * planned.estimate.forward, color="black", linewidth=0.8)
@@ -265,8 +265,9 @@ def snippet(planned: Planned, total: int) -> str:
     """Return Python and TorchTitan's TOML for a way, beside data parallelism over the other GPUs."""
     sizes, names, over = [planned.degree], ["cp"], '"cp"'
     if planned.method in ("nested ring", "hybrid"):
-        inner, outer = (tier.ranks for tier in planned.cluster.tiers)
-        sizes, names, over = [outer, inner], ["ring", "ulysses"], '"ring", "ulysses"'
+        sizes = [tier.ranks for tier in reversed(planned.cluster.tiers)]
+        names = ["ring_pods", "ring", "ulysses"][-len(sizes) :]
+        over = ", ".join(f'"{name}"' for name in names)
     if total > planned.degree:
         sizes, names = [total // planned.degree, *sizes], ["dp", *names]
     method = planned.method.removeprefix("nested ")
@@ -292,9 +293,10 @@ def main(arguments: Sequence[str]) -> None:
     add = parser.add_argument
     add("--gpu", default="H100", help=f"one of {', '.join(GPUS)}; default: H100")
     add("--nodes", type=positive, default=1, help="default: 1")
+    add("--pods", type=positive, default=1, help="of so many nodes each; default: 1")
     add("--gpus-per-node", type=positive, help="GPUs that NVLink connects; default: what is usual for the GPU")
     add("--internode", default=NETWORK, help=f"one of {', '.join(LINKS)}; a port a GPU; default: {NETWORK}")
-    add("--oversubscription", type=positive_number, default=1.0, help="of the network; default: 1")
+    add("--oversubscription", type=positive_number, default=1.0, help="of the network, between pods if there are any")
     add("--packages", action="store_true", help="FlashAttention-4 and cuDNN are installed (the extra kernels)")
     add("--cluster", type=Path, metavar="FILE", help="a machine that doctor --save has measured; --nodes of it")
     add("--seq-len", type=tokens_argument, default=1 << 20, metavar="TOKENS", help="such as 128k or 1M; default: 1M")
@@ -348,12 +350,12 @@ def main(arguments: Sequence[str]) -> None:
 def _cluster(options: Any) -> Cluster:
     if options.cluster is None:
         return Cluster(
-            options.gpu, gpus_per_node=options.gpus_per_node, nodes=options.nodes, internode=options.internode,
-            oversubscription=options.oversubscription, packages=options.packages,
+            options.gpu, gpus_per_node=options.gpus_per_node, nodes=options.nodes, pods=options.pods,
+            internode=options.internode, oversubscription=options.oversubscription, packages=options.packages,
         )  # fmt: skip
     measured = load_cluster(options.cluster)
     inner, *outer = measured.tiers
-    if options.nodes == 1 or outer:
+    if outer or options.nodes == options.pods == 1:
         return measured
-    network = Cluster("H100", nodes=options.nodes, internode=options.internode).tiers[1]
-    return Cluster(measured.gpu, (inner, network))
+    network = Cluster("H100", nodes=options.nodes, pods=options.pods, internode=options.internode).tiers[1:]
+    return Cluster(measured.gpu, (inner, *network))

@@ -16,7 +16,7 @@ from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transport import TransportMethod
 from cp_dtensor.engine.base import Plan
 from cp_dtensor.engine.planner import plan_call
-from cp_dtensor.engine.ring import NestedRingPlan, RingPlan
+from cp_dtensor.engine.ring import NestedRingPlan, Ring, RingPlan
 from cp_dtensor.engine.ulysses import UlyssesPlan
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, MergedPartition, Partition, masking_of
 from cp_dtensor.plan.plan import TilePlan
@@ -158,7 +158,7 @@ def _drawn(plan: Plan, ranks: SequenceRanks, batch_row: int, mask_row: int) -> I
                 yield replace(each, step=number, inner_step=each.step)
 
 
-def _drawn_of_ring(plan: RingPlan, heads: Span, batch_row: int, mask_row: int) -> Iterator[_Drawn]:
+def _drawn_of_ring(plan: Ring, heads: Span, batch_row: int, mask_row: int) -> Iterator[_Drawn]:
     group = _group_of(plan.spec.partition, batch_row)
     queries = np.array([p for segment in group.q_by_rank[plan.tile_plan.rank] for p in segment.positions()])
     for number, step in enumerate(plan.tile_plan.forward):

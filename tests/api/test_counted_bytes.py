@@ -57,14 +57,14 @@ LAYOUTS: dict[str, Callable[[Mask], Layout]] = {
        for each in (HeadTail(), Contiguous(), Striped(3), MirroredBatch(), PerDocument(EDGES))},
     "Balanced": lambda mask: Balanced(mask, TOKENS),
 }  # fmt: skip
-ONE, TWO, OTHER = (4,), (2, 3), (3, 2)
+ONE, TWO, OTHER, THREE = (4,), (2, 3), (3, 2), (2, 3, 4)
 """Meshes. Axes have different sizes, by which `received_bytes` tells them apart."""
 Sizes = tuple[int, ...]
 Call = Callable[[DeviceMesh, int], Explanation]
 
 
 def mesh_of(sizes: Sizes) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses")[-len(sizes) :])
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("ring_pod", "ring", "ulysses")[-len(sizes) :])
 
 
 def assert_exact(sizes: Sizes, method: str, call: Call) -> None:
@@ -72,14 +72,10 @@ def assert_exact(sizes: Sizes, method: str, call: Call) -> None:
     ranks = math.prod(sizes)
     with received_bytes() as received:
         found = run_ranks(ranks, lambda rank: call(mesh_of(sizes), rank))
-    assert len({(each.methods[method].outer_bytes, each.methods[method].inner_bytes) for each in found}) == 1
-    estimate = found[0].methods[method]
+    assert len({each.methods[method].axis_bytes for each in found}) == 1
     counted = [max(received.get((rank, size), 0) for rank in range(ranks)) for size in sizes]
     assert all(counted), "all cases exchange rows over every axis"
-    if len(sizes) == 1:
-        assert estimate.outer_bytes + estimate.inner_bytes == counted[0]
-    else:
-        assert [estimate.outer_bytes, estimate.inner_bytes] == counted
+    assert [*found[0].methods[method].axis_bytes] == counted
 
 
 def attention(
@@ -123,7 +119,7 @@ def latents(mask: str, method: str) -> Call:
     return call
 
 
-METHODS = ((ONE, "ring"), (ONE, "ulysses"), (TWO, "hybrid"), (TWO, "ring"))
+METHODS: tuple[tuple[Sizes, str], ...] = ((ONE, "ring"), (ONE, "ulysses"), (TWO, "hybrid"), (TWO, "ring"))
 CALLS: list[tuple[Sizes, str, Call]] = [
     *((ONE, "ring", attention(mask, layout, "ring", rotate_method=transport))
       for mask, layout, transport in product(MASKS, LAYOUTS, ("allgather", "alltoall"))
@@ -137,6 +133,8 @@ CALLS: list[tuple[Sizes, str, Call]] = [
     *((*where, attention(mask, "HeadTail", where[1], lengths=(40, 61)))
       for where in METHODS for mask in ("causal", "full")),
     *((*where, latents(mask, where[1])) for where in METHODS for mask in ("causal", "documents")),
+    *((THREE, method, attention(mask, layout, method, (6, 3)))
+      for method in ("hybrid", "ring") for mask, layout in (("window", "HeadTail"), ("by row", "Balanced"))),
 ]  # fmt: skip
 
 
@@ -193,7 +191,7 @@ LAYERS: list[tuple[Sizes, str, Call]] = [
     *((ONE, method, recurrence(layer, method))
       for method in ("scan", "heads", "relayout") for layer in ("kda", "linear_attention", "mamba2")),
     *((sizes, method, recurrence("gated_delta_rule", method, edges=EDGES))
-      for sizes in (TWO, OTHER) for method in ("scan", "relayout")),
+      for sizes in (TWO, OTHER, THREE) for method in ("scan", "relayout")),
     (ONE, "scan", recurrence("linear_attention", "scan", dtype=torch.float64)),
 ]  # fmt: skip
 

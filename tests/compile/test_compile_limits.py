@@ -68,7 +68,7 @@ def refusals(rank: int) -> None:
         (lambda q: enable_context_parallel_dispatcher() and q, "enable_context_parallel_dispatcher cannot be"),
         (lambda q: ring_attention(q, k, v, mesh=mesh), "or enable_gqa=True"),
         (ring(rotate_method="no"), "unknown rotate method"),
-        (lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), "mesh of two dims"),
+        (lambda q: context_parallel_attention(q, q, q, mesh=mesh, method="hybrid"), "mesh of two or three dims"),
         (ring(attn_mask=mask), message),
         (lambda q: ring_attention(q, q, q, mesh=mesh, mask=mask), "mask to be a Mask.*, got .*Tensor"),
         (ring(mask=Documents([0, 99])), "of a mask end at 99"),

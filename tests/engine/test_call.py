@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, Documents, HeadTail, SlidingWindow
 from cp_dtensor.attention.backends.select import only_backend
@@ -83,6 +84,18 @@ def test_keys_name_calls_and_leave_out_what_may_be_a_symbol() -> None:
             assert replace(call, **changed).key == call.key
 
     run_ranks(2, body)
+
+
+def test_keys_name_the_groups_of_three_axes() -> None:
+    def body(rank: int) -> None:
+        call = Call.of(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("cp_gpu", "ulysses", "cp0")), method="ring")
+        again = call_of(call.key).ranks
+        assert again == call.ranks
+        first, second, third = rank >> 2, rank >> 1 & 1, rank & 1
+        assert again.rank == call.ranks.rank == 4 * first + 2 * third + second, "the axis of Ulysses is the inner one"
+        assert call.ranks.members == (0, 2, 1, 3, 4, 6, 5, 7)
+
+    run_ranks(8, body)
 
 
 @pytest.mark.parametrize("mask", [None, SlidingWindow(3, 2), Documents([0, 3, 8])])

@@ -104,11 +104,11 @@ def check_refused(shape: tuple[int, ...], names: Names, message: str, body: Call
 
 # Methods and meshes
 
-TWO_AXES = 'method "ulysses" expects a mesh of one dim, got two axes of {} x {} ranks: .* use "hybrid"'
+TWO_AXES = 'method "ulysses" expects a mesh of one dim, got axes of {} x {} ranks: .* use "hybrid"'
 METHODS: dict[str, tuple[tuple[int, ...], Names, str, str]] = {
     "hybrid over one axis": (
         (4,), ("cp",), "hybrid",
-        r'method "hybrid" expects a mesh of two dims, got one axis of 4 ranks: make one with init_device_mesh',
+        r'method "hybrid" expects a mesh of two or three dims, got one axis of 4 ranks: make one with init_device_mesh',
     ),
     "ulysses over two axes": ((2, 2), RING_ULYSSES, "ulysses", TWO_AXES.format(2, 2)),
     "ulysses over an inner axis": ((1, 4), RING_ULYSSES, "ulysses", TWO_AXES.format(1, 4)),
@@ -131,7 +131,7 @@ MESH_ENTRIES: dict[str, Callable[[Any], object]] = {
     "unshard": lambda mesh: context_parallel_unshard(mesh, [torch.arange(2)], [0]),
     "positions": lambda mesh: local_positions(mesh, 8),
 }
-AXES = r"expected a mesh of one dim.*such as \('ring', 'ulysses'\) or \('cp_node', 'cp_gpu'\); got.*"
+AXES = r"expected a mesh of one dim.*such as \('ring', 'ulysses'\) or \('cp_pod', 'cp_node', 'cp_gpu'\); got.*"
 MESHES: list[tuple[Names, tuple[int, ...], str]] = [
     (("dp", "cp"), (2, 2), AXES + r"names \('dp', 'cp'\), shape \(2, 2\)\)\. Pass those axes of it, .* mesh\['cp'\]"),
     (("split_dp", "cp"), (2, 2), AXES + r"Pass those axes of it, such as mesh\['cp'\]"),
@@ -139,6 +139,10 @@ MESHES: list[tuple[Names, tuple[int, ...], str]] = [
     (("ring", "tp"), (1, 2), AXES + r"Pass those axes of it, such as mesh\['ring'\]"),
     (None, (2, 2), AXES + r"names None.*such as init_device_mesh\(\.\.\., mesh_dim_names=\.\.\.\) and mesh\['cp'\]"),
     (("dp", "ring", "ulysses"), (1, 2, 2), AXES + r"shape \(1, 2, 2\)\)\. Pass .* such as mesh\['ring', 'ulysses'\]"),
+    (
+        ("cp_pod", "cp_rack", "cp_node", "cp_gpu"), (1, 1, 2, 2),
+        AXES + r"4 dims.*such as mesh\['cp_rack', 'cp_node', 'cp_gpu'\]",
+    ),
     (
         ("ulysses", "ulysses_low"), (2, 2),
         r"at most one axis whose name begins with \"ulysses\".*got names \('ulysses', 'ulysses_low'\)",

@@ -82,12 +82,34 @@ def test_a_slow_outer_axis_favours_what_sends_little_over_it() -> None:
     one = Cluster(H200, (tier(8, speed=20e9, shares_memory=False),))
     flat = ring_estimate(shape(131072), one, ROTATE_METHODS["alltoall"])
     assert flat.transport == "alltoall"
-    flat_bytes, _ = attention_bytes(shape(131072), "ring", 8, None)
+    (flat_bytes,) = attention_bytes(shape(131072), "ring", (8,))
     for name, found in of_two_tiers(131072, slow, fast).items():
-        assert attention_bytes(shape(131072), name, 2, 4)[0] < flat_bytes / 3
+        assert attention_bytes(shape(131072), name, (2, 4))[0] < flat_bytes / 3
         assert found.seconds < flat.seconds
+    # Over the slowest tier K/V go once to each pod, twice a call, and their sums of gradients back.
+    full = dataclasses.replace(shape(4096, 16), mask=Full())
+    sent = 4096 // 16 * full.kv_heads * full.head_bytes
+    rounds = 3 * (2 - 1), 3 * 2 * (2 - 1), 3 * 2 * 2 * (4 - 1)
+    assert attention_bytes(full, "ring", (2, 2, 4)) == tuple(each * sent for each in rounds)
+    assert attention_bytes(full, "hybrid", (2, 2, 4))[:2] == tuple(each * sent for each in rounds[:2])
     alone = shape(64, ranks=1)
-    assert attention_bytes(alone, "ring", 1, None) == attention_bytes(alone, "ulysses", 1, None) == (0, 0)
+    assert attention_bytes(alone, "ring", (1,)) == attention_bytes(alone, "ulysses", (1,)) == (0,)
+
+
+def test_each_of_three_axes_has_its_links() -> None:
+    """Of GB200, 72 GPUs are an NVL72: nodes of 4, and 18 of them."""
+    found = explained(2, 18, 4, names=("cp_pod", "cp_node", "cp_gpu"), hardware="GB200")
+    assert found.axes == ("cp_pod", "cp_node", "cp_gpu")
+    assert found.assumption == (
+        "assumed: cp_pod: GB200, InfiniBand NDR, 36.7 GB/s; cp_node: GB200, NVL72, 610 GB/s; cp_gpu: GB200, NVL72, "
+        "610 GB/s"
+    )
+    assert "over cp_pod  over cp_node  over cp_gpu" in str(found)
+    ring = found.methods["ring"]
+    assert ring.outer_bytes < ring.axis_bytes[1] / 30 < ring.axis_bytes[2] / 30
+    assert ring.inner_bytes == sum(ring.axis_bytes[1:])
+    alone = explained(2, 1, 4, names=("cp_pod", "cp_node", "cp_gpu"), hardware="GB200")
+    assert alone.axes == ("cp_pod", "cp_gpu"), "an axis of one rank is left out"
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -175,7 +175,7 @@ def trial(table: str = "nodes-trial") -> Iterator[tuple[str, dict[str, Estimate]
         times = {(row["method"], row["pass"]): float(row["median_ms"]) for row in of_case}
         found = estimates(spec, cluster, AUTO, one_axis=True)
         for name in ("alltoall", "allgather"):
-            found[name] = ring_estimate(spec, cluster.flat, ROTATE_METHODS[name], Hosts(2))
+            found[name] = ring_estimate(spec, cluster.flat, ROTATE_METHODS[name], Hosts((2,)))
         yield f"{tokens} {mask}", found, times
 
 

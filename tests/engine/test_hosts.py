@@ -74,9 +74,9 @@ def test_the_groups_are_made_once_in_the_order_of_the_ranks(hosts: Any) -> None:
         split = split_over_hosts(ranks, CPU)
         assert split is not None
         assert split is split_over_hosts(SequenceRanks(dist.group.WORLD), CPU)
-        assert (split.rank, split.size, split.inner_size, split.global_ranks()) == (rank, 6, 3, [*range(6)])
+        assert (split.rank, split.size, split.sizes[-1], split.global_ranks()) == (rank, 6, 3, [*range(6)])
         assert split.is_in_order_of(ranks)
-        assert dist.get_process_group_ranks(split.inner) == [*range(rank // 3 * 3, rank // 3 * 3 + 3)]
+        assert dist.get_process_group_ranks(split.axes[-1]) == [*range(rank // 3 * 3, rank // 3 * 3 + 3)]
         assert dist.get_process_group_ranks(split.outer) == [rank % 3, rank % 3 + 3]
         assert split_over_hosts(split, CPU) is None
 

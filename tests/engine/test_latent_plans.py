@@ -188,14 +188,14 @@ def test_rings_send_latents_over_slow_links_and_are_faster_with_expanded_rows_ov
 def test_bytes_of_latents_by_hand() -> None:
     """K/V in forward, and K/V and gradients in backward: 3 * 7/8 of 8,192 tokens, 2 bytes each value."""
     call = replace(shape(8192, 8, 16), mask=Full())
-    both = {name: attention_bytes(call, name, 8, None) for name in found(8192, 8, 16, H200.link_speed)}
+    both = {name: attention_bytes(call, name, (8,)) for name in found(8192, 8, 16, H200.link_speed)}
     tokens = 3 * 8192 * 7 // 8 * 2
-    assert both["ring"] == (tokens * 576, 0)
-    assert both["expanded ring"] == (tokens * 16 * 320, 0)
+    assert both["ring"] == (tokens * 576,)
+    assert both["expanded ring"] == (tokens * 16 * 320,)
     # By heads, latents of 1,024 own tokens go to 8 ranks, and q, out and their gradients as with K/V.
     rows = 2 * 1024 * 7 / 8 * 2
-    assert both["ulysses"] == (0, rows * (8 * 576 + 16 * 320))
-    assert both["expanded ulysses"] == (0, rows * (16 * 320 + 16 * 320))
+    assert both["ulysses"] == (rows * (8 * 576 + 16 * 320),)
+    assert both["expanded ulysses"] == (rows * (16 * 320 + 16 * 320),)
 
 
 def test_explain_compares_both() -> None:

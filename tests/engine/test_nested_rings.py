@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from matrix.fronts import case_of
-from matrix.worlds import WORLDS, run_threads
+from matrix.worlds import WORLDS, World, run_threads
 
 from cp_dtensor import Causal, HeadTail
 from cp_dtensor.comm.collective import OUTER_TRANSPORT, AllToAll
@@ -42,6 +42,14 @@ def test_a_group_of_heads_at_a_time(feature: str, outer_steps: list[int]) -> Non
     run_threads("function", replace(case, method="ring"), WORLDS["threads(2x2)"])
     assert outer_steps
     assert min(outer_steps) == 2 * case.heads[1], "own tiles and one hop for each head"
+
+
+def test_a_group_of_heads_at_a_time_on_every_axis(outer_steps: list[int]) -> None:
+    """The heads of a group are one group of the ring over the axis within."""
+    case = case_of("function", ("documents", "gqa"), 8)
+    assert case is not None
+    run_threads("function", replace(case, method="ring"), World((2, 2, 2)))
+    assert {*outer_steps} == {2 * case.heads[1], 2}
 
 
 def plan_of(tokens: int, ranks: int = 8, inner: int = 2) -> TilePlan:

@@ -32,7 +32,7 @@ MASKS: dict[str, Mask] = {
 def test_tiles_alone_have_several_intervals() -> None:
     """Predictions and transfers use the spec of the call, which is equal on ranks with different kernels."""
     spec = CallSpec(LayoutPartition(HeadTail(), 96, 96, 1, 1), SINKS, 1, 4, 2, 16, 16, "bfloat16", Masking.INTERVALS)
-    plan = planner.plan_ring(spec, AllGather(), CudnnFlexAttention(), None, 0)
+    plan = planner.plan_ring(spec, AllGather(), CudnnFlexAttention(), None)
     assert plan.spec == spec
     (tile,) = [tile for step in plan.tile_plan.forward for tile in step.tiles]
     assert len(getattr(tile.mask, "sets", ())) > 1

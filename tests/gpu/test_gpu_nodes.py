@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from support.nodes import WAYS, check, masks, mesh_over_nodes
+from support.nodes import WAYS, WAYS_OF_PODS, check, masks, mesh_over_nodes
 from support.problems import Problem
 from support.processes import Processes, started
 
@@ -32,6 +32,17 @@ def nodes() -> Iterator[Processes]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_finds_what_one_gpu_finds(nodes: Processes, way: str, mask: Mask) -> None:
     nodes.run(check, "cuda", way, mask, Problem(LENGTH, LENGTH, 1, 4, 2, 16))
+
+
+@pytest.fixture(scope="module")
+def four_nodes() -> Iterator[Processes]:
+    yield from started(8, timeout=280, backend="nccl", nodes=4)
+
+
+@pytest.mark.parametrize("mask", masks(LENGTH).values(), ids=str)
+@pytest.mark.parametrize("way", WAYS_OF_PODS)
+def test_two_pods_of_two_nodes(four_nodes: Processes, way: str, mask: Mask) -> None:
+    four_nodes.run(check, "cuda", way, mask, Problem(LENGTH, LENGTH, 1, 4, 2, 16), 4)
 
 
 def _links(rank: int) -> tuple[str | None, str | None, tuple[float, ...]]:

@@ -87,9 +87,10 @@ def test_small_decays_keep_their_digits_after_strong_ones(kind: str) -> None:
     run_ranks(1, body)
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize(("kind", "method"), [("gated_delta_rule", "scan"), ("gla", "scan"), ("kda", "relayout")])
-def test_two_axes(kind: str, method: str) -> None:
-    check(kind, Sequence(13, 4, HeadTail(), 1, (2, 5, 13)), True, (2, 2), method=method)
+def test_several_axes(kind: str, method: str, shape: tuple[int, ...]) -> None:
+    check(kind, Sequence(13, math.prod(shape), HeadTail(), 1, (2, 5, 13)), True, shape, method=method)
 
 
 @settings(max_examples=20)

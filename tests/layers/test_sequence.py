@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -132,9 +133,9 @@ def test_one_exchange_each() -> None:
     assert len(kinds(collectives)) == 4
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2)])
-def test_two_axes(shape: tuple[int, int]) -> None:
-    sequence = Sequence(17, shape[0] * shape[1], HeadTail(), 2, (0, 5, 6, 17))
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3, 2), (2, 1, 3)])
+def test_several_axes(shape: tuple[int, ...]) -> None:
+    sequence = Sequence(17, math.prod(shape), HeadTail(), 2, (0, 5, 6, 17))
     check_layer(
         sequence, lambda mesh, x: shift(x, -2, mesh=mesh, dim=1, **sequence.options()),  # type: ignore[arg-type]
         lambda x: shifted(sequence, x, -2), [normal(2, 17, 3)], mesh_shape=shape,

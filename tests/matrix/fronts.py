@@ -335,7 +335,7 @@ VARLEN_SCALE = "scale must be greater than 0"
 FRONTS: dict[str, Front] = {
     "function": Front(_function, refuses=TWICE),
     "ring": Front(_ring, refuses=TWICE),
-    "ulysses": Front(_ulysses, refuses={**TWICE, "2 axes": "expects a mesh of one dim, got two axes"}),
+    "ulysses": Front(_ulysses, refuses={**TWICE, "2 axes": "expects a mesh of one dim, got axes"}),
     "context": Front(
         _sdpa, _context, lacks=SDPA_LACKS, refuses=TWICE, is_live=True, refuses_compiled=COMPILED_SINKS
     ),
@@ -452,7 +452,7 @@ def case_of(name: str, features: tuple[str, ...], ranks: int, base: Case | None 
     return None if case is None else front.settle(case, ranks)
 
 
-METHODS = {1: ("auto", "ring", "ulysses"), 2: ("auto", "ring", "hybrid")}
+METHODS = {1: ("auto", "ring", "ulysses"), 2: ("auto", "ring", "hybrid"), 3: ("auto", "ring", "hybrid")}
 """Methods by the number of axes."""
 CELLS = [(name, feature) for name in FRONTS for feature in FEATURES if feature not in FRONTS[name].lacks]
 """All pairs that can be expressed."""

@@ -24,7 +24,7 @@ from matrix.fronts import FRONTS, Front
 
 REFUSALS = TypeError, ValueError, NotImplementedError, RuntimeError
 Features = tuple[str, ...]
-NAMES = {1: ("cp",), 2: ("ring", "ulysses")}
+NAMES = {1: ("cp",), 2: ("ring", "ulysses"), 3: ("ring_pod", "ring", "ulysses")}
 
 
 @dataclass(frozen=True)

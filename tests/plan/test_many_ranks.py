@@ -13,7 +13,7 @@ from test_interval_tiling import Case, cases
 
 from cp_dtensor.comm.collective import AllGather, AllToAll
 from cp_dtensor.comm.transport import KVTransport
-from cp_dtensor.engine.choose import nested_ring_estimate, ring_estimate, ulysses_estimate
+from cp_dtensor.engine.choose import ring_estimate, ulysses_estimate
 from cp_dtensor.layers.rows import Relayout, RowMap, SequenceLayout, Shift, row_route
 from cp_dtensor.plan import tiling as tilings
 from cp_dtensor.plan.cluster import Cluster
@@ -113,7 +113,7 @@ def test_an_estimate(method: str) -> None:
     """Of rings over all ranks of many hosts, nested rings, and by heads within hosts of 2."""
     made = {
         "flat": lambda spec, over: ring_estimate(spec, over.flat, AllGather(), over.hosts),
-        "nested": lambda spec, over: nested_ring_estimate(spec, over, AllGather()),
+        "nested": lambda spec, over: ring_estimate(spec, over, AllGather()),
         "heads": lambda spec, over: ulysses_estimate(spec, over, AllGather()),
     }[method]
     specs = {ranks: spec_of(ranks, "HeadTail", "causal") for ranks in (8, 64)}
@@ -123,7 +123,11 @@ def test_an_estimate(method: str) -> None:
 @pytest.mark.parametrize("row_map", [Shift(1), Relayout(Contiguous())], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("inner", [1, 8])
 def test_an_exchange_of_rows(row_map: RowMap, inner: int) -> None:
-    assert_linear(lambda ranks: row_route(row_map, SequenceLayout(HeadTail(), TOKENS * ranks, ranks), 5, inner))
+    def made(ranks: int) -> object:
+        sizes = ranks // inner, inner
+        return row_route(row_map, SequenceLayout(HeadTail(), TOKENS * ranks, ranks), 5, sizes)
+
+    assert_linear(made)
 
 
 def test_a_route_is_kilobytes() -> None:
@@ -131,7 +135,7 @@ def test_a_route_is_kilobytes() -> None:
     sequence = SequenceLayout(HeadTail(), TOKENS * 2 * MANY, 2 * MANY)
     tracemalloc.start()
     try:
-        route = row_route(Relayout(Contiguous()), sequence, 7, 8)
+        route = row_route(Relayout(Contiguous()), sequence, 7, (MANY // 8, 8))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -21,6 +21,10 @@ WAYS: dict[str, tuple[int, dict[str, str]]] = {
     "hybrid": (2, {"method": "hybrid"}),
 }
 """Number of mesh axes and options of a call; those of one axis are over all ranks of all nodes."""
+WAYS_OF_PODS: dict[str, tuple[int, dict[str, str]]] = {
+    "nested ring of pods": (3, {"method": "ring"}),
+    "hybrid of pods": (3, {"method": "hybrid"}),
+}
 
 
 def masks(length: int) -> dict[str, Mask]:
@@ -32,9 +36,10 @@ def masks(length: int) -> dict[str, Mask]:
 
 
 def mesh_over_nodes(axes: int, device: str, nodes: int = NODES) -> DeviceMesh:
-    """Returns the mesh of all ranks, with an axis across nodes and one inside of them if there are two."""
-    shape = (dist.get_world_size(),) if axes == 1 else (nodes, dist.get_world_size() // nodes)
-    return init_device_mesh(device, shape, mesh_dim_names=("ring_out", "ring_in")[-axes:])
+    """Returns the mesh of all ranks, with axes of two pods if there are three, of nodes, and of ranks of a node."""
+    size = dist.get_world_size()
+    shapes = (size,), (nodes, size // nodes), (2, nodes // 2, size // nodes)
+    return init_device_mesh(device, shapes[axes - 1], mesh_dim_names=("ring_pod", "ring_out", "ring_in")[-axes:])
 
 
 def attend(inputs: list[torch.Tensor], mesh: DeviceMesh, mask: Mask, length: int, **options: Any) -> list[torch.Tensor]:
@@ -54,7 +59,7 @@ def check(rank: int, device: str, way: str, mask: Mask, problem: Problem, nodes:
     leaves = [each.detach().requires_grad_() for each in whole[:3]]
     out, _ = dense(*leaves, shown(mask, problem.q_len, problem.q_len, 1).to(device))
     expected = [out.detach(), *torch.autograd.grad(out, leaves, whole[3])]
-    (axes, options), shards = WAYS[way], [shard(each, HeadTail(), rank, size) for each in whole]
+    (axes, options), shards = {**WAYS, **WAYS_OF_PODS}[way], [shard(each, HeadTail(), rank, size) for each in whole]
     found = attend(shards, mesh or mesh_over_nodes(axes, device, nodes), mask, problem.q_len, **options)
     for what, one, other in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         assert_close(one, shard(other, HeadTail(), rank, size), f"{way}, {mask}, {what}")

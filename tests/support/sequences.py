@@ -192,7 +192,7 @@ def check_layer(
         ours: takes the mesh, this rank's shards of `tokens`, and `others`; returns the output, or also final states.
         reference: takes whole tensors; returns likewise.
         others: equal on every rank; their gradients are summed over ranks.
-        mesh_shape: of a mesh over two axes; () for the default group.
+        mesh_shape: of a mesh over several axes; () for the default group.
         alone: index of the only tensor that has a gradient; None for all.
     """
     tokens = list(tokens)
@@ -205,7 +205,9 @@ def check_layer(
     def body(rank: int) -> list[torch.Tensor]:
         mesh: Any = dist.group.WORLD
         if mesh_shape:
-            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "ulysses"))
+            mesh = init_device_mesh(
+                "cpu", mesh_shape, mesh_dim_names=("ring_pod", "ring", "ulysses")[-len(mesh_shape) :]
+            )
         mine = [sequence.shard(x, rank) if i < len(tokens) else x.clone() for i, x in enumerate(whole)]
         mine = [x.detach().requires_grad_(has) for x, has in zip(mine, has_gradient, strict=True)]
         out, *finals = _results(ours(mesh, *mine))

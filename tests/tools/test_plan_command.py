@@ -40,7 +40,7 @@ def test_a_cluster_is_gpus_and_tiers() -> None:
     assert fast.kernels == PACKAGE_KERNELS
     own = replace(usual, link_speed=1e11, shares_memory=False)
     assert [(tier.ranks, tier.speed) for tier in Cluster(own, nodes=1).tiers] == [(8, 1e11)]
-    with pytest.raises(ValueError, match="of at least 1, got 8, 0 and 1"):
+    with pytest.raises(ValueError, match="of at least 1, got 8, 0, 1 and 1"):
         Cluster("H100", nodes=0)
     with pytest.raises(ValueError, match="got 'H100, Token Ring'"):
         Cluster("H100", nodes=2, internode="Token Ring")
@@ -51,10 +51,35 @@ def test_ways_have_the_bytes_of_their_plans() -> None:
     assert [*found] == ["nested ring", "hybrid", "ring", "ulysses"]
     spec = spec_of(Causal(), HeadTail(), 131072, 16, HEADS)
     for label, method in (("hybrid", "hybrid"), ("nested ring", "ring")):
-        assert found[label].estimate.bytes_over(1) == pytest.approx(attention_bytes(spec, method, 2, 8)[0], rel=0.25)
+        assert found[label].estimate.bytes_over(1) == pytest.approx(attention_bytes(spec, method, (2, 8))[0], rel=0.25)
     total = found["ring"].estimate.bytes_over(0) + found["ring"].estimate.bytes_over(1)
-    assert total == pytest.approx(attention_bytes(spec, "ring", 16)[0], rel=0.25)
+    assert total == pytest.approx(attention_bytes(spec, "ring", (16,))[0], rel=0.25)
     assert [*by_method(Cluster("H100"))] == ["ring", "ulysses"]
+
+
+def test_pods_are_a_third_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    """The network between them is oversubscribed; K/V enter a pod once."""
+    cluster = Cluster("H100", gpus_per_node=4, nodes=2, pods=2, oversubscription=4)
+    assert [tier.ranks for tier in cluster.tiers] == [4, 2, 2]
+    assert cluster.tiers[1].speed == 4 * cluster.tiers[2].speed
+    degrees = {degree: cluster.part(degree) for degree in (2, 8, 12, 16, 32)}
+    assert [part and [tier.ranks for tier in part.tiers] for part in degrees.values()] == [
+        [2], [4, 2], None, [4, 2, 2], None,
+    ]  # fmt: skip
+    found, spec = by_method(cluster), spec_of(Causal(), HeadTail(), 131072, 16, HEADS)
+    assert [*found] == ["nested ring", "hybrid", "ring", "ulysses"]
+    for label, method in (("hybrid", "hybrid"), ("nested ring", "ring")):
+        over = [found[label].estimate.bytes_over(tier) for tier in (2, 1)]
+        assert over == pytest.approx(attention_bytes(spec, method, (2, 2, 4))[:2], rel=0.25)
+    flat = [found["ring"].estimate.bytes_over(tier) for tier in range(3)]
+    assert sum(flat) == pytest.approx(attention_bytes(spec, "ring", (16,))[0], rel=0.25)
+    # Queries and out come from 3 ranks of the node, 4 of the other one and 8 of the other pod.
+    by_heads = [found["ulysses"].estimate.bytes_over(tier) for tier in range(3)]
+    assert [size / by_heads[2] for size in by_heads] == pytest.approx([3 / 8, 4 / 8, 1])
+    main(["plan", "--gpus-per-node", "4", "--nodes", "2", "--pods", "2", "--seq-len", "128k", "--degrees", "16"])
+    text = capsys.readouterr().out
+    assert "\nbetween pods " in text
+    assert 'mesh_dim_names=("ring_pods", "ring", "ulysses"))["ring_pods", "ring", "ulysses"]' in text
 
 
 def test_what_is_exposed_is_what_links_add() -> None:
