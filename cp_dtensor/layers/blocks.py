@@ -31,8 +31,9 @@ from cp_dtensor.api.extension import (
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
+from cp_dtensor.layers.cudnn_indexer import select_by_kernel
 from cp_dtensor.layers.exchange import rows_of, tables_on
-from cp_dtensor.layers.indexer import select
+from cp_dtensor.layers.indexer import select_reference
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
 from cp_dtensor.layers.rows import Extended, RowMap, SequenceLayout, Whole, rows_before
 from cp_dtensor.spec.layouts import Span
@@ -239,7 +240,9 @@ class SelectPooled(LayerOfBlocks):
         seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            select(out[row], q[row], keys[row], weights[row], seen, tables.seen(self.size))
+            given = out[row], q[row], keys[row], weights[row]
+            if not select_by_kernel(*given, seen, tables.seen(self.size)):
+                select_reference(*given, seen)
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
