@@ -163,12 +163,7 @@ class LayerOfBlocks(SequenceLayer):
 
     def blocks(self, call: SequenceCall, batch_size: int, device: torch.device) -> tuple[Blocks, _Tables]:
         """Return the blocks of the call's sequence."""
-        if len(call.layout.batch_groups(batch_size)) > 1:
-            raise NotImplementedError(
-                f"{call.owner} expects a layout that divides all batch rows alike, got {call.layout}"
-            )
-        ((_, sequence),) = call.sequences(batch_size)
-        blocks = Blocks.of(sequence, self.size)
+        blocks = Blocks.of(call.sequence(batch_size), self.size)
         return blocks, _tables(blocks, call.ranks.rank, device)
 
     def check_pooled(self, call: SequenceCall, pooled: Tensor, indices: Tensor | None = None) -> None:

@@ -98,6 +98,15 @@ class SequenceCall(Sharding):
         if self.edges:
             refuse_ids_and_lengths(self.edges, seq_len, self.owner, "cu_seqlens")
 
+    def sequence(self, batch_size: int = 2) -> SequenceLayout:
+        """Return the sequence of all batch rows; refuse layouts that divide them differently."""
+        if len(self.layout.batch_groups(batch_size)) > 1:
+            raise NotImplementedError(
+                f"{self.owner} expects a layout that divides all batch rows alike, got {self.layout}"
+            )
+        ((_, sequence),) = self.sequences(batch_size)
+        return sequence
+
     def sequences(self, batch_size: int = 1) -> list[tuple[Span, SequenceLayout]]:
         """Return the sequence for each group of batch rows that are divided alike."""
         assert self.seq_len is not None

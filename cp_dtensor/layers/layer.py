@@ -285,11 +285,7 @@ class AffineScan(SequenceLayer):
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         state, transition, initial, *_ = tensors
-        if len(call.layout.batch_groups(2)) > 1:
-            raise NotImplementedError(
-                f"{call.owner} expects a layout that divides all batch rows alike, got {call.layout}"
-            )
-        ((_, sequence),) = call.sequences()
+        sequence = call.sequence()
         plan = scan_plan(sequence, call.ranks.rank, self.returns_state)
         if state.size(0) != len(plan.documents):
             raise ValueError(

@@ -6,13 +6,14 @@ import importlib.metadata
 import json
 import os
 import re
-import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -21,21 +22,29 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.benchmark import Timer
 
-from cp_dtensor import GPUS, Causal, Cluster, Hardware, explain
+from cp_dtensor import GPUS, Causal, Cluster, Contiguous, Hardware, explain
+from cp_dtensor.attention.backends.base import AttentionBackend
+from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.packages import INSTALL, has_package_kernels, installed_version
 from cp_dtensor.attention.backends.select import (
     PACKAGES,
+    allowed_backends,
+    choose_backend,
+    has_triton_kernels,
+    masked_by_shape,
 )
 from cp_dtensor.comm.groups import sequence_ranks
 from cp_dtensor.comm.links import cluster_of, link_speed
+from cp_dtensor.plan.partition import CallSpec, LayoutPartition
+from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
 from cp_dtensor.tools.measure import Suite
 from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.plan import chosen, reasons, save_cluster, snippet, ways
-from cp_dtensor.tools.ranks import Device, Failed, Ranks, start
-from cp_dtensor.tools.report import REFUSED, Row, facts, gpu_name, versions
+from cp_dtensor.tools.ranks import Device, Failed, Ranks, links_of_nodes, start
+from cp_dtensor.tools.report import REFUSED, Row, gpu_name, versions
 from cp_dtensor.tools.torch_methods import mesh_of_ranks
 
 _DESCRIPTION = """\
@@ -400,9 +409,9 @@ def choice(mesh: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
 
 
 def nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks, seq_len: int, heads: Heads) -> Iterator[Finding]:
-    """Yield the findings about several nodes; a collective. On CPUs, H200s are assumed for the choice.
+    """Yield the findings about several nodes, and what "auto" takes over both meshes of `links_of_nodes`; a collective.
 
-    `mesh` has an axis across nodes and one inside of them, `flat` one axis of all ranks.
+    On CPUs, H200s are assumed.
     """
     yield Finding("nodes", OK, links_of_nodes(mesh, flat, ranks))
     if mesh.device_type == "cuda":
@@ -414,29 +423,67 @@ def nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks, seq_len: int, heads:
     yield Finding("mesh", OK, "\n".join([*reasons(best, found, cluster), snippet(best, flat.size())]))
 
 
-def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks) -> str:
-    """Name the nodes and measure the links inside of them and between them; a collective. Meshes as of `nodes`."""
-    count, size = mesh.shape
-    hosts = ranks.gather(socket.gethostname())
-    listed = "; ".join(
-        f"{', '.join(dict.fromkeys(hosts[first : first + size]))}: ranks {first} to {first + size - 1}"
-        for first in range(0, flat.size(), size)
+# Facts without checks
+
+_SHAPES = ((1, 64, 64), (1, 128, 128), (4, 192, 128), (1, 192, 128), (1, 256, 256), (1, 512, 512))
+"""Key heads for four query heads, head dims of q and of v. Groups change the kernel only where the dims differ."""
+_KERNELS = {
+    "FLASH_ATTENTION_4": "FlashAttention-4", "CUDNN_FLEX_ATTENTION": "cuDNN's FlexAttention",
+    "CUDNN_ATTENTION": "cuDNN", "FLASH_ATTENTION": "torch's flash", "EFFICIENT_ATTENTION": "torch's efficient",
+    "MATH": "torch's math",
+}  # fmt: skip
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Yield name and value of each row of the table."""
+    yield from versions()
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        yield "Triton runs in its", "interpreter (TRITON_INTERPRET)"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = Counter(
+        f"{each.name} ({each.total_memory / 2**30:.0f} GiB, capability {each.major}.{each.minor})"
+        for each in map(torch.cuda.get_device_properties, range(count))
     )
-    between, inside = (_speed(mesh.get_group(axis), mesh.device_type) / 1e9 for axis in range(2))
-    speeds = f"{inside:.3g} GB/s into each rank from its node, {between:.3g} from other nodes, all ranks at once"
-    return f"{count} nodes of {size} ({listed})\n{speeds}"
+    yield "devices", "; ".join(f"{n} x {name}" for name, n in gpus.items()) or f"CPU, {os.cpu_count()} cores"
+    pairs = list(permutations(range(count), 2))
+    able = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    yield "peer access", f"{able} of {len(pairs)} pairs of GPUs" if pairs else "needs two GPUs"
+    for package in PACKAGES:
+        yield package.title, package.version or f"not installed: {INSTALL}"
+    yield from kernels()
 
 
-def _speed(group: dist.ProcessGroup, device_type: str) -> float:
-    """Return the bytes a second into the slowest rank of a group in an all-gather; a collective."""
-    if device_type == "cuda":
-        return link_speed(group, torch.device("cuda", torch.cuda.current_device()))
-    rows, seconds = torch.zeros(_EXCHANGED, dtype=torch.uint8), list[float]()
-    gathered = [torch.empty_like(rows) for _ in range(group.size())]
-    for _ in range(3):
-        began = time.perf_counter()
-        dist.all_gather(gathered, rows, group=group)
-        seconds.append(time.perf_counter() - began)
-    slowest = torch.tensor((group.size() - 1) * _EXCHANGED / min(seconds))
-    dist.all_reduce(slowest, dist.ReduceOp.MIN, group=group)
-    return float(slowest)
+def kernels() -> Iterator[tuple[str, str]]:
+    """Yield which kernel computes what on the first device, by dtype, head dims of q and v, and key heads.
+
+    FlashAttention-4 and cuDNN's FlexAttention step back where their first results in a process are wrong.
+    """
+    has_gpu, allowed = torch.cuda.is_available(), allowed_backends()
+    device, capability = ("cuda:0", torch.cuda.get_device_capability(0)) if has_gpu else ("cpu", None)
+    partition = LayoutPartition(Contiguous(), 8, 8, 1, 1)
+    for dtype, shapes in (("bfloat16", _SHAPES), ("float32", _SHAPES[1:2])):
+        for kv_heads, dim, v_dim in shapes:
+            spec = CallSpec(
+                partition, Causal(), 1, 4, kv_heads, dim, v_dim, dtype, device=device, capability=capability
+            )  # fmt: skip
+            by_row = replace(spec, masking=Masking.INTERVALS)
+            specs = {
+                "causal, full": spec, "masks": by_row,
+                "bias, dropout": replace(spec, masking=Masking.INTERVALS_UNBROKEN),
+            }  # fmt: skip
+            if has_gpu:  # on CPUs all are deterministic
+                specs["deterministic"] = masked_by_shape(replace(by_row, deterministic=True), allowed)
+            shape = str(dim) if dim == v_dim else f"{dim}/{v_dim}{', grouped' if kv_heads < 4 else ''}"
+            text = "; ".join(f"{what}: {_kernel(choose_backend(each, allowed), spec)}" for what, each in specs.items())
+            yield f"kernels, {dtype}, {shape}", text
+
+
+def _kernel(backend: AttentionBackend, spec: CallSpec) -> str:
+    if backend.name == "INTERVALS":
+        return "ours in Triton" if has_triton_kernels(spec) else "torch operations"
+    name = _KERNELS[backend.name]
+    if not isinstance(backend, Flash4Attention) or not backend.left:
+        return name
+    other = _kernel(backend.instead, spec)
+    left = (f"{'causal' if causal else 'full'} {direction}: {other}" for direction, causal in sorted(backend.left))
+    return f"{name} ({', '.join(left)})"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import shlex
+import socket
 import statistics
 import sys
 import time
@@ -22,14 +23,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
+from cp_dtensor.comm.links import link_speed
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes, release
 
 T = TypeVar("T")
 Call = Callable[[], object]
 _CALLS_BEFORE_CAPTURE = 3
 _TIMEOUT = timedelta(minutes=60)  # one GPU takes long for a sequence that is made for many
+_GATHERED = 4 << 20
+"""Bytes of each CPU rank in a timed all-gather."""
 _LONGEST_MESSAGE = 300
 REFUSAL = "NotImplementedError: "
 """Beginning of the message of a failure by which a method says that it does not support a case."""
@@ -78,6 +83,37 @@ def stand_for_nodes(nodes: int) -> None:
         "NCCL_HOSTID": f"node {rank // (ranks // nodes)}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NVLS_ENABLE": "0", "LOCAL_WORLD_SIZE": f"{ranks // nodes}",
     }  # fmt: skip
+
+
+def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks) -> str:
+    """Name the nodes and measure the links inside of them and between them; a collective.
+
+    `mesh` has an axis across nodes and one inside of them, `flat` one axis of all ranks.
+    """
+    count, size = mesh.shape
+    hosts = ranks.gather(socket.gethostname())
+    listed = "; ".join(
+        f"{', '.join(dict.fromkeys(hosts[first : first + size]))}: ranks {first} to {first + size - 1}"
+        for first in range(0, flat.size(), size)
+    )
+    between, inside = (_speed(mesh.get_group(axis), mesh.device_type) / 1e9 for axis in range(2))
+    speeds = f"{inside:.3g} GB/s into each rank from its node, {between:.3g} from other nodes, all ranks at once"
+    return f"{count} nodes of {size} ({listed})\n{speeds}"
+
+
+def _speed(group: dist.ProcessGroup, device_type: str) -> float:
+    """Return the bytes a second into the slowest rank of a group in an all-gather; a collective."""
+    if device_type == "cuda":
+        return link_speed(group, torch.device("cuda", torch.cuda.current_device()))
+    rows, seconds = torch.zeros(_GATHERED, dtype=torch.uint8), list[float]()
+    gathered = [torch.empty_like(rows) for _ in range(group.size())]
+    for _ in range(3):
+        began = time.perf_counter()
+        dist.all_gather(gathered, rows, group=group)
+        seconds.append(time.perf_counter() - began)
+    slowest = torch.tensor((group.size() - 1) * _GATHERED / min(seconds))
+    dist.all_reduce(slowest, dist.ReduceOp.MIN, group=group)
+    return float(slowest)
 
 
 def end(ranks: Ranks, lost: Failed | None) -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cp_dtensor import context_parallel_shard
+
 RANKS = 4
 LARGEST_ERROR = 1e-10  # in float64
 
@@ -37,6 +39,21 @@ def one_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torc
     q, k, v = (tensor.detach().clone().requires_grad_() for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
+
+
+def compare(
+    mesh: DeviceMesh, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+) -> tuple[float, str]:
+    """The largest error of causal attention to this rank's shards, and the type of its device."""
+    whole = problem(mesh.device_type)
+    q, k, v, grad_out = context_parallel_shard(mesh, whole, [2] * 4)  # tokens in HeadTail(), over all axes
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = attend(q, k, v)
+    assert isinstance(out, torch.Tensor)  # with return_lse=True the result is a pair
+    out.backward(grad_out)
+    expected = context_parallel_shard(mesh, one_device(*whole), [2] * 4)
+    return error([out.detach(), q.grad, k.grad, v.grad], expected), mesh.device_type
 
 
 def error(got: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor]) -> float:

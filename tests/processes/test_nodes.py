@@ -30,8 +30,7 @@ from support.processes import Processes
 from cp_dtensor import Causal, Hardware, Mask, PeerError, explain
 from cp_dtensor.comm.collective import AllToAll
 from cp_dtensor.engine import planner
-from cp_dtensor.tools.doctor import links_of_nodes
-from cp_dtensor.tools.ranks import Ranks
+from cp_dtensor.tools.ranks import Ranks, links_of_nodes
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "multinode"
 LENGTH, Q_HEADS, KV_HEADS, DIM = 384, 4, 2, 64

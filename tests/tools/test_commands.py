@@ -14,7 +14,8 @@ from support.pretended_packages import FlashModule, FlexModule, fresh_process, i
 
 from cp_dtensor.__main__ import COMMANDS, main
 from cp_dtensor.attention.backends.aten import CudnnAttention
-from cp_dtensor.tools.report import facts, kernels, versions
+from cp_dtensor.tools.doctor import facts, kernels
+from cp_dtensor.tools.report import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
