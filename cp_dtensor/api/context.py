@@ -144,7 +144,8 @@ class context_parallel(ContextDecorator):
             _warn_of_other_layout(self._call, self._seq_len)
         self._compare_ranks()
         lengths = tuple(sorted({*self._seq_len, *[each.tensor.size(each.dim) for each in self._buffers]}))
-        differs_by_row = self._buffers and len(self._call.layout.batch_groups(2)) > 1
+        is_shared = self._call.ranks.size > 1  # a rank alone has all tokens of each row
+        differs_by_row = self._buffers and is_shared and len(self._call.layout.batch_groups(2)) > 1
         batch_size = self._buffers[0].tensor.size(0) if differs_by_row else None
         call = replace(self._call, lengths=lengths, batch_size=batch_size)
         context = OpenContext(call, tuple(map(InPlaceShard, self._buffers)), self._beside)

@@ -59,6 +59,12 @@ def test_three_ranks_of_which_some_have_no_image() -> None:
     assert {*run_ranks(3, run_multimodal_cell, "Qwen3-VL", "shard_images", None, "cpu", expected)} == {"right"}
 
 
+def test_one_rank_whose_tower_has_a_head_of_multihead_attention() -> None:
+    """It reads its mask, and asks for weights."""
+    expected = {kind: multimodal_alone("LFM2-VL", kind) for kind in kinds_of("LFM2-VL", "images")}
+    assert run_ranks(1, run_multimodal_cell, "LFM2-VL", "images", MirroredBatch(), "cpu", expected) == ["right"]
+
+
 # What the towers compute
 
 

@@ -277,8 +277,9 @@ def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kw
     asked = _model_mask(original, context, *args, **kwargs)
     if asked is None or (context is None and is_block):
         return original(*args, **kwargs)
-    if context is None:  # an indexer reads the mask itself
+    if context is None:  # an indexer reads the mask itself, and so does the head of a tower, which has no vocabulary
         is_read = not INDEXED.isdisjoint(getattr(asked.config, "layer_types", None) or ())
+        is_read = is_read or not hasattr(asked.config, "vocab_size")
         return asked.alone() if is_read else handle_of(asked)
     mask, whole = asked.found(context.call)  # refused here, where the model is
     if is_block:
