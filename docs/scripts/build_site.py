@@ -38,9 +38,10 @@ def stage(folder: Path) -> None:
     shutil.copytree(ROOT / "examples", pages / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "cp_dtensor", folder / "package" / "cp_dtensor")
     shutil.copy(ROOT / "zensical.toml", folder)
-    ways = sorted(path.name for path in (pages / "examples" / "ways").glob("*.py"))
-    listed = "\n".join(f"- [{name}]({name})" for name in ways)
-    (pages / "examples" / "ways" / "index.md").write_text(f"# Short examples\n\n{listed}\n")
+    ways = pages / "examples" / "ways"
+    shown = [f"## {path.stem}\n\n```python\n{path.read_text()}```\n" for path in sorted(ways.glob("*.py"))]
+    prints = "Each prints its error beside one device, as `ring: largest error of out and gradients 4.4e-15`."
+    (ways / "index.md").write_text("\n".join(["# Short examples", prints, *shown]))
     for page in pages.rglob("*.md"):  # what was outside of docs/ is at its top now
         up = "../" * len(page.relative_to(pages).parts)
         text = page.read_text().replace(f"]({up}README.md", f"]({up[3:]}index.md").replace(f"]({up}", f"]({up[3:]}")

@@ -261,7 +261,7 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if context is not None and positions is not None and positions.size(-1) != embeds.size(1):
         raise ValueError(
             f"expected position_ids of this rank's {embeds.size(1)} tokens, got {positions.size(-1)}: "
-            "make position_ids of the whole sequence one of the context's buffers"
+            "make tokens and position_ids of the whole sequence, not copies of them, buffers of the context"
         )
     if not is_cached:  # transformers takes the width of a whole padding for this rank's keys
         kv_len = q_len if encoder is None else encoder.size(1)

@@ -200,8 +200,8 @@ def _refuse_counted_positions(
     if not all(given for (given,) in call.ranks.gather_integers([int(is_given)], local.device)):
         raise ValueError(
             "the position ids of every rank begin with 0 and count its own tokens: the model has counted them in its "
-            "shard. Make position_ids (torch.arange(seq_len) of the whole sequence) one of the context's buffers and "
-            "pass them to the model"
+            "shard. Make position_ids (torch.arange(seq_len) of the whole sequence), not a copy, one of the context's "
+            "buffers and pass them to the model"
         )
 
 
