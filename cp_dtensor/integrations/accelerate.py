@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from cp_dtensor import Documents, HeadTail, Mask, context_parallel, local_positions
 from cp_dtensor.api.extension import (
@@ -198,6 +198,14 @@ def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> t
     """`Accelerator._prepare_cp` of this library."""
     if not _in_force:  # a reference that other code has kept
         return original(accelerator, *args)
+    for loader in args:
+        if isinstance(loader, DataLoader):
+            dispatched = accelerator.dispatch_batches
+            if dispatched or (dispatched is None and isinstance(loader.dataset, IterableDataset)):
+                raise NotImplementedError(
+                    "dispatch_batches, which accelerate sets for iterable data sets, gives the ranks of a sequence "
+                    "different rows: set it to False, by DataLoaderConfiguration or by accelerator_config of Trainer"
+                )
     options = dict(_in_force[-1].options)
     handler = accelerator.parallelism_config.cp_handler
     if options.get("rotate_method") is None and getattr(handler, "cp_comm_strategy", None) == "alltoall":
@@ -239,6 +247,8 @@ def _trainer_inputs(
                 f"Trainer got {argument}, which would compute a loss within this rank's shard: override "
                 "Trainer.compute_loss instead, where inputs have shift_labels, shifted before they are sharded"
             )
+    if getattr(getattr(trainer, "args", None), "neftune_noise_alpha", None) is not None and model.training:
+        raise NotImplementedError("Trainer got neftune_noise_alpha, whose noise would be that of a row of shard length")
     _refuse_dropped_documents(trainer, model)
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None:
@@ -409,24 +419,20 @@ def _trainer_prediction(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`Trainer.prediction_step` whose loss is the mean over the ranks of a sequence.
 
-    Trainer takes the ranks' losses for those of other rows, and drops some of them in the last batch.
+    Trainer takes the ranks' losses for those of other rows.
     """
     if not prediction_loss_only:
         raise NotImplementedError(
             "Trainer.predict, and evaluate with compute_metrics, would take the logits of each rank's shard for "
             "those of other rows: under context parallelism only the loss is evaluated (prediction_loss_only=True)"
         )
-    ends = trainer.accelerator.gradient_state
+    ends, ranks = trainer.accelerator.gradient_state, sequence_ranks(steps.mesh)
     if ends.end_of_dataloader and ends.remainder > 0:
-        warnings.warn(
-            f"the last batch of this evaluation has {ends.remainder} rows, fewer than the others: accelerate "
-            "counts them once, and each row of other batches once for every rank of a sequence, so that eval_loss, "
-            "if there are others, is no mean over rows: make the data set a multiple of the evaluation batch",
-            stacklevel=2,
-        )
+        # Of the last batch accelerate keeps one value a row. Every rank of a sequence gives one for each row.
+        ends.active_dataloader.remainder *= ranks.size
     loss, logits, labels = original(trainer, model, inputs, prediction_loss_only, *args, **kwargs)
     if loss is not None:
-        loss = sequence_ranks(steps.mesh).gather(loss.reshape(1).double()).mean().to(loss)
+        loss = ranks.gather(loss.reshape(1).double()).mean().to(loss)
     return loss, logits, labels
 
 

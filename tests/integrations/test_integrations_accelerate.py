@@ -227,6 +227,31 @@ def test_options_for_an_accelerator_that_was_prepared_before() -> None:
         Accelerator.maybe_context_parallel(SimpleNamespace(parallelism_config=pc), [], [], mask=Documents([0, 4]))
 
 
+class Streamed(torch.utils.data.IterableDataset[int]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Any:
+        yield from range(3)
+
+
+@pytest.mark.parametrize(
+    ("data", "dispatched", "is_refused"),
+    [(Streamed(), None, True), (Streamed(), False, False), ([1], None, False), ([1], True, True)],
+)
+def test_batches_that_are_dispatched_are_refused(data: Any, dispatched: bool | None, is_refused: bool) -> None:
+    """Each rank of a sequence would get other rows, which contexts compare in their first call only."""
+    config = SimpleNamespace(cp_handler=None)
+    accelerator = SimpleNamespace(
+        parallelism_config=config, torch_device_mesh={"cp": None}, dispatch_batches=dispatched
+    )
+    refused = (
+        pytest.raises(NotImplementedError, match="different rows: set it to False") if is_refused else nullcontext()
+    )
+    with cp_accelerate.enable(), refused:
+        Accelerator._prepare_cp(accelerator, torch.utils.data.DataLoader(data))
+    assert hasattr(accelerator, "_cp_context") is not is_refused
+
+
 def flattened(*left_out: str) -> dict[str, Any]:
     """A batch of TRL's padding-free collator: three documents in one row."""
     sizes = [9, 4, 8]
@@ -325,6 +350,7 @@ OWN_LOSS = "got compute_loss_func, which would compute a loss within this rank's
             {},
             "got label_smoothing_factor, which would compute a loss within this rank's shard",
         ),
+        ({"args": SimpleNamespace(neftune_noise_alpha=5.0)}, {}, "got neftune_noise_alpha, whose noise"),
         ({"compute_loss_func": len}, {}, OWN_LOSS),
         ({"compute_loss_func": len}, {"labels": None, "shift_labels": torch.ones(1, LENGTH).long()}, OWN_LOSS),
         ({"compute_loss_func": len}, {"labels": None}, None),
@@ -356,15 +382,19 @@ def test_every_rank_evaluates_the_mean_of_the_losses_and_no_logits(monkeypatch: 
         with pytest.raises(NotImplementedError, match="only the loss is evaluated"):
             Trainer.prediction_step(trainer, None, inputs, False)
 
-    def partial_batch(rank: int) -> None:
+    def smaller_batch(rank: int) -> None:
+        """Of three rows: accelerate takes so many values of those that it gathers, where both ranks give three."""
         trainer = SimpleNamespace(accelerator=prepared(rank, nn.Identity()))
-        trainer.accelerator.gradient_state = SimpleNamespace(end_of_dataloader=True, remainder=3)
+        loader = SimpleNamespace(remainder=3)
+        trainer.accelerator.gradient_state = SimpleNamespace(
+            end_of_dataloader=True, remainder=loader.remainder, active_dataloader=loader
+        )
         Trainer.prediction_step(trainer, None, {"loss": torch.zeros(())}, True)
+        assert loader.remainder == 3 * RANKS
 
     with cp_accelerate.enable():
         run_ranks(RANKS, body)
-        with pytest.warns(UserWarning, match="the last batch of this evaluation has 3 rows"):
-            run_ranks(RANKS, partial_batch)
+        run_ranks(RANKS, smaller_batch)
     assert Trainer.prediction_step is of_rank
 
 
