@@ -212,6 +212,7 @@ def test_the_program_of_the_readme_equals_one_device() -> None:
     torch.testing.assert_close(found, [each.detach() for each in rows], check_stride=False)
     shares = torch.stack([each["weight"].grad for each in namespaces])
     torch.testing.assert_close(shares.mean(0), weight.grad)
+    assert "print norms of {:.3f} and {:.3f}:".format(*(each.norm() for each in shares)) in README.read_text()
 
 
 def test_the_readme_is_short() -> None:
