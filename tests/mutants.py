@@ -249,9 +249,9 @@ MUTANTS = (
     Mutant(
         "deterministic ignored",
         "a deterministic call takes kernels that are not",
-        "plan/partition.py",
-        "if deterministic or not is_plain",
-        "if not is_plain",
+        "engine/planner.py",
+        "is_deterministic(q, allowed, call.deterministic)",
+        "is_deterministic(q, allowed, False)",
         "tests/engine/test_deterministic.py",
     ),
     Mutant(
