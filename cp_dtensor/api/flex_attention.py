@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from cp_dtensor import _torch
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.api.flex_block_mask import LocalRows, cached_block_mask, check_mask_lengths, mask_lengths, position_of
-from cp_dtensor.api.flex_operators import agreed_lengths, check_context_mask, traced_block_mask
+from cp_dtensor.api.flex_operators import agreed_lengths, check_context, traced_block_mask
 from cp_dtensor.api.functional import traced_constants
 from cp_dtensor.api.interception import SharedInstallation
 from cp_dtensor.comm.groups import Mesh
@@ -263,12 +263,12 @@ def _context_key() -> str:
     """Return the key of a call in the open context, "" outside of any; a constant of compiled code."""
     of_module = _torch.traced_scope()
     if of_module is not None:
-        check_context_mask(call_of(of_module).mask)
+        check_context(call_of(of_module))
         return of_module
     context = current()
     if context is None:
         return ""
-    check_context_mask(context.call.mask)
+    check_context(context.call)
     refuse_beside(context.beside, "FlexAttention")
     if queries_alone(context) is not None:
         raise NotImplementedError(

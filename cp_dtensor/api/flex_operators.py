@@ -18,7 +18,6 @@ from cp_dtensor.engine.call import Call, call_of
 from cp_dtensor.engine.contexts import Left, LiveLayout
 from cp_dtensor.engine.gather_kv import KVGather, Pair
 from cp_dtensor.engine.handles import fake_handle
-from cp_dtensor.spec.masks import Mask
 
 
 def agreed_lengths(
@@ -42,13 +41,14 @@ def agreed_lengths(
         ) from error
 
 
-def check_context_mask(mask: Mask | None) -> None:
-    """Refuse contexts with a mask."""
-    if mask is not None:
-        raise NotImplementedError(
-            f"FlexAttention does not take the mask of its context, got {mask!r}: give flex_attention a block_mask, "
-            "in a context without a mask"
-        )
+def check_context(call: Call) -> None:
+    """Refuse contexts with a mask, or that promise equal bits in every run, which torch's kernels do not."""
+    for name, value in call.of_dtensors.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f"FlexAttention does not take the option {name} of its context, got {value!r}: use a context without "
+                "it, and for masks the block_mask of flex_attention"
+            )
 
 
 # Keys and values
@@ -68,7 +68,7 @@ def _keys(
     of_key = call_of(key)
     found = Left.by(of_key, q, k)
     call, is_live = found.call, isinstance(of_key.layout, LiveLayout)
-    check_context_mask(call.mask)
+    check_context(call)
     agreed = agreed_lengths(
         replace(call, mask=None, scale=scale), CallTensors(q, k, v), (q_len, kv_len) if declared else None, None
     )

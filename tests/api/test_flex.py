@@ -341,7 +341,8 @@ REFUSED: list[tuple[Callable[[], object], dict[str, Any], type[Exception], str]]
      r"expected k to be a plain tensor, .* placed \(Replicate\(\),\)"),
     (lambda: _flex(_nested()), {}, NotImplementedError, "nested tensors"),
     (lambda: _flex(Q.to("meta")), {}, ValueError, "Found input tensors on meta"),  # torch's own error
-    (_flex, {"mask": Causal()}, NotImplementedError, "does not take the mask of its context"),
+    (_flex, {"mask": Causal()}, NotImplementedError, "does not take the option mask of its context"),
+    (_flex, {"deterministic": True}, NotImplementedError, "the option deterministic of its context, got True"),
     (_flex, BUFFERS, ValueError, "needs the batch size of the buffers, 4"),
     (_backward, {}, RuntimeError, "is ambiguous whether the call belongs to the context"),
     (_flex, {"each alone": True}, NotImplementedError, "left to each rank alone"),

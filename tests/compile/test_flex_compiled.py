@@ -149,9 +149,10 @@ def refusals(rank: int) -> None:
     layout = PerDocument([0, 16])
     with context(layout=layout):
         of_one_length(q, block_mask(window, 16))
-    refused = pytest.raises(Exception, match="does not take the mask of its context")
-    with context(layout=layout, mask=Causal()), refused:  # of an equal key
-        of_one_length(q, block_mask(window, 16))
+    for option, value in (("mask", Causal()), ("deterministic", True)):  # the first is of an equal key
+        refused = pytest.raises(Exception, match=f"does not take the option {option} of its context")
+        with context(layout=layout, **{option: value}), refused:
+            of_one_length(q, block_mask(window, 16))
     alone = compiled(lambda q: flex_attention(q, q, q), backend="eager")
     with RingAttnMode(dist.group.WORLD):
         alone(q)
@@ -291,7 +292,7 @@ def redirection(rank: int) -> None:
     """Refused where it is not; it lasts as long as there are modules."""
     fresh()
     q = torch.randn(1, 2, 8, 4, dtype=torch.float64)
-    with torch.no_grad(), pytest.raises(Exception, match="does not take the mask of its context"):
+    with torch.no_grad(), pytest.raises(Exception, match="does not take the option mask of its context"):
         compiled(parallel(mask=Causal()), backend="eager")(q, q, q, None, None)
     fresh()
     gc.collect()

@@ -17,7 +17,7 @@ from support.pages import blocks
 from support.processes import Processes
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_dtensor import context_parallel
+from cp_dtensor import context_parallel, context_parallel_unshard
 from cp_dtensor.integrations.transformers import ModelBatch, register
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
@@ -78,6 +78,24 @@ def caches(rank: int, with_provider: bool) -> None:
         model(last, past_key_values=model(tokens()).past_key_values)  # one that no context has seen
 
 
+def caches_with_windows(rank: int) -> None:
+    """Gathered keys of a model's own cache are those of all tokens, also where a window is shorter than a shard."""
+    model: Any = tiny_model("Mistral", "sdpa").eval()
+    model.config.sliding_window = LENGTH // 4
+    last, mesh = tokens()[:, :1], init_device_mesh("cpu", (2,))
+    with torch.no_grad():
+        expected = model(torch.cat([tokens(), last], 1)).logits[:, -1:]
+    for own in (None, transformers.DynamicCache(config=model.config)):
+        found = called_in_context(model, ModelBatch(input_ids=tokens()), past_key_values=own).past_key_values
+        assert all(found.is_sliding)
+        for whole in (transformers.DynamicCache(), transformers.DynamicCache(config=model.config)):
+            for index, layer in enumerate(found.layers):
+                whole.update(*context_parallel_unshard(mesh, [layer.keys, layer.values], [2, 2]), index)
+            with torch.no_grad():
+                torch.testing.assert_close(model(last, past_key_values=whole).logits, expected)
+    assert model(tokens()).past_key_values.layers[0].keys.size(2) < LENGTH // 4  # outside of contexts
+
+
 def caches_of_compiled_models(rank: int) -> None:
     torch.compiler.reset()
     model: Any = tiny_model("Llama", register()).eval()
@@ -130,7 +148,8 @@ def readme(rank: int) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        (caches, False), (caches, True), (generation,), (caches_of_cross_attention,), (joined_documents,), (readme,),
+        (caches, False), (caches, True), (caches_with_windows,), (generation,), (caches_of_cross_attention,),
+        (joined_documents,), (readme,),
         pytest.param((caches_of_compiled_models,), marks=pytest.mark.sweep),
     ],
 )  # fmt: skip

@@ -42,6 +42,7 @@ from cp_dtensor.integrations.transformers.layers import (
 from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of, without_documents
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES, whole_call
 from cp_dtensor.integrations.transformers.private import (
+    CACHE_UTILS,
     GENERATION_UTILS,
     INDEXED,
     LOSS_UTILS,
@@ -66,6 +67,7 @@ class _Hook:
         for patch in (_models_checked, _losses_checked, _provider_refused_by_tables):
             yield when_loaded(MODELING_UTILS, patch)
         yield when_loaded(GENERATION_UTILS, _generation_refused)
+        yield when_loaded(CACHE_UTILS, _caches_filled)
         yield closing(layer_patches)
 
     def check_compiled(self, arguments: dict[str, Any]) -> None:
@@ -199,6 +201,23 @@ def _generation_refused(utils: Any) -> AbstractContextManager[None]:
         return original(model, *args, **kwargs)
 
     return wrapped(utils.GenerationMixin, "generate", generate)
+
+
+def _caches_filled(utils: Any) -> AbstractContextManager[None]:
+    """While open, caches in contexts keep all keys of a shard, so that those that are gathered are of all tokens.
+
+    Layers with windows would keep the last ones only, but they return all, for the windows of this call's queries.
+    """
+
+    def update(original: Callable[..., Any], cache: Any, k: Any, v: Any, layer_idx: int, *args: Any, **kw: Any) -> Any:
+        keys, values = original(cache, k, v, layer_idx, *args, **kw)
+        if shards_are_seen():
+            layer = cache.layers[layer_idx]
+            if layer.keys.shape[-2] < keys.shape[-2]:
+                layer.keys, layer.values = keys, values
+        return keys, values
+
+    return wrapped(utils.Cache, "update", update)
 
 
 # Masks
