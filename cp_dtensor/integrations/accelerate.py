@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -238,6 +238,11 @@ def _trainer_inputs(
     steps: _Steps, _: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """`Trainer._prepare_context_parallel_inputs` that shards all inputs, with labels shifted before."""
+    if not isinstance(inputs, Mapping):
+        raise NotImplementedError(
+            "expected the inputs of a step to be tensors by name, which the ranks share; got a "
+            f"{type(inputs).__name__}, as trainers have that generate (GRPO, RLOO)"
+        )
     for name, argument, of_tokens in (
         ("label_smoother", "label_smoothing_factor", {"labels"}),
         ("compute_loss_func", "compute_loss_func", {"labels", "shift_labels"}),

@@ -350,6 +350,7 @@ OWN_LOSS = "got compute_loss_func, which would compute a loss within this rank's
             {},
             "got label_smoothing_factor, which would compute a loss within this rank's shard",
         ),
+        ({}, [{"prompt": "text"}], "got a list, as trainers have that generate"),
         ({"args": SimpleNamespace(neftune_noise_alpha=5.0)}, {}, "got neftune_noise_alpha, whose noise"),
         ({"compute_loss_func": len}, {}, OWN_LOSS),
         ({"compute_loss_func": len}, {"labels": None, "shift_labels": torch.ones(1, LENGTH).long()}, OWN_LOSS),
@@ -359,7 +360,9 @@ OWN_LOSS = "got compute_loss_func, which would compute a loss within this rank's
 def test_steps_of_a_trainer_that_would_be_wrong_are_refused(trainer: Any, changes: Any, message: str | None) -> None:
     def body(rank: int) -> None:
         model = llama()
-        inputs = {name: each for name, each in {**flattened(), **changes}.items() if each is not None}
+        inputs = changes
+        if isinstance(changes, dict):
+            inputs = {name: each for name, each in {**flattened(), **changes}.items() if each is not None}
         refused = pytest.raises((ValueError, NotImplementedError), match=message) if message else nullcontext()
         with refused:
             Trainer._prepare_context_parallel_inputs(trainer_of(rank, model, **trainer), model, inputs)
