@@ -409,11 +409,11 @@ def choice(mesh: DeviceMesh, seq_len: int, heads: Heads) -> Iterator[Finding]:
 
 
 def nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks, seq_len: int, heads: Heads) -> Iterator[Finding]:
-    """Yield the findings about several nodes, and what "auto" takes over both meshes of `links_of_nodes`; a collective.
+    """Yield the findings about several nodes, and what "auto" takes; a collective. On CPUs, H200s are assumed for that.
 
-    On CPUs, H200s are assumed.
+    `mesh` has an axis across nodes and one inside of them, `flat` one axis of all ranks.
     """
-    yield Finding("nodes", OK, links_of_nodes(mesh, flat, ranks))
+    yield Finding("nodes", OK, links_of_nodes(mesh, ranks))
     if mesh.device_type == "cuda":
         cluster = cluster_of(sequence_ranks(flat), torch.device("cuda", torch.cuda.current_device()), 2)
     else:

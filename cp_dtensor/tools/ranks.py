@@ -85,16 +85,16 @@ def stand_for_nodes(nodes: int) -> None:
     }  # fmt: skip
 
 
-def links_of_nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks) -> str:
+def links_of_nodes(mesh: DeviceMesh, ranks: Ranks) -> str:
     """Name the nodes and measure the links inside of them and between them; a collective.
 
-    `mesh` has an axis across nodes and one inside of them, `flat` one axis of all ranks.
+    `mesh` has an axis across nodes and one inside of them.
     """
     count, size = mesh.shape
     hosts = ranks.gather(socket.gethostname())
     listed = "; ".join(
         f"{', '.join(dict.fromkeys(hosts[first : first + size]))}: ranks {first} to {first + size - 1}"
-        for first in range(0, flat.size(), size)
+        for first in range(0, len(hosts), size)
     )
     between, inside = (_speed(mesh.get_group(axis), mesh.device_type) / 1e9 for axis in range(2))
     speeds = f"{inside:.3g} GB/s into each rank from its node, {between:.3g} from other nodes, all ranks at once"

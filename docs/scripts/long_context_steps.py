@@ -67,12 +67,6 @@ class Steps:
         self.losses = recipe.prepared(self.model, self.mesh, tile=tile)
         more = {"fused": True} if optimizer == "AdamW" else {}
         self.optimizer = getattr(torch.optim, optimizer)(self.losses.parameters(), lr=0.0, **more)
-        # Makes the optimizer's states now. The end of the first step would make them otherwise, in memory that the
-        # second step then had to map again, in the time of the first method only.
-        for parameter in self.losses.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         register()
         AttentionInterface.register("torch_contiguous", torch_attention)
 

@@ -72,7 +72,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 def _links(rank: int, nodes: int) -> str:
     flat = mesh_over_nodes(1, "cpu", nodes)
-    return links_of_nodes(mesh_over_nodes(2, "cpu", nodes), flat, Ranks(flat.get_group()))
+    return links_of_nodes(mesh_over_nodes(2, "cpu", nodes), Ranks(flat.get_group()))
 
 
 @pytest.mark.sweep
