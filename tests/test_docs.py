@@ -267,3 +267,17 @@ def test_tables_of_benchmarks_are_those_of_measured() -> None:
 def test_every_public_name_is_in_the_api() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     assert [name for name in cp_dtensor.__all__ if not re.search(rf"`{name}\b", text)] == []
+
+
+def test_the_reports_of_versions_are_those_of_measured() -> None:
+    measured = docs_script("measured").read()
+    table = (ROOT / "docs" / "versions.md").read_text().partition("| first report |")[2]
+    lines = re.findall(
+        r"^\| (\d) (H\d00)( as two nodes)?[^|]*\| (\w+), [^|]*\| (\w+), [^|]*\| (.*) \|$", table, re.MULTILINE
+    )
+    assert len(lines) == 7
+    for count, gpu, nodes, first, last, tables in lines:
+        rows = [row for row in measured if row["machine"] == f"{count}x{gpu}" + " as 2x2" * bool(nodes)]
+        assert {first, last} <= {row["commit"] for row in rows}
+        named = tuple(re.findall(r"`([\w-]+)`", tables))
+        assert {row["table"] for row in rows if not row["table"].startswith(named)} <= {f"{count}x{gpu}"}
