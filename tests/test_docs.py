@@ -264,6 +264,33 @@ def test_tables_of_benchmarks_are_those_of_measured() -> None:
     assert compared > 100
 
 
+def test_tables_of_kernels_are_those_of_measured() -> None:
+    """TFLOP/s of captured tiles, forward / backward; in the last column microseconds of eager calls, cuDNN / ours."""
+    kernels = {"cuDNN through torch": "cuDNN", "ours, in Triton": "ours"}
+    measured: dict[tuple[str, ...], str] = {}
+    for row in docs_script("measured").read():
+        if row["table"] == "kernels-tiles":
+            heads = ":".join(row[name] for name in ("q_heads", "kv_heads", "head_dim"))
+            mask = row["mask"].partition(", tile")[0].replace(",", "").replace(":", " ")
+            case = (heads, row["tokens"], mask, row["method"], row["pass"])
+            measured[case] = f"{float(row['tflops'] or 1000 * float(row['median_ms'])):,.0f}"
+    text, compared = (ROOT / "docs" / "kernels.md").read_text().partition("## Measured")[2], 0
+    for table in re.findall(r"^\| heads.*\n(?:\|.*\n)+", text, re.MULTILINE):
+        names, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+        for line in lines:
+            first = 3 if "tokens" in names else 2
+            heads, *tokens, mask = (cell.replace(",", "") for cell in line[:first])
+            case = (heads, tokens[0] if tokens else mask.split()[1], mask)
+            for name, cell in list(zip(names, line, strict=True))[first:]:
+                each = [(f"{kernels.get(name, name)} graph", direction) for direction in ("fwd", "bwd")]
+                if name.startswith("eager"):
+                    each = [(method, "fwd") for method in ("cuDNN's FlexAttention", "ours")]
+                if cell != "-":
+                    assert cell == " / ".join(measured[(*case, *one)] for one in each), (line, name)
+                    compared += 1
+    assert compared > 50
+
+
 def test_every_public_name_is_in_the_api() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     assert [name for name in cp_dtensor.__all__ if not re.search(rf"`{name}\b", text)] == []
