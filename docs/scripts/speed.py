@@ -193,7 +193,7 @@ def draw_today(output: Path) -> None:
             axis.barh(place, width, height=0.75, color=bar.colour)
             _annotate(axis, width, place, text, 13)
         axis.axvline(ideal, **IDEAL_LINE)
-        axis.set_title(f"{mask.replace('documents 2048', 'packed documents')}, {tokens:,} tokens", fontsize=13)
+        axis.set_title(f"{mask.replace('documents 2048', 'packed documents')}, {tokens:,} tokens", fontsize=12)
         axis.set_xlim(0, 1.4 * max(ms for ms in times if not isnan(ms)))
         _bare(axis)
         axis.set_xticks([])
