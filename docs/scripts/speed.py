@@ -199,8 +199,8 @@ def draw_today(output: Path) -> None:
         axis.set_xticks([])
     for axis in axes[:, 0]:
         axis.set_yticks(range(len(TODAY)), [bar.label for bar in TODAY], fontsize=12)
-    title = "Attention on 8 H200s, forward + backward, bfloat16,\n32 query and 8 kv heads of 128; dashed: one GPU's time / 8"
-    figure.suptitle(title, fontsize=13)
+    title = "Attention on 8 H200s, forward + backward, bfloat16,"
+    figure.suptitle(f"{title}\n32 query and 8 kv heads of 128; dashed: one GPU's time / 8", fontsize=13)
     save(figure, output)
 
 
