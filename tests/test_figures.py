@@ -113,7 +113,8 @@ def predicted(tokens: int, gpus: int, gpu: str, *, keep_attention: bool = True) 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "gpus", "gpu"), [(32768, 2, "H100"), (131072, 1, "H200"), (131072, 2, "H200"), (262144, 2, "H200"), (524288, 2, "H200")],
+    ("tokens", "gpus", "gpu"),
+    [(32768, 2, "H100"), (131072, 1, "H200"), (131072, 2, "H200"), (262144, 2, "H200"), (524288, 2, "H200")],
 )
 def test_predicted_steps_are_those_of_the_page(tokens: int, gpus: int, gpu: str) -> None:
     gib, seconds = predicted(tokens, gpus, gpu)
