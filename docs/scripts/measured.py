@@ -2,7 +2,8 @@
 
 python docs/scripts/measured.py 8xH200-packages outputs/run.csv
 
-Replaces the rows of that table by those of one or more runs, or adds them. docs/benchmarks/README.md says what the columns are.
+Replaces the rows of that table by those of one or more runs, or adds them. docs/benchmarks/README.md says what the
+columns are.
 """
 
 from __future__ import annotations

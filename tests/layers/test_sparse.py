@@ -325,6 +325,9 @@ def test_dtensors() -> None:
         wide = distribute_tensor(tokens[0].transpose(1, 2), mesh, [Shard(2), Shard(3)])
         with pytest.raises(ValueError, match="indexed_attention expects a DTensor sharded along dims"):
             indexed_attention(wide, latent, k_rope, up=up, indices=local)
+        halves = up.redistribute(mesh, [Shard(0), Shard(0)])  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="expects up sharded by whole heads, got 2 heads on 4 ranks"):
+            indexed_attention(q.transpose(1, 2), latent, k_rope, up=halves, indices=local)
 
     run_ranks(4, body)
 

@@ -44,8 +44,14 @@ UNCOMPILED = "the ranks of context_parallel select keys in uncompiled code: comp
 
 
 def selecting_context() -> OpenContext:
+    """Return the context of an indexer; refuse one that promises equal bits, which gradients of keys have not."""
     context = current()
     assert context is not None, "functions of layers are replaced in contexts alone"
+    if context.call.deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise NotImplementedError(
+            "layers that select keys, in a context with deterministic=True, add gradients of keys in any order on "
+            "GPUs: call torch.use_deterministic_algorithms(True), which leaves them to torch operations"
+        )
     context.seen.add(_SELECTED)
     return context
 
@@ -59,20 +65,6 @@ def whole_mask(context: OpenContext, owner: str, mask: Tensor | None) -> Mask:
         )
     own = Causal() if mask is None else value_of(mask).of_call(context.call).mask
     return both_masks(context.call.mask, own) or Full()
-
-
-def check_places(owner: str, context: OpenContext) -> None:
-    """Refuse position ids that are not places: MiniMax M3 compares them with the places of keys."""
-    positions = whole_positions(context)
-    if positions is None:
-        raise NotImplementedError(
-            f"{owner} in context_parallel expects position_ids, and a mask that the model makes of them by "
-            "transformers.masking_utils: position ids are taken for places of keys, and no mask was made of any"
-        )
-    if not bool((positions == torch.arange(positions.size(1), device="cpu")).all()):
-        raise NotImplementedError(
-            f"{owner}: position ids are taken for places of keys in the sequence, and are others in packed documents"
-        )
 
 
 def _refuse_padding_first(owner: str, mask: Mask, context: OpenContext, batch_size: int) -> None:
