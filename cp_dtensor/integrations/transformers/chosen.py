@@ -44,14 +44,8 @@ UNCOMPILED = "the ranks of context_parallel select keys in uncompiled code: comp
 
 
 def selecting_context() -> OpenContext:
-    """Return the context of an indexer; refuse one that promises equal bits, which gradients of keys have not."""
     context = current()
     assert context is not None, "functions of layers are replaced in contexts alone"
-    if context.call.deterministic and not torch.are_deterministic_algorithms_enabled():
-        raise NotImplementedError(
-            "layers that select keys, in a context with deterministic=True, add gradients of keys in any order on "
-            "GPUs: call torch.use_deterministic_algorithms(True), which leaves them to torch operations"
-        )
     context.seen.add(_SELECTED)
     return context
 
