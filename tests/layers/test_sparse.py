@@ -442,6 +442,7 @@ def test_refused_before_any_exchange() -> None:
         (lambda rank: _select(topk=1 + rank)(dist.group.WORLD), 'operation: rank 1 says "SelectKeys(topk=2'),
         (lambda rank: _select(mask=SlidingWindow(rank, 0))(dist.group.WORLD), "operation: rank 1 says"),
         (lambda rank: _attend(scale=[1.0, 2.0][rank])(dist.group.WORLD), "operation: rank 1 says"),
+        (lambda rank: _attend(indices=INDICES + 9 * rank)(dist.group.WORLD), "indices from -1 to the last of 6 tokens"),
     ],
 )
 def test_different_calls_are_refused_on_every_rank(call: Callable[[int], object], message: str) -> None:
