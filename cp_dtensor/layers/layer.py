@@ -53,6 +53,8 @@ class SequenceLayer(ABC):
     keeps_rows: bool = True
     """True if the output has as many rows as the first tensor, on every rank."""
     takes_mask: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = False
+    """True if it selects keys or reads selected ones, whose gradients kernels add in any order."""
     """True if the operation has a field `mask`, the keys of each query: of contexts it takes masks, not documents."""
 
     @property
