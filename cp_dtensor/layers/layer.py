@@ -53,9 +53,9 @@ class SequenceLayer(ABC):
     keeps_rows: bool = True
     """True if the output has as many rows as the first tensor, on every rank."""
     takes_mask: ClassVar[bool] = False
+    """True if the operation has a field `mask`, the keys of each query: of contexts it takes masks, not documents."""
     is_sparse: ClassVar[bool] = False
     """True if it selects keys or reads selected ones, whose gradients kernels add in any order."""
-    """True if the operation has a field `mask`, the keys of each query: of contexts it takes masks, not documents."""
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
