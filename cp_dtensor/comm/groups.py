@@ -109,11 +109,11 @@ class SequenceRanks:
         return self.size == other.size and (mine <= others or others <= mine)
 
     def is_in_order_of(self, other: SequenceRanks) -> bool:
-        """Return whether each of the ranks, which share a sequence, has the same place in `other`."""
+        """Return whether each of the ranks, which share a sequence, is known to have the same place in `other`."""
         if self == other:
             return True
         are_known = all(each.members or each.inner is None for each in (self, other))
-        return self.global_ranks() == other.global_ranks() if are_known else self.outer == other.outer
+        return are_known and self.global_ranks() == other.global_ranks()
 
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gather (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""
