@@ -359,10 +359,9 @@ def _cluster(options: Any) -> Cluster:
     if outer:
         of_network = {"nodes": 1, "pods": 1, "internode": NETWORK, "oversubscription": 1.0}
         given |= {f"--{name}": getattr(options, name) != usual for name, usual in of_network.items()}
-    if unread := [name for name, is_given in given.items() if is_given]:
-        raise ValueError(
-            f"--cluster {options.cluster} has measured what {', '.join(unread)} would assume: leave that out"
-        )
+    unread = ", ".join(name for name, is_given in given.items() if is_given)
+    if unread:
+        raise ValueError(f"--cluster {options.cluster} has measured what {unread} would assume: leave it out")
     network = Cluster(
         "H100", nodes=options.nodes, pods=options.pods, internode=options.internode,
         oversubscription=options.oversubscription,
