@@ -355,7 +355,15 @@ def _cluster(options: Any) -> Cluster:
         )  # fmt: skip
     measured = load_cluster(options.cluster)
     inner, *outer = measured.tiers
-    if outer or options.nodes == options.pods == 1:
-        return measured
-    network = Cluster("H100", nodes=options.nodes, pods=options.pods, internode=options.internode).tiers[1:]
-    return Cluster(measured.gpu, (inner, *network))
+    given = {"--gpus-per-node": options.gpus_per_node is not None, "--packages": options.packages}
+    if outer:
+        of_network = {"nodes": 1, "pods": 1, "internode": NETWORK, "oversubscription": 1.0}
+        given |= {f"--{name}": getattr(options, name) != usual for name, usual in of_network.items()}
+    unread = ", ".join(name for name, is_given in given.items() if is_given)
+    if unread:
+        raise ValueError(f"--cluster {options.cluster} has measured what {unread} would assume: leave it out")
+    network = Cluster(
+        "H100", nodes=options.nodes, pods=options.pods, internode=options.internode,
+        oversubscription=options.oversubscription,
+    )  # fmt: skip
+    return measured if outer else Cluster(measured.gpu, (inner, *network.tiers[1:]))
