@@ -37,6 +37,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.layers.call import SequenceCall, document_edges
 from cp_dtensor.layers.layer import Inputs, Moved, SequenceLayer, run_layer, traced_layer
+from cp_dtensor.layers.package_kernels import refuse_equal_bits
 from cp_dtensor.layers.rows import Shift
 from cp_dtensor.spec.documents import ascending, edges_of_documents
 from cp_dtensor.spec.layouts import Layout, TorchChunk
@@ -148,6 +149,8 @@ def _call(
     ranks, layout, mask = place.ranks(), place.layout, None
     lengths: tuple[int, ...] = ()
     edges = document_edges(owner, cu_seqlens)
+    if place.mesh == IN_CONTEXT and operation.is_sparse:
+        refuse_equal_bits(owner)
     context = around(owner, ranks, layout=layout is None, mask=cu_seqlens is None)
     if context is not None:
         outer = context.call

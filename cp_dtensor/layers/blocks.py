@@ -224,6 +224,7 @@ class SelectPooled(LayerOfBlocks):
     """
 
     of_tokens = 3  # ranks have other numbers of blocks, as of tokens
+    is_sparse = True
     size: int
     topk: int
     expanded: bool
@@ -263,6 +264,7 @@ class PooledAttention(LayerOfBlocks):
 
     of_tokens = 4
     dim = 2
+    is_sparse = True
     size: int
     window: int
     scale: float | None

@@ -75,7 +75,8 @@ class SequenceCall(Sharding):
             return {
                 "function": self.owner, "operation": repr(self.operation), "layout": repr(self.layout),
                 "dtype": str(x.dtype), "shape": shape, "other tensors": others,
-                LENGTH: known if refusal is None else f"refused: {x.size(dim)} local tokens", "documents": self.edges,
+                LENGTH: f"refused: {x.size(dim)} local tokens" if known is None else known, "documents": self.edges,
+                "arguments": "accepted" if refusal is None or known is None else f"refused: {refusal}",
             }  # fmt: skip
 
         compare(self, signature, x, facts, refusal=refusal)

@@ -42,6 +42,7 @@ class IndexedAttention(SequenceLayer):
 
     of_tokens = 4
     dim = 2
+    is_sparse = True
     scale: float | None
     """None for 1 / sqrt(Dn + Dr), which is a symbol where compiled code has dynamic shapes."""
 
@@ -72,6 +73,7 @@ class BlockAttention(MaskedLayer):
 
     of_tokens = 4
     dim = 2
+    is_sparse = True
     block_size: int
     mask: Mask | None
     scale: float | None

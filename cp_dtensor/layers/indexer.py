@@ -40,6 +40,7 @@ class SelectKeys(MaskedLayer):
     """
 
     of_tokens = 3
+    is_sparse = True
     topk: int
     mask: Mask | None
     block_size: int = 1

@@ -54,6 +54,8 @@ class SequenceLayer(ABC):
     """True if the output has as many rows as the first tensor, on every rank."""
     takes_mask: ClassVar[bool] = False
     """True if the operation has a field `mask`, the keys of each query: of contexts it takes masks, not documents."""
+    is_sparse: ClassVar[bool] = False
+    """True if it selects keys or reads selected ones, whose gradients kernels add in any order."""
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_dtensor.api.extension import first_use
+from cp_dtensor.api.extension import current, first_use
 from cp_dtensor.spec.logs import log_once
 
 TOP_K = {"return_val": False, "deterministic": True}
@@ -67,6 +67,16 @@ class PackageKernels:
             f"{self.distribution} is not used for {self.operation}, {kernel}: {reason}; torch operations are",
             RuntimeWarning,
             stacklevel=2,
+        )
+
+
+def refuse_equal_bits(owner: str) -> None:
+    """Refuse calls that models make in a context that promises equal bits in every run, which kernels do not keep."""
+    context = current()
+    if context is not None and context.call.deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise NotImplementedError(
+            f"{owner}, in a context with deterministic=True, expects torch.use_deterministic_algorithms(True): on GPUs "
+            "kernels add gradients of selected keys in any order, torch operations then do not"
         )
 
 

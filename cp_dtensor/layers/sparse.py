@@ -251,6 +251,11 @@ def indexed_attention(
     check_dims(owner, _DIMS, {"q": q, "latent": latent, "k_rope": k_rope, "indices": indices, "sinks": sinks})
     _check_indices(owner, "indices", indices, sinks)
     _check_placements(owner, q, (0, 1, 2))
+    if q.size(1) % _parts_along(up, 0):
+        raise ValueError(
+            f"{owner} expects up sharded by whole heads, got {q.size(1)} heads on {_parts_along(up, 0)} ranks: pass up "
+            "replicated"
+        )
     factor = None if scale is None else softmax_scale(q.size(3), scale)
     return layer(
         owner, [q, latent, k_rope, indices, up.unflatten(0, (q.size(1), -1)), sinks],
@@ -353,9 +358,7 @@ def block_attention(
     shown = f"got q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}"
     if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point() or 0 in (*q.shape[1::2], v.size(3)):
         raise ValueError(f"{owner} expects q, k and v of one floating dtype, with at least one head and dim; {shown}")
-    placements = q.placements if isinstance(q, DTensor) else ()
-    over = [axis for axis, each in enumerate(placements) if each == Shard(1)]
-    parts = math.prod([q.device_mesh.size(axis) for axis in over]) if isinstance(q, DTensor) else 1
+    parts = _parts_along(q, 1)
     if not k.size(1) or q.size(1) % k.size(1) or k.size(1) % parts:
         raise ValueError(
             f"{owner} expects heads of q to be a multiple of those of k, and these of the {parts} ranks over which "
@@ -460,6 +463,13 @@ def _check_indices(owner: str, name: str, numbers: torch.Tensor | None, sinks: t
         )
     if sinks is not None and not sinks.is_floating_point():
         raise ValueError(f"{owner} expects sinks of a floating dtype, got {sinks.dtype}")
+
+
+def _parts_along(x: torch.Tensor, dim: int) -> int:
+    """Return the number of ranks over which a dim is sharded, 1 of a plain tensor."""
+    if not isinstance(x, DTensor):
+        return 1
+    return math.prod([x.device_mesh.size(axis) for axis, each in enumerate(x.placements) if each == Shard(dim)])
 
 
 def _check_placements(owner: str, x: torch.Tensor, dims: Collection[int]) -> None:

@@ -310,7 +310,8 @@ def _kv_allgather_flex(case: Case, device: torch.device, rank: int) -> Attention
     flex = _titan_flex(blocks)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (_gathered(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (k, v))
+        # Contiguous, so that it waits: the compiler cannot trace FlexAttention of tensors that are still on their way.
+        k, v = (_gathered(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0).contiguous() for x in (k, v))
         return flex(q, k, v)
 
     return compiled_flex(attention, device)

@@ -2,7 +2,8 @@
 
 python docs/scripts/measured.py 8xH200-packages outputs/run.csv
 
-Replaces the rows of that table, or adds them. docs/benchmarks/README.md says what the columns are.
+Replaces the rows of that table by those of one or more runs, or adds them. docs/benchmarks/README.md says what the
+columns are.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def row_of(run: Mapping[str, str], table: str, commit: str) -> Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", help="name of the table, such as 8xH200-packages")
-    parser.add_argument("run", type=Path, help="CSV file written by --output")
+    parser.add_argument("runs", type=Path, nargs="+", help="CSV files written by --output")
     parser.add_argument("--commit", help="commit that was measured (default: that of this folder)")
     parser.add_argument("--csv", type=Path, default=PATH)
     given = parser.parse_args(arguments)
     here = ["git", "-C", str(PATH.parent), "rev-parse", "--short", "HEAD"]
     commit = given.commit or subprocess.run(here, check=True, capture_output=True, text=True).stdout.strip()
-    found = [row_of(row, given.table, commit) for row in read(given.run) if row["status"] == "measured"]
+    rows = [row for run in given.runs for row in read(run)]
+    found = [row_of(row, given.table, commit) for row in rows if row["status"] == "measured"]
     write([row for row in read(given.csv) if row["table"] != given.table] + found, given.csv)
 
 

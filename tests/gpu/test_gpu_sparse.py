@@ -1,4 +1,4 @@
-"""Learned sparse attention on GPUs: kernels of packages against float64, and two ranks against one."""
+"""Learned sparse attention on GPUs: kernels of packages and two ranks against float64, two ranks against one."""
 
 from __future__ import annotations
 
@@ -157,6 +157,94 @@ def test_two_ranks_attend_as_one(two_gpus: Processes, heads: int, has_sink: bool
             print(heads, name, *(f"{error:.2e}" for error in errors))
             assert errors[1] < 8e-3, (name, errors)
             assert errors[0] < 1.5 * errors[1] + 1e-6, (name, errors)
+
+
+def _random_rows(rank: int, tokens: int, heads: int, keys: int, checked: int, device: str) -> dict[str, list[float]]:
+    """Relative errors of random rows of a long sequence: of ours, and of the packages' kernels on these rows alone.
+
+    Other rows have no gradient, so that the checked ones decide about all gradients of keys and weights.
+    """
+    group, (plain, rotary, values, latents) = dist.group.WORLD, (128, 64, 128, 512)
+    assert group is not None
+    random, shared = (torch.Generator(device).manual_seed(each) for each in (1 + rank, 0))
+
+    def normal(*shape: int, scale: float = 1.0, by: torch.Generator = random) -> torch.Tensor:
+        return torch.randn(*shape, generator=by, device=device).mul_(scale).bfloat16()
+
+    mine = tokens // dist.get_world_size()
+    up = normal(heads * (plain + values), latents, scale=latents**-0.5, by=shared).requires_grad_()
+    q = normal(1, mine, heads, plain + rotary).transpose(1, 2).detach().requires_grad_()
+    latent, k_rope = (normal(1, mine, dims).requires_grad_() for dims in (latents, rotary))
+    index_tensors = normal(1, mine, 64, 128), normal(1, mine, 128), normal(1, mine, 64)
+    indices = select_keys(*index_tensors, topk=keys, mesh=group, seq_len=tokens)
+    rows = torch.randperm(mine, generator=random, device=device)[:checked]
+    grad_out = torch.zeros(1, heads, mine, values, device=device, dtype=torch.bfloat16)
+    grad_out[:, :, rows] = normal(1, heads, checked, values)
+    leaves = [q, latent, k_rope, up]
+    out = indexed_attention(*leaves[:3], up=up, indices=indices, mesh=group, seq_len=tokens)
+    dq, *of_tokens, d_up = torch.autograd.grad(out, leaves, grad_out)
+    dist.all_reduce(d_up)  # in bfloat16, as both ranks round
+    whole = context_parallel_unshard(group, [latent.detach(), k_rope.detach(), *of_tokens], [1] * 4)
+    ours = [out.detach()[0, :, rows], dq[0, :, rows], torch.cat(whole[2:], 2)[0], d_up]
+
+    index, grad, query = indices[0, rows], grad_out[0, :, rows].transpose(0, 1), q.detach()[0, :, rows].transpose(0, 1)
+    wide = [x.double().requires_grad_() for x in (query, whole[0][0], whole[1][0], up.detach())]
+    results = []
+    for chosen, each_query, each_grad in zip(index, wide[0], grad, strict=True):
+        at = chosen[chosen >= 0].long()
+        expanded = torch.einsum("sr,hdr->hsd", wide[1][at], wide[3].unflatten(0, (heads, -1)))
+        k = torch.cat((expanded[..., :plain], wide[2][at].expand(heads, -1, -1)), 2)
+        weights = (torch.einsum("hd,hsd->hs", each_query, k) * (plain + rotary) ** -0.5).softmax(1)
+        results.append(torch.einsum("hs,hsd->hd", weights, expanded[..., plain:]))
+        results[-1].backward(each_grad.double(), retain_graph=True)
+        results[-1] = results[-1].detach()
+    d_query, d_latent, d_rope, expected_up = (x.grad.clone() for x in wide if x.grad is not None)
+    d_rows = torch.cat((d_latent, d_rope), 1)
+    for each in (d_rows, expected_up):
+        dist.all_reduce(each)
+    expected = [torch.stack(results, 1), d_query.transpose(0, 1), d_rows, expected_up]
+
+    rows_of_all, of_heads = torch.cat(whole[:2], 2)[0], up.detach().view(heads, -1, latents)
+    alone = _packages_alone(query, rows_of_all, of_heads, index, grad, plain)
+    names, found = ("out", "dq", "d_rows", "d_up"), dict[str, list[float]]()
+    for name, want, *got in zip(names, expected, ours, [*alone, ours[3]], strict=True):
+        found[name] = [float((x.double() - want).norm() / want.norm()) for x in got]
+    return found
+
+
+def _packages_alone(
+    q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, index: torch.Tensor, grad: torch.Tensor, plain: int
+) -> list[torch.Tensor]:
+    """Out (H, T, Dv), dq and gradients of rows of queries (T, H, D), by the packages' functions beside matmuls."""
+    from cudnn import deepseek_sparse_attention as cudnn
+    from flash_mla import flash_mla_sparse_fwd
+
+    (up_k, up_v), scale = up.split((plain, up.size(1) - plain), 1), q.size(2) ** -0.5
+    absorbed = torch.cat((torch.einsum("thd,hdr->thr", q[..., :plain], up_k), q[..., plain:]), 2)
+    out, _, lse = flash_mla_sparse_fwd(
+        absorbed, rows.unsqueeze(1), index.unsqueeze(1), scale, up.size(2), None, use_legacy=True
+    )  # fmt: skip
+    d_out = torch.einsum("thd,hdr->thr", grad, up_v)
+    no_sink = torch.full((q.size(1),), float("-inf"), device=q.device)
+    found = cudnn.sparse_attention_backward_wrapper(
+        absorbed, rows, out, d_out.contiguous(), lse, no_sink, index, softmax_scale=scale
+    )  # fmt: skip
+    d_plain = torch.einsum("thr,hdr->thd", found["dq"][..., : up.size(2)], up_k)
+    dq = torch.cat((d_plain, found["dq"][..., up.size(2) :]), 2)
+    d_rows = found["dkv"].float()
+    dist.all_reduce(d_rows)
+    return [torch.einsum("thr,hdr->htd", out, up_v), dq.transpose(0, 1), d_rows.bfloat16()]
+
+
+@pytest.mark.gpu(2, nccl=True)
+@needs_flash_mla
+@needs_cudnn
+def test_random_rows_of_a_long_sequence(two_gpus: Processes) -> None:
+    for errors in two_gpus.run(_random_rows, 65_536, 64, 2048, 64, "cuda"):
+        print({name: [f"{each:.2e}" for each in both] for name, both in errors.items()})
+        for name, (ours, alone) in errors.items():
+            assert ours < 8e-3, (name, errors)
+            assert ours <= 1.05 * alone, (name, errors)
 
 
 @needs_cudnn

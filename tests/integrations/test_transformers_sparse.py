@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from support import model_cells
 from support.model_cells import COLUMNS, cells_of, run_cell
 from support.models import FAMILIES, LENGTH, VOCABULARY, is_in_this_version, tiny_model
+from support.problems import shard
 from support.ranks import run_ranks
 from torch import nn
 
@@ -103,8 +105,29 @@ def test_blocks_begin_with_documents_of_the_context(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(torch.cat(found, 1), expected)
     with pytest.raises(NotImplementedError, match="expects queries to see their documents up to themselves"):
         in_context(model, batch, mask=SlidingWindow(9, 0))
-    with pytest.raises(NotImplementedError, match="expects a context without a mask"):
-        in_context(model_of("DeepSeek-V4"), batch, mask=Documents([0, 21, LENGTH]))
+
+
+@pytest.mark.parametrize("layout", [Contiguous(), HeadTail()], ids=str)
+@pytest.mark.parametrize(("family", "own"), [("DeepSeek-V4", "eager"), ("MiniMax M3", "sdpa")])
+def test_documents_of_the_context_where_positions_are_places(family: str, own: str, layout: Layout) -> None:
+    """Each as alone; in one process tokens see others, since the models compare position ids with places."""
+    model, edges = model_of(family), [0, 24, 40, LENGTH]  # MiniMax M3 has blocks of 8, counted in the sequence
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(edges)]).expand(2, -1)
+    packed, alone = batch_of(position_ids=positions), model_of(family, own)
+    parts = [packed.inputs["input_ids"][:, start:stop] for start, stop in pairwise(edges)]
+    expected = torch.cat([alone(input_ids=part, use_cache=False).logits for part in parts], 1)
+    at = torch.cat([shard(torch.arange(LENGTH).view(1, 1, -1, 1), layout, rank, 2).flatten() for rank in range(2)])
+    for batch in (packed, batch_of())[: 1 + (family == "MiniMax M3")]:
+        found = torch.cat(in_context(model, batch, layout=layout, mask=Documents(edges)), 1)
+        torch.testing.assert_close(found, expected[:, at], rtol=1e-5, atol=1e-5)  # parts of the models are float32
+    message = "are others in packed documents: pass mask=Documents"
+    with pytest.raises(NotImplementedError, match=message):
+        in_context(model, packed, mask=Documents([0, 25, LENGTH]))
+    if family == "DeepSeek-V4":
+        with pytest.raises(NotImplementedError, match=message):
+            in_context(model, batch_of(), mask=Documents(edges))
+        with pytest.raises(NotImplementedError, match="expects queries to see their documents up to themselves"):
+            in_context(model, batch_of(), mask=SlidingWindow(9, 0))
 
 
 @pytest.mark.parametrize(("mask", "documents"), [
@@ -285,6 +308,19 @@ def test_positions_of_which_no_mask_was_made_are_refused() -> None:
 
     with pytest.raises(NotImplementedError, match="no mask was made of any"):
         run_ranks(2, body)
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3.2", "MiniMax M3", "DeepSeek-V4"])
+def test_equal_bits_are_promised_by_torch_operations_alone(family: str) -> None:
+    model, batch = model_of(family), batch_of()
+    with pytest.raises(NotImplementedError, match="in a context with deterministic=True, expects"):
+        in_context(model, batch, deterministic=True)
+    expected = in_context(model, batch)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(in_context(model, batch, deterministic=True), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_masks_and_dropout() -> None:

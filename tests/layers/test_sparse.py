@@ -325,6 +325,9 @@ def test_dtensors() -> None:
         wide = distribute_tensor(tokens[0].transpose(1, 2), mesh, [Shard(2), Shard(3)])
         with pytest.raises(ValueError, match="indexed_attention expects a DTensor sharded along dims"):
             indexed_attention(wide, latent, k_rope, up=up, indices=local)
+        halves = up.redistribute(mesh, [Shard(0), Shard(0)])  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match="expects up sharded by whole heads, got 2 heads on 4 ranks"):
+            indexed_attention(q.transpose(1, 2), latent, k_rope, up=halves, indices=local)
 
     run_ranks(4, body)
 
@@ -439,6 +442,7 @@ def test_refused_before_any_exchange() -> None:
         (lambda rank: _select(topk=1 + rank)(dist.group.WORLD), 'operation: rank 1 says "SelectKeys(topk=2'),
         (lambda rank: _select(mask=SlidingWindow(rank, 0))(dist.group.WORLD), "operation: rank 1 says"),
         (lambda rank: _attend(scale=[1.0, 2.0][rank])(dist.group.WORLD), "operation: rank 1 says"),
+        (lambda rank: _attend(indices=INDICES + 9 * rank)(dist.group.WORLD), "indices from -1 to the last of 6 tokens"),
     ],
 )
 def test_different_calls_are_refused_on_every_rank(call: Callable[[int], object], message: str) -> None:

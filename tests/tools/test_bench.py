@@ -351,6 +351,7 @@ def test_torchs_methods_for_packed_documents(mask: str, monkeypatch: pytest.Monk
     case = replace(CASE, seq_len=256, mask=mask, batch=1)
 
     def flex_attention(q: Any, k: Any, v: Any, block_mask: Any, enable_gqa: bool) -> torch.Tensor:
+        assert {type(x) for x in (q, k, v)} == {torch.Tensor}  # not of a collective that has not ended
         rows, columns = torch.arange(q.size(2))[:, None], torch.arange(k.size(2))
         allowed = block_mask.mask_mod(0, 0, rows, columns)
         blocks = allowed.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).any(3).any(1)

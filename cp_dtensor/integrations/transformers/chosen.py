@@ -61,20 +61,6 @@ def whole_mask(context: OpenContext, owner: str, mask: Tensor | None) -> Mask:
     return both_masks(context.call.mask, own) or Full()
 
 
-def check_places(owner: str, context: OpenContext) -> None:
-    """Refuse position ids that are not places: MiniMax M3 compares them with the places of keys."""
-    positions = whole_positions(context)
-    if positions is None:
-        raise NotImplementedError(
-            f"{owner} in context_parallel expects position_ids, and a mask that the model makes of them by "
-            "transformers.masking_utils: position ids are taken for places of keys, and no mask was made of any"
-        )
-    if not bool((positions == torch.arange(positions.size(1), device="cpu")).all()):
-        raise NotImplementedError(
-            f"{owner}: position ids are taken for places of keys in the sequence, and are others in packed documents"
-        )
-
-
 def _refuse_padding_first(owner: str, mask: Mask, context: OpenContext, batch_size: int) -> None:
     """Refuse a mask of blocks with padding at the left, whose keys count in the blocks of other tokens."""
     positions = whole_positions(context)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor import Mask, pool_blocks, select_pooled
-from cp_dtensor.api.extension import length_of, never_compiled, positions_of, seen_positions
+from cp_dtensor.api.extension import OpenContext, length_of, never_compiled, positions_of, seen_positions
 from cp_dtensor.integrations.transformers.chosen import (
     CONTEXT,
     UNCOMPILED,
     Chosen,
     Compressed,
     Function,
-    check_places,
     selecting_context,
     whole_mask,
 )
+from cp_dtensor.integrations.transformers.masks import whole_positions
 from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.masks import interval_sets_of
 
@@ -166,6 +167,32 @@ def _documents(mask: Mask, length: int, batch_size: int) -> list[Edges | None]:
     return found
 
 
+def check_places(owner: str, mask: Mask, context: OpenContext, batch_size: int, *, in_documents: bool) -> None:
+    """Refuse position ids that are not places: models compare them with the places of keys and of blocks.
+
+    Args:
+        mask: of the context. Position ids may be those in its documents.
+        in_documents: True if they must be.
+    """
+    positions = whole_positions(context)
+    if positions is None:
+        raise NotImplementedError(
+            f"{owner} in context_parallel expects position_ids, and a mask that the model makes of them by "
+            "transformers.masking_utils: position ids are taken for places of keys, and no mask was made of any"
+        )
+    length = positions.size(1)
+    of_rows = [
+        [stop - start for start, stop in pairwise(each or (0, length))] for each in _documents(mask, length, batch_size)
+    ]
+    places = [torch.stack([torch.cat([torch.arange(each, device="cpu") for each in lengths]) for lengths in of_rows])]
+    places += [] if in_documents else [torch.arange(length, device="cpu")]
+    if not any(bool((positions == each).all()) for each in places):
+        raise NotImplementedError(
+            f"{owner}: position ids are taken for places of keys in the sequence, and are others in packed documents: "
+            "pass mask=Documents(...) to context_parallel, and position_ids that begin again in each of these documents"
+        )
+
+
 # DeepSeek-V4: attention to a window, and to blocks
 
 
@@ -174,9 +201,10 @@ def _compress(
 ) -> tuple[Compressed, None]:
     """Stand for the forward of a compressor and of its indexer."""
     owner, context = type(module).__name__, selecting_context()
-    check_places(owner, context)
-    if context.call.mask is not None:
-        raise NotImplementedError(f"{owner} expects a context without a mask, got {context.call.mask}")
+    # Blocks begin with documents of the context, and their keys are rotated by positions in these.
+    mask, batch_size = whole_mask(context, owner, None), len(hidden_states)
+    _checked_documents(owner, mask, length_of(context.call, hidden_states.size(1)), batch_size)
+    check_places(owner, mask, context, batch_size, in_documents=True)
     rotate = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
     indexer, indices = getattr(module, "indexer", None), None
     if indexer is not None:

@@ -26,10 +26,10 @@ from cp_dtensor.integrations.transformers.chosen import (
     Chosen,
     Function,
     Latents,
-    check_places,
     selecting_context,
     whole_mask,
 )
+from cp_dtensor.integrations.transformers.pooled import check_places
 from cp_dtensor.integrations.transformers.private import has_hooks, implementation_of
 
 
@@ -160,13 +160,13 @@ def _select_blocks(forward: Function, module: Any, *args: Any, **kwargs: Any) ->
     It takes no mask, so that keys of padding count.
     """
     owner, context = type(module).__name__, selecting_context()
-    check_places(owner, context)
     try:
         _run(forward, module, args, kwargs)
     except _ScoredError as scored:
         queries, keys = scored.args
     else:
         raise NotImplementedError(f"{owner} selects blocks of keys in a way that is not known here")
+    check_places(owner, whole_mask(context, owner, None), context, len(keys), in_documents=False)
     blocks = select_blocks(
         queries.to(keys.dtype).transpose(1, 2), keys.squeeze(1), block_size=module.block_size, topk=module.topk_blocks,
         local_blocks=module.local_blocks, mesh=CONTEXT,
