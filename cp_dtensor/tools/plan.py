@@ -319,7 +319,9 @@ def main(arguments: Sequence[str]) -> None:
         }  # fmt: skip
         if options.degrees and not {*options.degrees} <= {*parts}:
             sizes = " x ".join(str(tier.ranks) for tier in reversed(cluster.tiers))
-            raise ValueError(f"expected --degrees that divide the GPUs, {sizes}, into neighbours; got {options.degrees}")
+            raise ValueError(
+                f"expected --degrees that divide the GPUs, {sizes}, into neighbours; got {options.degrees}"
+            )
         found = {
             degree: ways(part, mask, options.seq_len, options.heads, layouts, options.batch, options.transports)
             for degree, part in parts.items()
