@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import choose_cases
 from support.nan_memory import poisoned_empty
-from support.processes import GPU_RANKS, Processes, started
+from support.processes import GPU_RANKS, Processes, freeze_modules, started
 
 GPUS = torch.cuda.device_count()
 
@@ -59,9 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Takes modules out of garbage collection: a full one takes 0.2 s with torch's, and many tests ask for some."""
-    gc.collect()
-    gc.freeze()
+    freeze_modules()
+
+
+def pytest_runtest_teardown() -> None:
+    freeze_modules()  # those that tests import, such as the compiler's
 
 
 def pytest_unconfigure() -> None:

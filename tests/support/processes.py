@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -150,6 +151,22 @@ class Processes:
         return results, errors
 
 
+_frozen = 0
+"""Modules when garbage collection left them out."""
+
+
+def freeze_modules() -> None:
+    """Take modules that were imported out of garbage collection, which takes 0.2 s with torch's and is often asked for.
+
+    Tests import more of them, such as the compiler's.
+    """
+    global _frozen
+    if len(sys.modules) > _frozen + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen = len(sys.modules)
+
+
 def started(count: int, timeout: float, backend: str = "gloo", **options: Any) -> Iterator[Processes]:
     """Yields processes to the tests of a fixture, and stops them after these."""
     processes = Processes(count, timeout, backend, **options)
@@ -171,7 +188,7 @@ def _serve(
     enter: Callable[[int], None] | None,
 ) -> None:  # fmt: skip
     """Main loop of a process: returns (result, error, traceback) of each body, until one raises or the pipe closes."""
-    gc.freeze()  # imported modules, which each garbage collection would visit
+    freeze_modules()
     if enter is not None:
         enter(rank)
     torch.set_num_threads(1)
@@ -199,6 +216,7 @@ def _serve(
     pipe.send((None, None, ""))
     with poisoned_empty():
         while True:
+            freeze_modules()  # those that the last body imported
             try:
                 body, args = pipe.recv()
             except EOFError:
