@@ -183,6 +183,10 @@ def traced_scope() -> str | None:
     return scopes[-1] if scopes else None
 
 
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+
+
 def never_compiled(function: Callable[P, T], reason: str | None = None) -> Callable[P, T]:
     """Wrap a function so that a `torch.compile`d caller runs it, and all that it calls, as plain Python.
 
@@ -195,14 +199,16 @@ def never_compiled(function: Callable[P, T], reason: str | None = None) -> Calla
         if not disabled:
             disabled.append(torch.compiler.disable(function, reason=reason))
 
-    @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:  # importing it takes seconds, and nothing has been compiled yet
             return function(*args, **kwargs)
         disable()
         return disabled[0](*args, **kwargs)
 
-    return run
+    # Dynamo would compile these two codes, which all such functions share, up to the limit of recompilations of one.
+    for code in (run.__code__, disable.__code__):
+        _eval_frame.set_code_exec_strategy(code, _SKIPPED)
+    return functools.wraps(function)(run)
 
 
 _library = torch.library.Library("cp_dtensor", "FRAGMENT")  # operators exist as long as this does

@@ -164,8 +164,8 @@ def enable_context_parallel_dispatcher() -> ExitStack:
     """Make SDPA on DTensors that are sharded along the sequence attend to the whole of it, from now on.
 
     Results are those of `F.scaled_dot_product_attention` on the full tensors, whatever the mesh: a ring runs around
-    the axis with `Shard(2)`, or Ulysses over it if its name begins with "ulysses", or both over two; `Shard(0)` (data
-    parallel) and `Shard(1)` (tensor parallel over heads) on other axes stay local. DTensors that are not sharded along
+    the axis with `Shard(2)`, or Ulysses over it if its name begins with "ulysses", or both over several. `Shard(0)`
+    (data) and `Shard(1)` (tensor parallel over heads) on other axes stay local. DTensors that are not sharded along
     the sequence are left to torch, except that on the CPU, where torch has no rule for its fused op, batch and head
     shards are computed locally. Torch's fused SDPA ops (flash, efficient, cuDNN, CPU flash; forward and backward), when
     called by name on DTensors, attend to the whole sequence as well, by the backend of the op. They take no masks and

@@ -132,10 +132,11 @@ class FlexCall(NamedTuple):
                 self.q, k, v, score_mod=score_mod, block_mask=block_mask, scale=self.scale, enable_gqa=self.enable_gqa,
                 **options,
             )  # fmt: skip
-        # FlexAttention takes no empty queries; but this rank, too, takes part in the backward of gathering K/V.
+        # FlexAttention takes no empty queries; but this rank, too, takes part in the backward of gathering K/V, from
+        # either result.
         heads = k.size(1)
         out = (self.q.unflatten(1, (heads, -1)).flatten(2, 3) @ k.mT @ v).reshape(*self.q.shape[:3], v.size(3))
-        lse = out.new_zeros(out.shape[:3], dtype=wide_dtype(out))
+        lse = out.sum(3, dtype=wide_dtype(out))
         if self.options.get("return_aux") is not None:
             return out, AuxOutput(lse=lse, max_scores=lse)
         return (out, lse) if self.options.get("return_lse") else out

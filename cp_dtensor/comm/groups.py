@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_dtensor._torch import all_gather_single, group_of_name, has_cpu_backend, name_of_group, reduce_scatter_single
+from cp_dtensor._torch import (
+    all_gather_single,
+    group_of_name,
+    has_cpu_backend,
+    name_of_group,
+    no_modes,
+    open_modes,
+    reduce_scatter_single,
+)
 from cp_dtensor.comm.faults import peer_errors
 
 Mesh = DeviceMesh | dist.ProcessGroup
@@ -58,8 +67,10 @@ class SequenceRanks:
         if len(axes) == 1:
             return cls(mesh.get_group(axes[0]))
         here = tuple(slice(None) if axis in axes else place for axis, place in enumerate(mesh.get_coordinate() or ()))
-        members = mesh.mesh[here].permute([sorted(axes).index(axis) for axis in axes])
-        return cls(*map(mesh.get_group, axes), members=tuple(members.flatten().tolist()))
+        # The mesh's tensor is real, also where other tensors are traced.
+        with no_modes() if open_modes() else nullcontext():
+            members = mesh.mesh[here].permute([sorted(axes).index(axis) for axis in axes]).flatten().tolist()
+        return cls(*map(mesh.get_group, axes), members=tuple(members))
 
     @classmethod
     def of_names(cls, names: Sequence[str]) -> SequenceRanks:
@@ -109,11 +120,11 @@ class SequenceRanks:
         return self.size == other.size and (mine <= others or others <= mine)
 
     def is_in_order_of(self, other: SequenceRanks) -> bool:
-        """Return whether each of the ranks, which share a sequence, has the same place in `other`."""
+        """Return whether each of the ranks, which share a sequence, is known to have the same place in `other`."""
         if self == other:
             return True
         are_known = all(each.members or each.inner is None for each in (self, other))
-        return self.global_ranks() == other.global_ranks() if are_known else self.outer == other.outer
+        return are_known and self.global_ranks() == other.global_ranks()
 
     def gather(self, mine: torch.Tensor, what: str = "an all-gather") -> torch.Tensor:
         """All-gather (...), of equal shape on every rank, to (ranks, ...); `what` names the exchange in errors."""

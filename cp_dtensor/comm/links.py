@@ -34,7 +34,7 @@ _splits = GroupCache[SequenceRanks | None]()
 def split_over_hosts(ranks: SequenceRanks, device: torch.device) -> SequenceRanks | None:
     """Return ranks along one axis as those along two: hosts, and the ranks of a host. They keep their order.
 
-    None for ranks along two axes, of one host, that share memory over several, or that are not in ascending order,
+    None for ranks along several axes, of one host, that share memory over several, or that are not in ascending order,
     neighbours and equally many on each host. The first call for an axis is a collective; it makes the process groups of
     the two axes.
 

@@ -46,8 +46,10 @@ def attend(
         t = t._replace(seed=drawn_seed(t.q.device))
     try:
         reads_lse = t[READS_LSE]
-        gives_lse = needs_lse or (reads_lse is not None and reads_lse.requires_grad and torch.is_grad_enabled())
-        out, lse, _ = Attention.apply(call, needs_lse, gives_lse, *t)
+        # Without gradients leaves, and views of them, still say that they require some.
+        has_grads = torch.is_grad_enabled()
+        gives_lse = needs_lse or (reads_lse is not None and reads_lse.requires_grad and has_grads)
+        out, lse, _ = Attention.apply(call, needs_lse, gives_lse, has_grads, *t)
     except RuntimeError:
         refuse_transforms()  # torch refuses them by the names of its internals; a check before would take time
         raise
@@ -61,9 +63,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, needs_lse: bool, gives_lse: bool, *tensors: Any
+        ctx: Any, call: Call, needs_lse: bool, gives_lse: bool, has_grads: bool, *tensors: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        t, needs = Tensors(*tensors), ctx.needs_input_grad[3:]
+        t, needs = Tensors(*tensors), ctx.needs_input_grad[4:] if has_grads else (False,) * len(tensors)
         out, lse, saved, ctx.done = run(call, t, gives_lse, needs)
         keeps_results, results = needs_lse or needs[READS_LSE], (out, lse)
         if t.bias is not None:
@@ -94,4 +96,4 @@ class Attention(torch.autograd.Function):
             refuse_batches(grad_lse)
             out, grad_out = with_gradient_of_lse(results[0], rounded_lse(results[1]), grad_out, grad_lse)
             t, saved, results = t._replace(q=q, k=k, v=v), (), (out, lse)
-        return None, None, None, *run_backward(ctx.done, t, saved, grad_out, results, ctx.needs_input_grad[3:])
+        return *(None,) * 4, *run_backward(ctx.done, t, saved, grad_out, results, ctx.needs_input_grad[4:])

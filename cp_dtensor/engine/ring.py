@@ -168,8 +168,8 @@ class Ring(Plan):
     def backward(self, grad_out: Tensor, saved: Tensors, values: Values, grad_bias: Tensor | None) -> Gradients:
         """Compute the gradients of this rank's q, k and v; `saved` are q, k, v, out and lse.
 
-        Sums over tiles and ranks are in `state_dtype` and are rounded once. The share of a rank in the dK/dV of another
-        travels in the dtype of K/V, in which the kernels produce it.
+        Sums over tiles and ranks are in `state_dtype` and are rounded once, in a nested ring once by each of its rings.
+        The share of a rank in the dK/dV of another travels in the dtype of K/V, in which the kernels produce it.
         """
         q, k, v, out, lse = saved
         if 0 in q.shape[:2]:

@@ -5,8 +5,9 @@
     config = apply_transforms(config, [ContextParallelTransform(inner_attention_map=inner_attention_map())])
 
 Each inner attention of TorchTitan that has packed documents or a block mask as metadata gets one of this library: K/V
-travel while attention of earlier keys runs, where TorchTitan's own waits for an all-gather. Its load balancers stay in
-use. Compiled code runs this attention between graphs, so blocks cannot be compiled with `fullgraph=True`.
+travel while attention of earlier keys runs, where TorchTitan's own waits for an all-gather. Recurrent layers (GDN, KDA)
+get TorchTitan's own. Its load balancers stay in use, and it refuses layers of other classes by name. Compiled code runs
+this attention between graphs, so blocks cannot be compiled with `fullgraph=True`.
 
 Older versions call torch's context parallel: for these call `redirect_imports()` of
 `cp_dtensor.integrations.torch_experimental` (docs/integrations.md has a launch line for each).
@@ -44,10 +45,12 @@ __all__ = ["Metadata", "PermutedParts", "attention", "describe_installed", "inne
 _ATTENTION = "torchtitan.models.common.attention"
 _REPLACED = (
     "VarlenInnerAttention", "SlidingWindowVarlenInnerAttention", "FlexInnerAttention",
-    "SlidingWindowFlexInnerAttention", "MLAVarlenInnerAttention", "MLAFlexInnerAttention",
+    "SlidingWindowFlexInnerAttention", "MLAVarlenInnerAttention", "MLAFlexInnerAttention", "MLAAttention",
 )  # fmt: skip
 _OF_LATENTS = (f"{_ATTENTION}.mla", "torchtitan.models.kimi_k3.attention")
-"""Where versions have inner attention of latents. Since November 2026 the classes above compute it."""
+"""Where versions have attention of latents. `MLAAttention`, the newest, projects them, and has an inner attention."""
+_RECURRENT = {"InnerGDN": "gdn", "InnerKDA": "kda"}
+"""Recurrent layers, and the end of the names of their modules."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +138,7 @@ def attention(
 
 
 def inner_attention_map() -> dict[type, type]:
-    """Return TorchTitan's inner attention classes, each with its class of this library.
+    """Return TorchTitan's inner attention classes, each with its class of this library; GDN and KDA with TorchTitan's.
 
     Raises:
         ImportError: TorchTitan is not installed, or is a version without `CPAttention` (0.3 and before), or none of its
@@ -151,14 +154,20 @@ def inner_attention_map() -> dict[type, type]:
     found = {name: value for module in modules for name, value in vars(module).items() if name.endswith("Attention")}
     if not found.keys() & {*_REPLACED}:
         raise ImportError(f"expected a TorchTitan with one of {', '.join(_REPLACED)}; got {', '.join(found)}")
-    return {found[name]: _context_parallel_class(found[name], base) for name in _REPLACED if name in found}
+    ours = {found[name]: _context_parallel_class(found[name], base) for name in _REPLACED if name in found}
+    for name, module in _RECURRENT.items():
+        inner = getattr(_imported(f"{_ATTENTION}.{module}"), name, None)
+        own = getattr(_imported(f"{_ATTENTION}.cp_{module}"), f"ContextParallel{name}", None)
+        if inner is not None and own is not None and issubclass(inner, attentions.InnerAttention):
+            ours[inner] = own
+    return ours
 
 
 def _imported(name: str) -> Any:
-    """Return a module of TorchTitan; None if this version lacks it."""
+    """Return a module of TorchTitan; None if this version lacks it, or a package that it needs is not installed."""
     try:
         return import_module(name)
-    except ModuleNotFoundError:
+    except ImportError:
         return None
 
 
@@ -175,7 +184,7 @@ def _context_parallel_class(inner: type, base: type) -> type:
             raise RuntimeError("expected an active mesh with a context-parallel axis of several ranks, got none")
         return group
 
-    of_latents = inner.__name__.startswith("MLA")
+    of_latents, projects = inner.__name__.startswith("MLA"), hasattr(inner, "project_mla_kv")
 
     class ContextParallelInnerAttention(base, inner):
         """Inner attention of sequence shards by cp_dtensor."""
@@ -183,6 +192,10 @@ def _context_parallel_class(inner: type, base: type) -> type:
         @dataclass(kw_only=True, slots=True)
         class Config(base.Config, inner.Config):  # type: ignore[name-defined]
             """Configuration of the class that this one replaces."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.attention_metadata_key = type(self)  # that of `inner` may be the class of a part
 
         @staticmethod
         def prepare_cp_metadata(attention_metadata: Any, *, permutation: torch.Tensor | None) -> Metadata:
@@ -193,6 +206,8 @@ def _context_parallel_class(inner: type, base: type) -> type:
             scale: float | None = None, score_mod: Any = None, enable_gqa: bool = False, out_transform: Any = None,
             **kwargs: Any,
         ) -> torch.Tensor:  # fmt: skip
+            if projects:
+                k_THK = self.project_mla_kv(k_THK)
             if of_latents:  # (T, H, keys without positions + V) and (T, positions), one for all heads
                 k_shared = v_THV
                 plain, v_THV = k_THK.tensor_split([q_THK.size(2) - k_shared.size(1)], dim=2)
@@ -204,11 +219,12 @@ def _context_parallel_class(inner: type, base: type) -> type:
                 raise ValueError(
                     f"got {q_THK.size(1)} query and {k_THK.size(1)} kv heads, expected equally many without enable_gqa"
                 )
+            kernel = self.inner_attention if projects else self
             with spmd.no_typecheck():
                 out = attention(
                     q_THK, k_THK, v_THV, mesh=cp_group(), metadata=attention_metadata, scale=scale,
-                    window_size=self.window_size if attention_metadata.block_mask is None else (-1, 0),
-                    score_mod=score_mod, kernel_options=getattr(self, "kernel_options", None) or None,
+                    window_size=kernel.window_size if attention_metadata.block_mask is None else (-1, 0),
+                    score_mod=score_mod, kernel_options=getattr(kernel, "kernel_options", None) or None,
                     out_transform=out_transform,
                 )  # fmt: skip
             if out_transform is None and spmd.is_type_checking():

@@ -253,7 +253,7 @@ class LinearRecurrence(SequenceLayer):
         return ((rows, v.size(2), q.size(3), v.size(3)), wide_dtype(v)) if self.returns_state else None
 
     def _check_heads(self, owner: str, v: Tensor, ranks: SequenceRanks) -> None:
-        """Refuse the exchange of heads where these do not divide, and over two axes."""
+        """Refuse the exchange of heads where these do not divide, and over several axes."""
         axis = axis_of_heads(ranks)
         if self.method == "heads" and (axis is None or v.size(2) % ranks.size):
             raise ValueError(

@@ -292,11 +292,15 @@ class Cluster:
         object.__setattr__(self, "tiers", tiers)
 
     def part(self, ranks: int) -> Cluster | None:
-        """Return so many of the GPUs, of as few nodes as there can be; None if they do not fill whole nodes."""
+        """Return so many neighbours of the GPUs; None if they neither divide a node, nor fill nodes that divide a pod.
+
+        >>> [part and part.ranks for part in map(Cluster("H100", nodes=3).part, (3, 4, 12, 16, 24))]
+        [None, 4, None, None, 24]
+        """
         tiers: list[Tier] = []
         for tier in self.tiers:
             count = min(ranks, tier.ranks)
-            if ranks % count:
+            if ranks % count or tier.ranks % count:
                 return None
             tiers += [replace(tier, ranks=count)] * (count > 1 or not tiers)
             ranks //= count

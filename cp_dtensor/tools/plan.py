@@ -169,7 +169,7 @@ def chosen(found: Sequence[Planned], cluster: Cluster) -> Planned:
 
 
 def _time(value: float) -> str:
-    return f"{value:.3g} s" if value >= 9.995 else f"{1e3 * value:.4g} ms"
+    return f"{value:,.1f} s" if value >= 9.995 else f"{1e3 * value:.4g} ms"
 
 
 def tier_names(cluster: Cluster) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--mask", type=mask_argument, default="causal", metavar="MASK", help=f"{MASK_HELP}; default: causal")
     add("--layouts", nargs="+", help=f"of {', '.join(LAYOUTS)}; default: HeadTail, and Balanced for other masks")
     add("--transports", nargs="+", choices=_TRANSPORTS, default=_TRANSPORTS[:1], help="of K/V in rings; default: auto")
-    add("--degrees", nargs="+", type=positive, help="ranks that share the sequence; default: powers of 2, to all")
+    add("--degrees", nargs="+", type=positive, help="ranks that share the sequence; default: all that a mesh can have")
     add("-o", "--output", type=Path, metavar="FILE", help="picture of the timeline, such as plan.png")
     options = parser.parse_args(arguments)
     try:
@@ -313,10 +313,15 @@ def main(arguments: Sequence[str]) -> None:
         mask = mask_by_name(options.mask, options.seq_len)
         pairs = mask.pairs(options.seq_len, options.seq_len)  # refuses masks that do not fit the length
         layouts = options.layouts or ["HeadTail"] + ["Balanced"] * (mask not in (Causal(), Full()))
-        degrees = options.degrees or [1 << power for power in range(cluster.ranks.bit_length())] + [cluster.ranks]
-        parts = {degree: part for degree in dict.fromkeys(degrees) if (part := cluster.part(degree)) is not None}
-        if not parts:
-            raise ValueError(f"expected --degrees of whole nodes of {cluster.tiers[0].ranks}, got {degrees}")
+        parts = {
+            degree: part for degree in options.degrees or range(1, cluster.ranks + 1)
+            if (part := cluster.part(degree)) is not None
+        }  # fmt: skip
+        if options.degrees and not {*options.degrees} <= {*parts}:
+            sizes = " x ".join(str(tier.ranks) for tier in reversed(cluster.tiers))
+            raise ValueError(
+                f"expected --degrees that divide the GPUs, {sizes}, into neighbours; got {options.degrees}"
+            )
         found = {
             degree: ways(part, mask, options.seq_len, options.heads, layouts, options.batch, options.transports)
             for degree, part in parts.items()
@@ -355,7 +360,15 @@ def _cluster(options: Any) -> Cluster:
         )  # fmt: skip
     measured = load_cluster(options.cluster)
     inner, *outer = measured.tiers
-    if outer or options.nodes == options.pods == 1:
-        return measured
-    network = Cluster("H100", nodes=options.nodes, pods=options.pods, internode=options.internode).tiers[1:]
-    return Cluster(measured.gpu, (inner, *network))
+    given = {"--gpus-per-node": options.gpus_per_node is not None, "--packages": options.packages}
+    if outer:
+        of_network = {"nodes": 1, "pods": 1, "internode": NETWORK, "oversubscription": 1.0}
+        given |= {f"--{name}": getattr(options, name) != usual for name, usual in of_network.items()}
+    unread = ", ".join(name for name, is_given in given.items() if is_given)
+    if unread:
+        raise ValueError(f"--cluster {options.cluster} has measured what {unread} would assume: leave it out")
+    network = Cluster(
+        "H100", nodes=options.nodes, pods=options.pods, internode=options.internode,
+        oversubscription=options.oversubscription,
+    )  # fmt: skip
+    return measured if outer else Cluster(measured.gpu, (inner, *network.tiers[1:]))

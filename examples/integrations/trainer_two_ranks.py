@@ -3,9 +3,10 @@
     pip install -c constraints.txt -e '.[integrations]'
     torchrun --nproc-per-node 2 examples/integrations/trainer_two_ranks.py
 
-Every rank also trains the same model alone on whole sequences, and compares losses and weights. On GPUs, one for
-each rank, `TrainingArguments` have a `parallelism_config` and `fsdp`, as transformers documents; `enable()` is the only
-line that is added. On CPUs over gloo accelerate averages gradients by DDP.
+Every rank also trains the same model alone on whole sequences, and compares losses and weights. With `--compile`
+Trainer compiles the model, which takes longer. On GPUs, one for each rank, `TrainingArguments` have a
+`parallelism_config` and `fsdp`, as transformers documents; `enable()` is the only line that is added. On CPUs over gloo
+accelerate averages gradients by DDP.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 from cp_dtensor.integrations import accelerate as cp_accelerate
 
 LENGTH, LEARNING_RATE = 45, 0.5
+COMPILED: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager"}  # needs no C++ compiler
 ON_GPUS = torch.cuda.device_count() >= int(os.environ.get("WORLD_SIZE", 2))
 
 
@@ -60,6 +62,8 @@ def train(kind: str) -> None:
         of_device = {
             "parallelism_config": ParallelismConfig(cp_size=2), "fsdp": True, "fsdp_config": {"version": 2},
         }  # fmt: skip
+    if "--compile" in sys.argv:
+        of_device |= COMPILED
     arguments = TrainingArguments(
         output_dir="trainer_output", learning_rate=LEARNING_RATE, **ARGUMENTS, **of_device
     )  # fmt: skip

@@ -120,6 +120,25 @@ def test_torchs_own_kernel(case: str, layout: Layout) -> None:
 
 
 @pytest.mark.usefixtures("_with_gradients")
+def test_gradients_of_lse_alone() -> None:
+    """The last rank has no tokens. It takes part in the backward nevertheless, for which the others wait."""
+    whole = draw(3)
+    q, k = (x.clone().requires_grad_() for x in whole[:2])
+    _, lse = dense_flex_attention(q, k, whole[2], scale=SCALE, enable_gqa=True, return_lse=True)
+    expected = torch.autograd.grad(lse.sum(), (q, k))
+
+    def body(rank: int) -> None:
+        *local, _ = (shard(tensor, Contiguous(), rank, 4) for tensor in whole)
+        inputs = [tensor.requires_grad_() for tensor in local]
+        with context(layout=Contiguous(), seq_len=3):
+            _, aux = flex_attention(*inputs, scale=SCALE, enable_gqa=True, return_aux=AuxRequest(lse=True))
+        for got, whole_result in zip(torch.autograd.grad(aux.lse.sum(), inputs[:2]), expected, strict=True):
+            assert_close(got, shard(whole_result, Contiguous(), rank, 4))
+
+    run_ranks(4, body)
+
+
+@pytest.mark.usefixtures("_with_gradients")
 def test_gradients_of_what_a_score_captures_are_shares() -> None:
     """`score_mod` indexes whole tensors by global positions; the gradients of all ranks add up to the gradient."""
     whole = draw(30)

@@ -228,6 +228,29 @@ def test_two_axes_and_groups_that_take_turns(four_processes: Processes) -> None:
     four_processes.run(run_fresh, other_groups)
 
 
+def test_functions_that_are_never_compiled_share_no_limit_of_recompilations() -> None:
+    """Plain Python calls them where Dynamo compiles what it calls, as parts of models that it cannot trace do."""
+    functions = [_torch.never_compiled(lambda x, n=n: x + n) for n in range(4)]
+
+    class Breaks:
+        def __enter__(self) -> None:
+            torch._dynamo.graph_break()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        with Breaks():
+            for each in functions:
+                x = each(x)
+        return x
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        found = torch.compile(lambda x: plain(x * 2), backend="eager")(torch.ones(3))
+    torch.testing.assert_close(found, torch.full((3,), 8.0))
+
+
 def test_functions_that_are_never_compiled_name_the_reason_at_their_first_call() -> None:
     never = _torch.never_compiled(lambda x: x + 1, "it waits for other ranks")
     with pytest.raises(Exception, match="it waits for other ranks"):

@@ -146,7 +146,12 @@ def of_dtensors(rank: int, shape: tuple[int, ...], names: tuple[str, ...], on: P
 
 @pytest.mark.parametrize(
     ("shape", "names", "on"),
-    [((4,), ("cp",), (CP,)), ((2, 2), ("dp", "cp"), (DP, CP)), ((2, 2), ("cp", "tp"), (CP, TP))],
+    [
+        ((4,), ("cp",), (CP,)),
+        ((2, 2), ("dp", "cp"), (DP, CP)),
+        ((2, 2), ("cp", "tp"), (CP, TP)),
+        ((2, 2), ("ring", "ulysses"), (CP, CP)),
+    ],
     ids=str,
 )
 def test_dropout_of_dtensors(four_processes: Processes, shape: Any, names: Any, on: Placements) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import Causal, Contiguous, Documents, HeadTail, SlidingWindow
 from cp_dtensor.attention.backends.select import only_backend
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.base import Tensors, modifiers_of
 from cp_dtensor.engine.call import FACTORS, Call, call_of
@@ -94,6 +95,10 @@ def test_keys_name_the_groups_of_three_axes() -> None:
         first, second, third = rank >> 2, rank >> 1 & 1, rank & 1
         assert again.rank == call.ranks.rank == 4 * first + 2 * third + second, "the axis of Ulysses is the inner one"
         assert call.ranks.members == (0, 2, 1, 3, 4, 6, 5, 7)
+        outer, *inner = again.axes
+        swapped = SequenceRanks.of_names(SequenceRanks(outer, *inner[::-1]).names)
+        assert swapped.shares_sequence_with(call.ranks)
+        assert not swapped.is_in_order_of(call.ranks), "the outer axis alone does not tell"
 
     run_ranks(8, body)
 

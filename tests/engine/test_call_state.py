@@ -200,6 +200,18 @@ def test_two_threads_of_a_rank_in_different_contexts_at_once() -> None:
     run_ranks(4, body)
 
 
+def test_ranks_may_differ_in_requires_grad_where_no_gradients_are_recorded() -> None:
+    """A view of a leaf requires grad there, and a copy of it does not: uneven shards are packed by one or the other."""
+
+    def body(rank: int) -> None:
+        shards = shards_of(rank)
+        q, k, v = shards.inputs() if rank else (shards.q, shards.k, shards.v)
+        with context_parallel(dist.group.WORLD, seq_len=13), torch.no_grad():
+            shards.check_results(sdpa(q, k, v))
+
+    run_ranks(2, body)
+
+
 def test_a_shard_that_is_changed_between_forward_and_backward_is_noticed() -> None:
     def body(rank: int) -> None:
         q, k, v = shards_of(rank).inputs()

@@ -10,6 +10,7 @@ from functools import cache
 from statistics import median
 from typing import NamedTuple
 
+import pytest
 from support.measured import MEASURED, Case, measured
 
 from cp_dtensor import Causal, Documents, SlidingWindow
@@ -112,8 +113,9 @@ def compared(*, by_name: bool = False) -> list[Cell]:
 
 
 def listed(table: str) -> set[str]:
-    """Return the cells that are listed, those of the trial or others."""
-    return {line for line in OFF.read_text().splitlines() if line.startswith("nodes-trial") is bool(table)}
+    """Return the cells of a table of nodes that are listed, or of all others."""
+    lines = OFF.read_text().splitlines()
+    return {line for line in lines if (name := line.split()[0]) == table or not (table or name in NODES)}
 
 
 def test_calls_that_do_not_wait_for_the_host_take_what_was_measured() -> None:
@@ -149,7 +151,10 @@ def test_short_calls_are_launched_in_about_the_time_that_was_measured() -> None:
     assert max(map(abs, errors)) < math.log(1.75)
 
 
-# The trial of two nodes: "nodes-trial" of measured.csv
+# Two nodes
+
+NODES = ("nodes-trial", "nodes-2x2", "2xH200-nodes")
+"""Tables of measured.csv. Ranks of the second have a GPU each; the last is of today's code."""
 
 TRIAL_MASKS = {
     "causal": lambda tokens: Causal(), "window 4096": lambda tokens: SlidingWindow(4095, 0),
@@ -165,10 +170,12 @@ OWN = Cluster("H100", (Tier.of(Hardware.of("H100"), 2), Tier(2, 1.8e9, SHARED.li
 
 
 def trial(table: str = "nodes-trial") -> Iterator[tuple[str, dict[str, Estimate], dict[tuple[str, str], float]]]:
-    """Yield the cells: estimates by method, and milliseconds by method and pass."""
+    """Yield the cells: estimates by method, and milliseconds by method and pass, of the last code that was measured."""
     with MEASURED.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["table"] == table]
-    cluster = TRIAL if table == "nodes-trial" else OWN
+    cluster = OWN if table == "nodes-2x2" else TRIAL
+    if table == "2xH200-nodes":
+        cluster = replace(TRIAL, gpu=SHARED.with_kernels(PACKAGE_KERNELS))
     for tokens, mask in dict.fromkeys((int(row["tokens"]), row["mask"]) for row in rows):
         spec = spec_of(TRIAL_MASKS[mask](tokens), HeadTail(), tokens, 4, (32, 8), 128)
         of_case = [row for row in rows if (int(row["tokens"]), row["mask"]) == (tokens, mask)]
@@ -194,16 +201,20 @@ def test_auto_is_the_fastest_of_the_trial() -> None:
     assert compared in (16, 24)
 
 
-def test_the_trial_takes_what_was_predicted() -> None:
-    """Within 15%, but for the cells that are listed. Processes that share a GPU take turns of milliseconds, of which
-    the model knows nothing: what is short or waits often took longer, up to 6 times in the window by allgather."""
+@pytest.mark.parametrize(("table", "cells", "most_off"), list(zip(NODES, (40, 20, 4), (30, 10, 2), strict=True)))
+def test_nodes_take_what_was_predicted(table: str, cells: int, most_off: int) -> None:
+    """Within 15%, but for the cells that are listed. In the trial processes that share a GPU take turns of
+    milliseconds, of which the model knows nothing: what is short or waits often took longer, up to 6 times in the
+    window by allgather. In all but the last table outer hops did not go by groups of heads, as the model's do."""
     off, count = set(), 0
-    for name, found, times in trial():
+    for name, found, times in trial(table):
         for method, each in found.items():
             row = TRIAL_METHODS.get(method, f"ours-{method}")
-            for pass_name, seconds in (("fwd", each.forward), ("fwdbwd", each.seconds)) if method != "ring" else ():
-                count += 1
-                if abs(1e3 * seconds / times[row, pass_name] - 1) > 0.15:
-                    off.add(f"nodes-trial {name} {method} {pass_name}")
-    assert count == 40
-    assert off == listed("nodes-trial")
+            for pass_name, seconds in (("fwd", each.forward), ("fwdbwd", each.seconds)):
+                taken = times.get((row, pass_name), math.nan)
+                count += not math.isnan(taken)
+                if abs(1e3 * seconds / taken - 1) > 0.15:
+                    off.add(f"{table} {name} {method} {pass_name}")
+    assert count == cells
+    assert off == listed(table)
+    assert len(off) <= most_off

@@ -46,12 +46,16 @@ def documents_of(*edges: int) -> VarlenMetadata:
 
 
 def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
-    """Stand-ins with the names and signatures that main had in October 2026; `base_name` and `axes` vary with time."""
+    """Stand-ins with the names and signatures of main in November 2026; `base_name` and `axes` of earlier ones vary."""
 
     class InnerAttention(nn.Module):
         @dataclass(kw_only=True, slots=True)
         class Config:
             pass
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_metadata_key = type(self)
 
     class VarlenInnerAttention(InnerAttention):
         @dataclass(kw_only=True, slots=True)
@@ -67,7 +71,21 @@ def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
             super().__init__()
             self.kernel_options: dict[str, Any] = {}
 
-    class MLAVarlenInnerAttention(VarlenInnerAttention):
+    class MLAVarlenInnerAttention(VarlenInnerAttention):  # earlier
+        pass
+
+    class MLAAttention(InnerAttention):
+        """It projects (T, latents), here by nothing, for an inner attention."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.inner_attention = VarlenInnerAttention(VarlenInnerAttention.Config())
+            self.attention_metadata_key = self.inner_attention.attention_metadata_key
+
+        def project_mla_kv(self, latents: torch.Tensor) -> torch.Tensor:
+            return latents.unflatten(1, (4, -1))
+
+    class InnerGDN(InnerAttention):
         pass
 
     class Base:
@@ -75,17 +93,25 @@ def titan_modules(base_name: str, axes: str) -> dict[str, ModuleType]:
         class Config:
             pass
 
+    class ContextParallelInnerGDN(Base, InnerGDN):
+        class Config(Base.Config, InnerGDN.Config):
+            pass
+
     kinds = {each.__name__: each for each in (InnerAttention, VarlenInnerAttention, FlexInnerAttention)}
     packages = ("torchtitan", "torchtitan.models", "torchtitan.models.common", "torchtitan.distributed")
-    of_latents = "torchtitan.models.common.attention.mla"
-    if base_name != "CPAttention":  # earlier
-        of_latents = "torchtitan.models.kimi_k3.attention"
+    attention = "torchtitan.models.common.attention"
+    others: dict[str, dict[str, Any]] = {
+        f"{attention}.mla": {"MLAAttention": MLAAttention}, f"{attention}.gdn": {"InnerGDN": InnerGDN},
+        f"{attention}.cp_gdn": {"ContextParallelInnerGDN": ContextParallelInnerGDN},
+    }  # fmt: skip
+    if base_name != "CPAttention":
+        others = {"torchtitan.models.kimi_k3.attention": {"MLAVarlenInnerAttention": MLAVarlenInnerAttention}}
     groups = {"spmd_mesh_group": lambda axis: dist.group.WORLD if axis == "cp" else None}
     contents: dict[str, dict[str, Any]] = {
         **{name: {} for name in packages},
-        "torchtitan.models.common.attention": kinds,
-        of_latents: {"MLAVarlenInnerAttention": MLAVarlenInnerAttention},
-        "torchtitan.models.common.attention.cp_attention": {base_name: Base},
+        attention: kinds,
+        **others,
+        f"{attention}.cp_attention": {base_name: Base},
         f"torchtitan.distributed.{axes}": {"MeshAxisName": SimpleNamespace(CP="cp")},
         "torchtitan.distributed.spmd_types": groups,
         "spmd_types": {"no_typecheck": nullcontext, "is_type_checking": lambda: False},
@@ -169,9 +195,12 @@ def test_latents(titan: dict[str, ModuleType]) -> None:
 
     def body(rank: int) -> None:
         (ours,) = [each for each in torchtitan.inner_attention_map().values() if "MLA" in each.__name__]
+        module = ours(ours.Config())
+        assert module.attention_metadata_key is ours
         metadata = ours.prepare_cp_metadata(documents_of(0, TOKENS), permutation=torch.tensor([HEAD_TAIL]))
         own = [local(each, rank, HEAD_TAIL).clone().requires_grad_() for each in leaves]
-        out = ours(ours.Config())(*own, attention_metadata=metadata)
+        projected = [own[0], own[1].flatten(1) if hasattr(ours, "project_mla_kv") else own[1], own[2]]
+        out = module(*projected, attention_metadata=metadata)
         grads = torch.autograd.grad(out, own, local(grad_out, rank, HEAD_TAIL))
         for got, wanted in zip((out, *grads), expected, strict=True):
             torch.testing.assert_close(got, local(wanted, rank, HEAD_TAIL), rtol=1e-10, atol=1e-10)
@@ -215,9 +244,10 @@ def test_classes_fit_the_transform(titan: dict[str, ModuleType]) -> None:
     bases = vars(titan["torchtitan.models.common.attention.cp_attention"])
     base = bases.get("CPAttention") or bases["CPInnerAttention"]
     made = torchtitan.inner_attention_map()
-    names = "VarlenInnerAttention", "FlexInnerAttention", "MLAVarlenInnerAttention"
-    assert [each.__name__ for each in made] == [*names]
-    assert [*made][:2] == [attentions[name] for name in names[:2]]
+    names = ["VarlenInnerAttention", "FlexInnerAttention"]
+    assert [*made][:2] == [attentions[name] for name in names]
+    of_latents = ["MLAAttention", "InnerGDN"] if "CPAttention" in bases else ["MLAVarlenInnerAttention"]
+    assert [each.__name__ for each in made] == names + of_latents
     for inner, ours in made.items():
         assert issubclass(ours, inner)
         assert issubclass(ours, base)

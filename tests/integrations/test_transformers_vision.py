@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.model_cells import Alone, kinds_of, multimodal_alone, run_multimodal_cell
 from support.models import is_in_this_version
-from support.multimodal import FROM_PROCESSORS, processed, tiny_multimodal
+from support.multimodal import FROM_PROCESSORS, PLACEHOLDER, processed, tiny_multimodal
 from support.ranks import run_ranks
 from torch import nn
 
@@ -162,6 +162,30 @@ def test_features_of_several_images_in_one_row_are_refused_on_every_rank() -> No
     assert {*run_ranks(2, body)} == {
         "get_image_features returns features of several images as one row: pass shard_images=False"
     }
+
+
+def one_image_of_one_token(rank: int) -> None:
+    """The first rank gets an image whose features Mistral 3 returns without their dim of tokens, and fails."""
+    given = processed("Mistral 3", "images")
+    assert given is not None
+    given["image_sizes"] = torch.tensor([[8, 8], [16, 16], [16, 16]])
+    given["input_ids"][given["input_ids"] == PLACEHOLDER] = 3
+    given["input_ids"][:, 14:18] = given["input_ids"][0, 20] = PLACEHOLDER
+    batch = ModelBatch.from_processor(given, shard_images=True)
+    model = tiny_multimodal("Mistral 3", "sdpa")
+    with context_parallel(whole_world(), **batch.buffers):
+        model(**batch.inputs, use_cache=False)
+
+
+def test_towers_that_fail_on_one_rank_fail_on_every_rank() -> None:
+    def body(rank: int) -> str:
+        with pytest.raises(RuntimeError) as error:
+            one_image_of_one_token(rank)
+        return str(error.value)
+
+    (message,) = {*run_ranks(3, body)}
+    assert message.startswith("get_image_features with shard_images=True failed for the images of some ranks, {0: ")
+    assert message.endswith("pass shard_images=False")
 
 
 def after_an_error(rank: int) -> None:

@@ -107,6 +107,9 @@ PROGRAMS = {
         "accelerate", "transformers.trainer",
         {"packed: losses [": 1, "padded: losses [": 1, "are those of one rank": 2},
     ),
+    "trainer_two_ranks --compile": Example(
+        "accelerate", "transformers.trainer", {"are those of one rank": 2, "recompile_limit": 0}
+    ),
     # No extra installs trl, which would bring pandas and pyarrow.
     "sft_two_ranks": Example("trl", "transformers.trainer", {"and weights are those of one rank": 1}),
     "dpo_two_ranks": Example("trl", "transformers.trainer", {"and weights are those of one rank": 1}),
@@ -124,8 +127,9 @@ PROGRAMS = {
 def test_integrations(name: str, tmp_path: Path) -> None:
     needs, imports, prints, ranks = PROGRAMS[name]
     pytest.importorskip(needs, reason=f"needs {needs}: pip install -c constraints.txt -e '.[integrations]'")
-    path = EXAMPLES / "integrations" / f"{name}.py"
-    printed = launch(ranks, path, folder=tmp_path, timeout=240, imports=[imports])
+    file, *arguments = name.split()
+    path = EXAMPLES / "integrations" / f"{file}.py"
+    printed = launch(ranks, path, *arguments, folder=tmp_path, timeout=240, imports=[imports])
     assert {text: printed.count(text) for text in prints} == prints
 
 

@@ -174,6 +174,16 @@ def test_measured_clusters_are_saved(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert load_cluster(saved) == cluster
     main(["plan", "--cluster", str(saved), "--nodes", "2", "--seq-len", "64k", "--degrees", "8"])
     assert f"on 8 GPUs ({saved}): 4 at 610 GB/s; 2 at 36.7 GB/s" in capsys.readouterr().out
+    main(["plan", "--cluster", str(saved), "--nodes", "2", "--oversubscription", "2", "--degrees", "8"])
+    assert "2 at 18.3 GB/s" in capsys.readouterr().out
+    save_cluster(TWO_NODES, other)
+    for file, options, unread in (
+        (saved, "--packages", "--packages"),
+        (other, "--gpus-per-node 8 --nodes 4 --oversubscription 2", "--gpus-per-node, --nodes, --oversubscription"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["plan", "--cluster", str(file), *options.split(" ")])
+        assert f"--cluster {file} has measured what {unread} would assume" in capsys.readouterr().err
     other.write_text('{"gpu": {}}')
     with pytest.raises(ValueError, match=r"other\.json is not a file of `doctor --save`"):
         load_cluster(other)
@@ -185,7 +195,8 @@ def test_measured_clusters_are_saved(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("plan --gpu V100", "expected hardware to be a GPU, one of A100"),
         ("plan --internode string --nodes 2", "got 'H100, string'"),
         ("plan --seq-len 1.5M", "expected a number of tokens, such as 8192, 128k or 1M, got '1.5M'"),
-        ("plan --degrees 12 --nodes 2", "expected --degrees of whole nodes of 8, got [12]"),
+        ("plan --degrees 12 --nodes 2", "expected --degrees that divide the GPUs, 2 x 8, into neighbours; got [12]"),
+        ("plan --degrees 8 3", "that divide the GPUs, 8, into neighbours; got [8, 3]"),
         ("plan --cluster /no/such/file", "No such file"),
         ("plan --seq-len 64 --mask documents:0,96", "the documents of a mask end at 96"),
         ("doctor --device cpu --save x.json", "--save: expected GPUs whose links can be measured, got none"),

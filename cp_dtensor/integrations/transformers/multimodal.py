@@ -213,6 +213,9 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
 
     Ranks get adjacent ones, of about equally many patches. A rank that gets none computes the first one and returns
     nothing of it, so that all ranks make the same collectives of FSDP.
+
+    Raises:
+        RuntimeError: the method fails on some ranks, as Mistral 3's does for one image of one token; on every rank.
     """
     if whole_call() is None:  # that for video may call that for images, which are divided by now
         return features(*args, **kwargs)
@@ -221,8 +224,19 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
         if "BatchNorm" in type(part).__name__ and part.training:
             raise NotImplementedError(f"{what}: {type(part).__name__} mixes images, which shard_images=True divides")
     own, count = _own_images(ranks, what, _arguments(features, args, kwargs), _frames_are_apart(model))
-    with _noted(context, None):
-        out = features(**own)
+    error: Exception | None = None
+    device = next(each.device for each in own.values() if isinstance(each, torch.Tensor))
+    try:
+        with _noted(context, None):
+            out = features(**own)
+    except Exception as caught:  # the other ranks hear of it, since they would wait for the features
+        error = caught
+    if any(has_failed for (has_failed,) in ranks.gather_integers([int(error is not None)], device)):
+        reasons = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}", device)
+        raise RuntimeError(
+            f"{what} with shard_images=True failed for the images of some ranks, "
+            f"{ ({rank: each for rank, each in enumerate(reasons) if each is not None}) }: pass shard_images=False"
+        ) from error
     whole: Callable[[Any], Any] = partial(_of_all_ranks, ranks, count, what)
     if isinstance(out, (torch.Tensor, list, tuple)):
         return whole(out)
