@@ -123,7 +123,9 @@ PROGRAMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.sweep] * ("--compile" in each)) for each in PROGRAMS]
+)
 def test_integrations(name: str, tmp_path: Path) -> None:
     needs, imports, prints, ranks = PROGRAMS[name]
     pytest.importorskip(needs, reason=f"needs {needs}: pip install -c constraints.txt -e '.[integrations]'")
