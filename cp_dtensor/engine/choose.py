@@ -78,11 +78,6 @@ class Estimate:
         """Bytes over the outer axis, or over the only one."""
         return self.axis_bytes[0]
 
-    @property
-    def inner_bytes(self) -> int:
-        """Bytes over the inner axes, all together."""
-        return sum(self.axis_bytes[1:])
-
     def bytes_over(self, tier: int) -> float:
         """Return the bytes over a tier in both passes, on the slowest rank."""
         return sum(

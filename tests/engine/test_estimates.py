@@ -107,7 +107,6 @@ def test_each_of_three_axes_has_its_links() -> None:
     assert "over cp_pod  over cp_node  over cp_gpu" in str(found)
     ring = found.methods["ring"]
     assert ring.outer_bytes < ring.axis_bytes[1] / 30 < ring.axis_bytes[2] / 30
-    assert ring.inner_bytes == sum(ring.axis_bytes[1:])
     alone = explained(2, 1, 4, names=("cp_pod", "cp_node", "cp_gpu"), hardware="GB200")
     assert alone.axes == ("cp_pod", "cp_gpu"), "an axis of one rank is left out"
 
