@@ -183,7 +183,7 @@ def traced_scope() -> str | None:
     return scopes[-1] if scopes else None
 
 
-_eval_frame: Any = torch._C._dynamo.eval_frame
+_eval_frame: Any = torch._C._dynamo.eval_frame  # there without torch._dynamo, whose import takes seconds
 _SKIPPED = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
 
 

@@ -194,7 +194,7 @@ class Staging:
     grad_flops_per_stage: float = 0.6e12
     """As `flops_per_stage`, in backward, whose launches cost about twice as much."""
     queries_per_stage: int = 1 << 15
-    """Query rows of a stage, of all heads, that fill a GPU: about two waves of blocks of 128 on an H200."""
+    """Query rows of a stage, of all heads, that fill a GPU: on an H200 two waves (blocks of 128 computed at once)."""
     grad_keys_per_stage: int = 1 << 17
     """Rows of keys of all ranks, times query heads, that a stage of backward has at least: eight waves of blocks of 128
     keys on an H200. Of two ranks with a causal mask and `HeadTail`, one computes two of these waves, the other four.

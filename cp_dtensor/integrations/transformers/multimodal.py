@@ -217,15 +217,15 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
     Raises:
         RuntimeError: the method fails on some ranks, as Mistral 3's does for one image of one token; on every rank.
     """
-    if whole_call() is None:  # that for video may call that for images, which are divided by now
+    call = whole_call()
+    if call is None:  # that for video may call that for images, which are divided by now
         return features(*args, **kwargs)
-    what, model, ranks = features.__name__, features.__self__, context.call.ranks
+    what, model, ranks, device = features.__name__, features.__self__, context.call.ranks, call.tokens.device
     for part in model.modules():
         if "BatchNorm" in type(part).__name__ and part.training:
             raise NotImplementedError(f"{what}: {type(part).__name__} mixes images, which shard_images=True divides")
     own, count = _own_images(ranks, what, _arguments(features, args, kwargs), _frames_are_apart(model))
     error: Exception | None = None
-    device = next(each.device for each in own.values() if isinstance(each, torch.Tensor))
     try:
         with _noted(context, None):
             out = features(**own)
