@@ -224,7 +224,14 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
     for part in model.modules():
         if "BatchNorm" in type(part).__name__ and part.training:
             raise NotImplementedError(f"{what}: {type(part).__name__} mixes images, which shard_images=True divides")
-    own, count = _own_images(ranks, what, _arguments(features, args, kwargs), _frames_are_apart(model))
+    given = _arguments(features, args, kwargs)
+    grids = [each for name, each in given.items() if name.endswith("grid_thw") and each is not None]
+    if any(len(each) > 1 for each in grids) and not _images_are_apart(model):
+        raise NotImplementedError(
+            f"{what}: in this version of transformers images of one call attend to each other in the tower of "
+            f"{type(model).__name__}, which shard_images=True divides: pass shard_images=False"
+        )
+    own, count = _own_images(ranks, what, given, _frames_are_apart(model))
     error: Exception | None = None
     try:
         with _noted(context, None):
@@ -290,6 +297,12 @@ def _has(value: Any, units: int) -> bool:
     return (isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() > 0)) and (
         len(value) == units
     )
+
+
+def _images_are_apart(model: nn.Module) -> bool:
+    """Return whether a tower that gets the patches of all images as one sequence knows where each image begins."""
+    codes = [inspect.unwrap(type(part).forward).__code__ for part in model.modules()]
+    return any("cu_seqlens" in (*code.co_varnames, *code.co_names) for code in codes)
 
 
 def _frames_are_apart(model: nn.Module) -> bool:
