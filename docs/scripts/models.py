@@ -88,8 +88,8 @@ the language model, not the whole model.
 - without images, the call is the same
 - packed: position ids as in one process; where positions have three axes, four rows, of which text is the first
 
-Refused by name: images beside `input_ids` that are a buffer; `shard_images=True` of MiniMax M3 VL before transformers 5.23,
-in whose tower images of one call attend to each other; towers that are called by hand inside of a context; models
+Refused by name: images beside `input_ids` that are a buffer; `shard_images=True` of MiniMax M3 VL before transformers
+5.23, in whose tower images of one call attend to each other; towers that are called by hand inside of a context; models
 without a language model of their own (Idefics 1). An encoder of sound (Whisper) is called before the context, and its
 results are sharded: `encoder_outputs=(context_parallel_shard(mesh, [states], [1])[0],)`.
 
