@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from cp_dtensor._torch import (
     has_cpu_backend,
     name_of_group,
     no_modes,
-    open_modes,
     reduce_scatter_single,
 )
 from cp_dtensor.comm.faults import peer_errors
@@ -68,7 +66,7 @@ class SequenceRanks:
             return cls(mesh.get_group(axes[0]))
         here = tuple(slice(None) if axis in axes else place for axis, place in enumerate(mesh.get_coordinate() or ()))
         # The mesh's tensor is real, also where other tensors are traced.
-        with no_modes() if open_modes() else nullcontext():
+        with no_modes():
             members = mesh.mesh[here].permute([sorted(axes).index(axis) for axis in axes]).flatten().tolist()
         return cls(*map(mesh.get_group, axes), members=tuple(members))
 

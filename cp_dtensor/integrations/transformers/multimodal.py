@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -238,7 +239,7 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
             out = features(**own)
     except Exception as caught:  # the other ranks hear of it, since they would wait for the features
         error = caught
-    if any(has_failed for (has_failed,) in ranks.gather_integers([int(error is not None)], device)):
+    if any(ranks.gather_integers(int(error is not None), device)):
         reasons = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}", device)
         raise RuntimeError(
             f"{what} with shard_images=True failed for the images of some ranks, "
@@ -299,16 +300,19 @@ def _has(value: Any, units: int) -> bool:
     )
 
 
+def _codes(model: nn.Module) -> list[CodeType]:
+    """Return the code of forward of each part of a model."""
+    return [inspect.unwrap(type(part).forward).__code__ for part in model.modules()]
+
+
 def _images_are_apart(model: nn.Module) -> bool:
     """Return whether a tower that gets the patches of all images as one sequence knows where each image begins."""
-    codes = [inspect.unwrap(type(part).forward).__code__ for part in model.modules()]
-    return any("cu_seqlens" in (*code.co_varnames, *code.co_names) for code in codes)
+    return any("cu_seqlens" in (*code.co_varnames, *code.co_names) for code in _codes(model))
 
 
 def _frames_are_apart(model: nn.Module) -> bool:
     """Return whether frames of a video do not attend to each other, as the code of a tower tells."""
-    codes = [inspect.unwrap(type(part).forward).__code__ for part in model.modules()]
-    users = [code for code in codes if not _SEQUENCES_OF_FRAMES.isdisjoint(code.co_names)]
+    users = [code for code in _codes(model) if not _SEQUENCES_OF_FRAMES.isdisjoint(code.co_names)]
     return bool(users) and not any("merge_temporal" in str(code.co_consts) for code in users)
 
 
