@@ -14,10 +14,9 @@ from cp_dtensor.api.dtensor_attention import dtensor_attention, refuse_other_pla
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.comm.transports import transport_by_name
 from cp_dtensor.engine.arguments import check_qkv, refuse_dtensors, tensors_of
-from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.attend import Constants, attend, attend_traced, constants_of
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import FACTORS, Call, Options, checked_mask, checked_pair, factors_of, refuse_unknown
-from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
 from cp_dtensor.engine.contexts import around, inherited
 from cp_dtensor.engine.handles import made_of, parts_of
 from cp_dtensor.spec.layouts import Layout

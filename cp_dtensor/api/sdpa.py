@@ -14,10 +14,9 @@ from cp_dtensor.api.buffers import refuse_shards_of_other_dims
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
 from cp_dtensor.api.interception import SdpaArguments
 from cp_dtensor.engine.arguments import check_qkv, refuse_beside, refuse_dtensors, tensors_of
-from cp_dtensor.engine.attend import attend
+from cp_dtensor.engine.attend import Constants, attend, attend_traced, constants_of
 from cp_dtensor.engine.base import OF_HEADS, Tensors
 from cp_dtensor.engine.call import call_of, checked_mask, factors_of
-from cp_dtensor.engine.compiled import Constants, attend_traced, constants_of
 from cp_dtensor.engine.contexts import OpenContext, current, innermost, queries_alone, warn_of_other_threads
 from cp_dtensor.engine.handles import Parts, made_of, parts_of
 from cp_dtensor.spec.masks import Causal, Mask

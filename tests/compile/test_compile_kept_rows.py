@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cp_dtensor import ATTENTION_OPS, HeadTail, context_parallel, context_parallel_attention, ulysses_attention
-from cp_dtensor.engine import compiled as compiled_op
+from cp_dtensor.engine import attend
 
 COPIES = partial(saved_tensors_hooks, torch.clone, torch.clone)
 
@@ -134,7 +134,7 @@ def in_graphs(rank: int) -> None:
     function(*shards.inputs())
 
     def keeps_rows(answer: bool) -> AbstractContextManager[Any]:
-        return mock.patch.object(compiled_op, "_keeps_rows", return_value=answer)
+        return mock.patch.object(attend, "_keeps_rows", return_value=answer)
 
     def in_copies(*inputs: torch.Tensor) -> torch.Tensor:
         with COPIES():

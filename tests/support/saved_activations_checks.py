@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from cp_dtensor.comm.head_exchange import CollectiveHeads
-from cp_dtensor.engine import compiled
+from cp_dtensor.engine import attend
 
 Rows = list[weakref.ref[torch.Tensor]]
 
@@ -20,7 +20,7 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
     """Yields the number of tensors of each exchange (negative: from heads back to rows), and all saved tensors."""
     exchanges: list[int] = []
     rows: Rows = []
-    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, compiled.keep_beside
+    to_heads, to_rows, keep = CollectiveHeads.to_heads, CollectiveHeads.to_rows, attend.keep_beside
 
     def counted(self: Any, bundles: Any, *args: Any) -> Any:
         exchanges.append(sum(map(len, bundles)))
@@ -37,7 +37,7 @@ def watched() -> Iterator[tuple[list[int], Rows]]:
     with (
         mock.patch.object(CollectiveHeads, "to_heads", counted),
         mock.patch.object(CollectiveHeads, "to_rows", counted_home),
-        mock.patch.object(compiled, "keep_beside", noted),
+        mock.patch.object(attend, "keep_beside", noted),
     ):
         yield exchanges, rows
 
