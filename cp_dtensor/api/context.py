@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
@@ -22,14 +24,14 @@ from cp_dtensor.api.buffers import InPlaceShard, buffers_of, is_shard_now, refus
 from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.functional import takes_options
-from cp_dtensor.api.hints import add_hint
 from cp_dtensor.api.hooks import hooks_held, loaded_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
 from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
 from cp_dtensor.api.sharding import checked_buffers
 from cp_dtensor.api.varlen import varlen_attn_in_context
+from cp_dtensor.comm.calls import END_OF_CONTEXT, calls_of
 from cp_dtensor.comm.groups import Mesh
-from cp_dtensor.engine.agreement import compare_contexts, described, end_context, warn_once
+from cp_dtensor.engine.agreement import compare, described, facts_of_options, options_in_signature, warn_once
 from cp_dtensor.engine.arguments import checked_of_heads
 from cp_dtensor.engine.call import OF_CALLS, OF_CONTEXTS, Call, ContextOptions, checked_lengths, refuse_unknown
 from cp_dtensor.engine.contexts import ALONE, OpenContext, current, innermost, opened, queries_alone
@@ -155,30 +157,29 @@ class context_parallel(ContextDecorator):
 
     def _compare_ranks(self) -> None:
         """Refuse options and buffers that differ between ranks: at the first entry of each kind, or with `debug`."""
-        kinds, on_gpu = list[object]([*self._beside, len(self._seq_len)]), None
-        for each in self._buffers:
+        call, buffers, x = self._call, self._buffers, None
+        signature: list[object] = ["context", *options_in_signature(call), *self._beside, len(self._seq_len)]
+        for each in buffers:
             if _torch.is_traced(each.tensor):
                 return
-            kinds += each.tensor.dtype, each.dim
-            if each.tensor.is_cuda:
-                on_gpu = each.tensor.device
+            signature += each.tensor.dtype, each.dim
+            x = each.tensor if each.tensor.is_cuda else x
 
         def facts() -> dict[str, object]:  # once for each kind of context
-            shapes = ", ".join(f"{tuple(each.tensor.shape)} along dim {each.dim}" for each in self._buffers)
-            call = self._call
+            shapes = ", ".join(f"{tuple(each.tensor.shape)} along dim {each.dim}" for each in buffers)
             log_once(
                 "api", logging.INFO,
                 f"context_parallel over {call.ranks.size} ranks, method {call.method!r}, {call.layout}, mask "
                 f"{call.mask}, buffers {shapes or 'none'}",
             )  # fmt: skip
             beside = {name: described(tensor, values=True) for name, tensor in self._beside.items()}
-            found = {"seq_len": self._seq_len, **beside, "the number of buffers": len(self._buffers)}
-            for index, each in enumerate(self._buffers):
+            found = {"seq_len": self._seq_len, **beside, "the number of buffers": len(buffers)}
+            for index, each in enumerate(buffers):
                 kind = f"{described(each.tensor)}, sequence dim {each.dim}"
                 found[f"buffer {index}"] = f"{kind}, contents {_torch.content_hash(each.tensor) % (1 << 48):012x}"
-            return found
+            return {**facts_of_options(call), **found}
 
-        compare_contexts(self._call, tuple(kinds), on_gpu, facts)
+        compare(call, tuple(signature), x, facts)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -194,17 +195,56 @@ class context_parallel(ContextDecorator):
             )
         self._open = None
         if error is not None:
-            add_hint(error, context)
+            _add_hint(error, context)
         manager.__exit__(kind, error, trace)
         if error is not None:
             return
-        end_context(context.call)
+        for calls in calls_of(context.call.ranks):  # the end of a step (see `Calls.begin`)
+            calls.begin(END_OF_CONTEXT, ends_step=True, debug=context.call.debug)
         if "model" in context.seen and "attention" not in context.seen:
             warnings.warn(
                 "a model of transformers ran inside of context_parallel, and no attention call was seen there: each "
                 "rank has attended to its own shard only, if to anything. docs/limits.md lists what a context sees",
                 stacklevel=2,
             )
+
+
+# Hints on torch's own errors that are raised inside of a context
+
+_SHAPES = re.compile(r"must match|invalid for input of size|cannot be multiplied|[Ee]xpected|out of bounds|mismatch")
+
+
+def _add_hint(error: BaseException, context: OpenContext) -> None:
+    """Add a hint to torch's error about shapes if it names the local and the whole length of buffers.
+
+    Errors of reshapes name the whole length only. The hint is a note (Python 3.11), or in Python 3.10 the last line of
+    the message.
+    """
+    text = str(error)
+    if not isinstance(error, (RuntimeError, IndexError, ValueError)) or not _SHAPES.search(text) or _is_ours(error):
+        return
+    numbers, shards = {*map(int, re.findall(r"\d+", text))}, []
+    for index, shard in enumerate(context.buffers):
+        local, whole = shard.buffer.tensor.size(shard.buffer.dim), shard.whole_shape[shard.buffer.dim]
+        if local != whole and whole in numbers and (local in numbers or "invalid for input of size" in text):
+            shards.append(f"buffer {index} is a shard of length {local} of {whole}")
+    if not shards:
+        return
+    hint = (
+        f"In this context_parallel {', '.join(shards)}. Was a tensor of the whole length made before the context was "
+        "entered? List it in buffers (the very object, no copy), or shard it by context_parallel_shard"
+    )
+    if hasattr(error, "add_note"):
+        if hint not in getattr(error, "__notes__", ()):  # nested contexts
+            error.add_note(hint)
+    elif error.args and hint not in text:
+        error.args = (f"{error.args[0]}\n{hint}", *error.args[1:])
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether this package has raised the error, or called the function that did."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).startswith("cp_dtensor.")
 
 
 # Entry and patches

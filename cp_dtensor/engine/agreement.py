@@ -21,7 +21,7 @@ from torch import Tensor
 from cp_dtensor import _torch
 from cp_dtensor._torch.cache import GroupCache, capturing
 from cp_dtensor.attention.backends.select import allowed_backends, is_deterministic
-from cp_dtensor.comm.calls import COMPARISON, END_OF_CONTEXT, begin_pass, calls_of
+from cp_dtensor.comm.calls import COMPARISON, begin_pass
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.engine.base import OF_HEADS, Tensors
 from cp_dtensor.engine.call import FACTORS, Call, Sharding, refuse_other_lengths
@@ -59,7 +59,6 @@ def agreed_pair(
     is_declared = call.pair is not None or call.layout.only_length is not None
     is_declared = is_declared or (pair is not None and {*pair} <= {*call.lengths})
     dims = q.size(1), k.size(1), q.size(3), v.size(3), q.dtype
-    options = call.method, call.transport.name, type(call.layout), type(call.mask)
 
     def facts() -> Facts:
         lengths = pair or f"refused: {local[0]} and {local[1]} local tokens"
@@ -67,10 +66,8 @@ def agreed_pair(
 
     # Programs that measure may draw equal shards. Compiled code may have shards of any origin.
     may_be_whole = (call.in_context or not is_declared) and needs_grads is not None and refusal is None
-    compare(
-        call, (function, *options, dims, is_declared or local), q, facts, (q, k, v) if may_be_whole else (), t.bias,
-        refusal=refusal,
-    )  # fmt: skip
+    signature = function, *options_in_signature(call), dims, is_declared or local
+    compare(call, signature, q, facts, (q, k, v) if may_be_whole else (), t.bias, refusal=refusal)
     assert pair is not None  # or there was a refusal
     return pair
 
@@ -306,31 +303,17 @@ def _shortened(text: str) -> str:
 # Facts
 
 
-def compare_contexts(call: Call, signature: Hashable, device: torch.device | None, others: Callable[[], Facts]) -> None:
-    """Refuse, on every rank alike, a context whose facts differ between ranks.
-
-    Args:
-        call: that of the context.
-        signature: of the arguments that are not in `call`.
-        device: of a CUDA tensor among the arguments.
-        others: makes the facts of these arguments; may read tensors.
-    """
-    x = None if device is None else torch.empty(0, device=device)
-    options = call.method, call.transport.name, type(call.layout), type(call.mask), call.deterministic
-    compare(call, ("context", options, signature), x, lambda: {**_facts_of_options(call), **others()})
+def options_in_signature(call: Call) -> tuple[object, ...]:
+    """Return the options in signatures of contexts and calls: only the classes of layouts and masks, which vary."""
+    return call.method, call.transport.name, type(call.layout), type(call.mask), call.deterministic
 
 
-def _facts_of_options(call: Call) -> Facts:
+def facts_of_options(call: Call) -> Facts:
+    """Return the facts that contexts and calls have in common."""
     return {
         "layout": repr(call.layout), "method": call.method, "rotate_method": call.transport.name,
         "mask": repr(call.mask or Full()), "deterministic": call.deterministic, "debug": call.debug,
     }  # fmt: skip
-
-
-def end_context(call: Call) -> None:
-    """Count the end of a context, which is the end of a step (see `Calls.begin`)."""
-    for calls in calls_of(call.ranks):
-        calls.begin(END_OF_CONTEXT, ends_step=True, debug=call.debug)
 
 
 def _facts_of_call(
@@ -344,7 +327,7 @@ def _facts_of_call(
     fewest = 0 if pair is None else min(shard_lengths(call.layout, pair[0], call.ranks.size))
     return {
         "batch_size": q.size(0), "q_heads": q.size(1), "kv_heads": k.size(1), "head_dim": q.size(3),
-        "v_head_dim": v.size(3), "dtype": str(q.dtype), **_facts_of_options(call),
+        "v_head_dim": v.size(3), "dtype": str(q.dtype), **facts_of_options(call),
         **dict(zip(FACTORS, call.factors(q.size(3)), strict=True)),
         "deterministic": is_deterministic(q, call.backends or allowed_backends(), call.deterministic),
         "attn_mask": _described_bias(t.bias, q, k, pair),
