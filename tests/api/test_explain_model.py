@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cp_dtensor import ATTENTION_OPS, context_parallel
-from cp_dtensor.api.explain_model import Model
+from cp_dtensor.api.explain import Model
 from cp_dtensor.engine import run
 from cp_dtensor.plan.cluster import PACKAGE_KERNELS, Hardware
 
