@@ -19,8 +19,7 @@ from cp_dtensor._torch import (
     wrapped,
 )
 from cp_dtensor._torch.autograd import RankFunction, differentiated_once, refuse_batches, refuse_traced_transforms
-from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Shared
+from cp_dtensor._torch.cache import Shared, capturing
 from cp_dtensor._torch.tensors import content_hash, indexable, no_autocast, wide_dtype
 from cp_dtensor.api.buffers import take_shard
 from cp_dtensor.api.context import entered, local_sdpa

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from cp_dtensor._torch import label
-from cp_dtensor._torch.cache import refuse_capture
+from cp_dtensor._torch.cache import Shared, refuse_capture
 from cp_dtensor._torch.cuda_driver import copy_bytes, copy_rows
-from cp_dtensor._torch.streams import Shared
 from cp_dtensor._torch.tensors import TRITON_AVAILABLE, current_stream
 from cp_dtensor.comm import symm_mem_workspace as workspaces
 from cp_dtensor.comm.flags import Flag

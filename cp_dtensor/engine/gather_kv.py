@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from cp_dtensor._torch.autograd import RankFunction, Tensors, differentiated_once, refuse_batches
-from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Shared
+from cp_dtensor._torch.cache import Shared, capturing
 from cp_dtensor._torch.tensors import in_words, on_device, wide_dtype
 from cp_dtensor.attention.masked import positions_of
 from cp_dtensor.comm.calls import Signature, begin_pass

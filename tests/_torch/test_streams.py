@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cp_dtensor._torch import streams
+from cp_dtensor._torch import cache
 from cp_dtensor.engine import gather_kv
 
 GPU = torch.device("cuda:0")
@@ -22,10 +22,10 @@ class Streams:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.current, self.is_capturing, self.seen = "compute", False, list[tuple[str, str]]()
         beside = SimpleNamespace(synchronize=lambda: self.seen.append(("waited", "beside")))
-        patch.setattr(streams, "_stream_beside", lambda device: beside)
-        patch.setattr(streams, "capturing", lambda: self.is_capturing)
-        patch.setattr(streams, "current_stream_handle", lambda device: hash(self.current))
-        patch.setattr(streams, "current_stream", lambda device: self.current)
+        patch.setattr(cache, "_stream_beside", lambda device: beside)
+        patch.setattr(cache, "capturing", lambda: self.is_capturing)
+        patch.setattr(cache, "current_stream_handle", lambda device: hash(self.current))
+        patch.setattr(cache, "current_stream", lambda device: self.current)
         patch.setattr(torch.cuda, "stream", lambda stream: self.on("beside"))
 
     @contextmanager
@@ -46,21 +46,21 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_the_host_waits_for_the_stream_beside_alone(fake: Streams) -> None:
-    streams.Shared(GPU, fake.tensor, lambda tensor: [tensor])
+    cache.Shared(GPU, fake.tensor, lambda tensor: [tensor])
     assert fake.seen == [("made", "beside"), ("waited", "beside")]
     assert fake.current == "compute"
 
 
 def test_capture_sees_every_launch_and_notes_nothing(fake: Streams) -> None:
     fake.is_capturing = True
-    streams.Shared(GPU, fake.tensor, lambda tensor: [tensor]).read()
+    cache.Shared(GPU, fake.tensor, lambda tensor: [tensor]).read()
     assert fake.seen == [("made", "compute")]
     fake.is_capturing = False
 
 
 def test_cpus_have_no_streams(fake: Streams) -> None:
     cpu = torch.device("cpu")
-    streams.Shared(cpu, fake.tensor, lambda tensor: [tensor]).read()
+    cache.Shared(cpu, fake.tensor, lambda tensor: [tensor]).read()
     assert fake.seen == [("made", "compute")]
 
 
@@ -76,7 +76,7 @@ def test_cached_tensors_are_complete_and_outlive_the_work_of_each_stream_that_re
 
 
 def test_each_reading_stream_is_noted_once(fake: Streams) -> None:
-    shared = streams.Shared(GPU, lambda: [fake.tensor(), fake.tensor(), "no tensor"], lambda value: value[:2])
+    shared = cache.Shared(GPU, lambda: [fake.tensor(), fake.tensor(), "no tensor"], lambda value: value[:2])
     for name in ("compute", "other", "compute", "other"):
         with fake.on(name):
             assert shared.read()[2] == "no tensor"

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Shared
+from cp_dtensor._torch.cache import Shared, capturing
 from cp_dtensor._torch.tensors import aligned, empty_in_order_of, unit_stride
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.interval import IntervalAttention, tile_rows

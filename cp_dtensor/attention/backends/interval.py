@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_dtensor._torch.cache import capturing
-from cp_dtensor._torch.streams import Shared
+from cp_dtensor._torch.cache import Shared, capturing
 from cp_dtensor._torch.tensors import wide_dtype
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.masked import (
