@@ -201,7 +201,7 @@ def private_names_of_others_stay_behind_the_door(module: str) -> Violations:
     if starts_with(module, DOORS):
         return []
     tree = parse(module)
-    may_call_attention = starts_with(module, ("attention.backends", "api.dtensor_dispatcher"))
+    may_call_attention = starts_with(module, ("attention.backends",))
     violations = []
     for line, name in torch_names(module, tree):
         private = name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
@@ -354,20 +354,20 @@ def test_docstring_examples(module: str) -> None:
 # Room -> (most lines now, target). The room "" is the two files of the package itself. A commit that makes a room
 # smaller lowers its cap; lines that move to another room move in both caps.
 LINES = {
-    "_torch": (2074, 1820),
+    "_torch": (2056, 1820),
     "spec": (1933, 1850),
     "plan": (2303, 1690),
     "attention": (4305, 4290),
     "comm": (3109, 2600),
     "engine": (3757, 3120),
-    "api": (4195, 3480),
+    "api": (4086, 3480),
     "layers": (5346, 2500),
     "integrations": (5197, 2920),
     "tools": (3303, 2400),
     "": (142, 121),
 }
-PACKAGE_LINES = (35664, 27000)
-TEST_LINES = (42929, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (35537, 27000)
+TEST_LINES = (42768, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (8, 8), "sinks": (12, 12), "deterministic": (12, 12)}
 

@@ -24,8 +24,7 @@ from cp_dtensor._torch.compiler import (
     never_compiled, refuse_in_compiled_function, traced_inside, traced_scope, when_loaded,
 )
 from cp_dtensor._torch.dtensor import (
-    bound_arguments, dispatched_by_default, dtensor_ops_handled, torchs_context_parallel_is_open,
-    torchs_modules_checked,
+    dtensor_op_handled, torchs_context_parallel_is_open, torchs_modules_checked,
 )
 from cp_dtensor._torch.patches import (
     attribute_replaced, checkpointed_functions_bound, entry_replaced, lower_right_bias_redirected,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -17,23 +17,9 @@ OpHandler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _DISPATCHER: Any = DTensor._op_dispatcher
 
 
-@contextmanager
-def dtensor_ops_handled(handlers: dict[Any, OpHandler]) -> Iterator[None]:
-    """Make DTensor, while open, call these handlers of ops in place of its own rules."""
-    with ExitStack() as stack:
-        for op, handler in handlers.items():
-            stack.enter_context(entry_replaced(_DISPATCHER._custom_op_handlers, op, handler))
-        yield
-
-
-def dispatched_by_default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op as torch does without a handler, by its sharding strategies, without caches."""
-    info = _DISPATCHER.unwrap_to_op_info(op, args, kwargs)
-    sharding = _DISPATCHER.sharding_propagator.propagate_op_sharding_non_cached(info.schema)
-    if sharding.needs_redistribute:
-        redistributed = sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
-        _DISPATCHER.redistribute_local_args(info, *redistributed)
-    return _DISPATCHER.wrap(op(*info.local_args, **info.local_kwargs), sharding.output_spec)
+def dtensor_op_handled(op: Any, handler: OpHandler) -> AbstractContextManager[None]:
+    """Make DTensor, while open, call a handler of an op in place of its own rule."""
+    return entry_replaced(_DISPATCHER._custom_op_handlers, op, handler)
 
 
 def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -49,10 +35,7 @@ _TORCHS = "torch.distributed.tensor.experimental"
 
 
 def torchs_context_parallel_is_open() -> bool:
-    """Return True while torch's own `context_parallel`, or its dispatcher, is open in this process (it has one table).
-
-    Not once handlers of this package are entered into that table.
-    """
+    """Return True while torch's own `context_parallel`, or its dispatcher, is open in this process."""
     handler = _DISPATCHER._custom_op_handlers.get(torch.ops.aten._scaled_dot_product_flash_attention.default)
     return str(getattr(handler, "__module__", "")).startswith(_TORCHS)
 

@@ -33,7 +33,7 @@ _CAUSAL = Causal()
 
 
 def dtensor_sdpa(arguments: SdpaArguments, mask: Mask | None = None, **options: Any) -> torch.Tensor | None:
-    """Compute SDPA of DTensors (B, H, S, D) sharded along the sequence, or on a CPU with attn_mask; else return None.
+    """Compute SDPA of DTensors (B, H, S, D) that are sharded along the sequence, or on a CPU; else return None.
 
     The output has the placements of q, and is sharded along the sequence wherever q, k or v are. Gradients have the
     placements of their inputs. A placement other than plain `Shard`, such as `_StridedShard`, counts as not sharded and
@@ -43,9 +43,8 @@ def dtensor_sdpa(arguments: SdpaArguments, mask: Mask | None = None, **options: 
     sharded = [tensor.placements for tensor in (q, k, v) if isinstance(tensor, DTensor)]
     if not sharded or not q.dim() == k.dim() == v.dim() == 4:
         return None
-    # On a CPU, DTensor has no rule for torch's fused op, and our handler of that op takes no attn_mask.
-    masked_on_cpu = arguments.attn_mask is not None and q.device.type == "cpu" and mask is None
-    if not is_seq_sharded(*sharded) and not masked_on_cpu:
+    on_cpu = q.device.type == "cpu" and mask is None  # DTensor has no rule for torch's fused op of CPUs
+    if not is_seq_sharded(*sharded) and not on_cpu:
         return None
     if _torch.torchs_context_parallel_is_open():  # since; asked here, which is one frame less a call
         raise RuntimeError(TORCHS_TOO)

@@ -99,7 +99,7 @@ _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole
 
 
 def refuse_unsupported_sdpa(attn_mask: Tensor | None, dropout_p: float) -> None:
-    """Refuse arguments that fused operators do not support on sequence shards, while SDPA itself does."""
+    """Refuse arguments that an operator of DTensors does not support on sequence shards, while SDPA does."""
     mask = None if attn_mask is None else f"a mask of shape {tuple(attn_mask.shape)}, expected None"
     dropout = f"dropout_p={dropout_p}, expected 0.0" if dropout_p else None
     for name, received in (("attn_mask", mask), ("dropout", dropout)):

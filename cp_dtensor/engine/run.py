@@ -112,7 +112,7 @@ _KEPT = torch.ops.cp_dtensor.kept_forward.default
 
 def run_backward(
     done: Done, t: Tensors, saved: Saved, grad_out: Tensor, results: tuple[Tensor, Tensor] | None,
-    needed: tuple[bool, ...] = (False,) * len(Tensors._fields),
+    needed: tuple[bool, ...],
 ) -> Tensors:  # fmt: skip
     """Compute the gradient of each of `Tensors`, in its dtype; None for those that are not needed or have none.
 

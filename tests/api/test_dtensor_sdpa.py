@@ -1,4 +1,4 @@
-"""SDPA on DTensors, and torch's fused operators below it: with the dispatcher, and in contexts."""
+"""SDPA on DTensors: with the dispatcher, and in contexts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from support.dtensor_checks import (
     CAUSAL,
     CP,
-    CROSS,
     DP,
     GROUPED,
     SELF,
@@ -28,21 +27,19 @@ from support.dtensor_checks import (
     torch_before_2_12,
 )
 from support.masked_problems import MaskedProblem, Tensors
-from support.problems import Problem, dense, reference, shard
+from support.problems import reference, shard
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 
 from cp_dtensor import (
     HeadTail,
     SlidingWindow,
-    _torch,
     context_parallel,
     context_parallel_attention,
     enable_context_parallel_dispatcher,
 )
-from cp_dtensor.engine.attend import Attention
+from cp_dtensor.comm.collective import CollectiveTransport
 from cp_dtensor.spec.masks import Full
 
 
@@ -225,45 +222,38 @@ def test_inference_mode_has_the_context() -> None:
 # Without sequence shards
 
 
-def _results(rank: int, tensors: Tensors, placements: tuple[Placements, ...], is_causal: bool) -> object:
-    """Local results, or the error."""
-    inputs = distributed(tensors[:3], init_device_mesh("cpu", (4,)), placements)
-    try:
-        out = F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
-        out.backward(torch.ones_like(out))
-    except Exception as error:
-        return type(error), str(error)
+def _results(rank: int, tensors: Tensors, placements: tuple[Placements, ...]) -> object:
+    inputs = distributed(tensors, init_device_mesh("cpu", (4,)), placements)
+    out = F.scaled_dot_product_attention(*inputs)
+    out.backward(torch.ones_like(out))
     return [(x.placements, x.to_local().tolist()) for x in (out, *(each.grad for each in inputs))]
 
 
-def _other(shape: tuple[int, ...]) -> Tensors:
+def _drawn(shape: tuple[int, ...]) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(shape, generator=generator) for _ in "qkv")
 
 
-UNSHARDED = [
-    *((SELF.draw(0), on, is_causal) for is_causal in (False, True)
-      for on in (((DP,),) * 3, ((TP,),) * 3, ((R,),) * 3, ((DP,), (R,), (R,)))),
-    *((_other((4, 16, 8)), ((Shard(dim),),) * 3, False) for dim in range(3)),
-    *((_other((2, 2, 4, 16, 8)), ((Shard(dim),),) * 3, False) for dim in (2, 3)),
-]  # fmt: skip
+OF_OTHER_DIMS = [
+    *((_drawn((4, 16, 8)), ((Shard(dim),),) * 3) for dim in range(3)),
+    *((_drawn((2, 2, 4, 16, 8)), ((Shard(dim),),) * 3) for dim in (2, 3)),
+]
 
 
 @torch_before_2_12
-@pytest.mark.parametrize(("tensors", "placements", "is_causal"), UNSHARDED)
-def test_without_sequence_shards_or_four_dims_everything_is_as_with_the_dispatcher_off(
-    tensors: Tensors, placements: tuple[Placements, ...], is_causal: bool
+@pytest.mark.parametrize(("tensors", "placements"), OF_OTHER_DIMS)
+def test_without_four_dims_everything_is_as_with_the_dispatcher_off(
+    tensors: Tensors, placements: tuple[Placements, ...]
 ) -> None:
-    with sdpa_kernel(SDPBackend.MATH):  # of its fused CPU op, torch has no strategy; of causal, the error is compared
-        off = run_ranks(4, _results, tensors, placements, is_causal)
-        with enable_context_parallel_dispatcher():
-            assert run_ranks(4, _results, tensors, placements, is_causal) == off
+    off = run_ranks(4, _results, tensors, placements)
+    with enable_context_parallel_dispatcher():
+        assert run_ranks(4, _results, tensors, placements) == off
 
 
 @pytest.mark.usefixtures("_dispatcher")
 @pytest.mark.parametrize("placements", [(DP, TP), (TP, TP), (DP, DP), (R, TP)], ids=str)
 def test_batch_and_head_shards_attend_without_a_ring(placements: Placements, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attention, "forward", None)  # not callable
+    monkeypatch.setattr(CollectiveTransport, "start_kv", None)  # not callable
     run_ranks(4, check_problems, (2, 2), [GROUPED], (placements,) * 3, placements)
 
 
@@ -304,113 +294,3 @@ def _refused(rank: int, kind: str) -> None:
 )
 def test_refusals(kind: str, error: type[Exception], message: str) -> None:
     run_ranks(4, check_refused, error, message, _refused, kind)
-
-
-# Fused operators, called themselves
-
-aten = torch.ops.aten
-
-
-def logsumexp(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    seen = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool)
-    return dense(q, k, k, seen.tril() if problem.is_causal else seen, problem.scale)[1]
-
-
-CPU_OP = "flash_attention_for_cpu"
-# Operator, problems, mesh, placements of q and of k and v, and those of the gradients of k and v unless None.
-FUSED: list[tuple[str, tuple[Problem, ...], tuple[int, ...], tuple[Placements, ...], Placements | None]] = [
-    *((CPU_OP, (CAUSAL, GROUPED, CROSS), (4,) if len(q) == 1 else (2, 2), (q, kv, kv), grad)
-      for q, kv, grad in (
-          ((CP,), (CP,), (CP,)), ((CP,), (R,), (Partial(),)), ((TP,), (TP,), (TP,)), ((CP, DP), (CP, DP), (CP, DP)),
-          ((TP, CP), (TP, CP), (TP, CP)), ((TP, CP), (TP, R), (TP, Partial())), ((CP, CP), (CP, R), (CP, Partial())))),
-    *((CPU_OP, (CAUSAL,), (2, 2), on, None)  # inputs that do not fit are redistributed
-      for on in (((CP, TP),) * 3, ((R, CP), (CP, R), (CP, R)), ((CP, CP),) * 3, ((R, TP), (CP, R), (R, DP)))),
-    *(("flash_attention", (GROUPED,), (4,) if len(q) == 1 else (2, 2), (q, kv, kv), None) for q, kv in (
-        ((CP,), (CP,)), ((CP,), (R,)), ((CP, CP), (CP, CP)), ((TP, CP), (TP, R)))),
-]  # fmt: skip
-
-
-@pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize(("name", "problems", "mesh_shape", "placements", "grad_kv"), FUSED, ids=str)
-def test_fused_operators(
-    name: str, problems: Any, mesh_shape: Any, placements: tuple[Placements, ...], grad_kv: Placements | None
-) -> None:
-    """That of CUDA tensors, too, on DTensors of the CPU."""
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", mesh_shape)
-        for problem in problems:
-            *qkv, grad_out = problem.draw(seed=0)
-            q, k, v = inputs = distributed(tuple(qkv), mesh, placements)
-            out, lse, *others = getattr(aten, f"_scaled_dot_product_{name}")(
-                *inputs, 0.0, problem.is_causal, scale=problem.scale
-            )
-            out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
-            for got, wanted in zip((out, q.grad, k.grad, v.grad), reference(problem, *qkv, grad_out), strict=True):
-                close(got, wanted)
-            close(lse, logsumexp(problem, *qkv[:2]))
-            assert not others or others[2:4] == [problem.q_len, problem.kv_len]
-            if grad_kv is not None:
-                assert out.placements == lse.placements == q.grad.placements == placements[0]
-                assert k.grad.placements == v.grad.placements == grad_kv
-
-    run_ranks(4, body)
-
-
-def _refused_op(rank: int, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    q, k, v = (each.detach() for each in distributed(CAUSAL.draw(seed=0)[:3], mesh, ((CP,),) * 3))
-    with context_parallel(mesh, **options):
-        getattr(aten, f"_scaled_dot_product_{name}")(q, k, v, *args)
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "options", "message"),
-    [
-        ("efficient_attention", (None, True), {}, "  EFFICIENT_ATTENTION: "),
-        ("cudnn_attention", (None, True), {}, "  CUDNN_ATTENTION: "),
-        *(("flash_attention_for_cpu", (), {option: value}, f"does not take the {option} of its context")
-          for option, value in (("mask", SlidingWindow(2, 0)), ("sinks", torch.zeros(8)), ("deterministic", True))),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_refusals_of_operators(name: str, args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
-    """They name the only backend, and options of contexts that they do not take."""
-    run_ranks(4, check_refused, NotImplementedError, message, _refused_op, name, args, options)
-    run_ranks(4, _refused_op, "flash_attention_for_cpu", (), {})
-
-
-def test_dispatch_by_default_redistributes_as_torch_does() -> None:
-    def body(rank: int) -> None:
-        mesh, (a, b) = init_device_mesh("cpu", (4,)), torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
-        sharded = [distribute_tensor(x, mesh, (Replicate(),), src_data_rank=None) for x in (a, b)]
-        for on in ((DP, TP), (TP, DP), (DP, R), (DP, DP)):
-            left, right = (x.redistribute(placements=(each,)) for x, each in zip(sharded, on, strict=True))
-            product = _torch.dispatched_by_default(aten.mm.default, (left, right), {})
-            assert product.placements == (left @ right).placements
-            torch.testing.assert_close(product.full_tensor(), a @ b)
-
-    run_ranks(4, body)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("_dispatcher")
-@pytest.mark.parametrize("name", ["flash_attention", "efficient_attention", "cudnn_attention"])
-@pytest.mark.parametrize(("q_on", "kv_on"), [((CP,), (CP,)), ((CP,), (R,))], ids=str)
-def test_cuda_ops(name: str, q_on: Placements, kv_on: Placements) -> None:
-    """Every rank is a thread on one GPU."""
-
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cuda", (2,))
-        problem = Problem(128, 256, batch=2, q_heads=4, kv_heads=4, head_dim=64, dtype=torch.bfloat16)
-        *qkv, grad_out = problem.draw(seed=0, device="cuda")
-        inputs = distributed(tuple(qkv), mesh, (q_on, kv_on, kv_on))
-        options = () if name == "flash_attention" else (None, True)
-        with torch.autograd.set_multithreading_enabled(False):  # one GPU, so one autograd thread for all ranks
-            out = getattr(aten, f"_scaled_dot_product_{name}")(*inputs, *options)[0]
-            out.backward(distribute_tensor(grad_out, mesh, out.placements, src_data_rank=None))
-        for got, wanted in zip((out, *(x.grad for x in inputs)), reference(problem, *qkv, grad_out), strict=True):
-            torch.testing.assert_close(got.full_tensor().double(), wanted, rtol=0, atol=0.02)
-        dist.barrier()
-
-    run_ranks(2, body)

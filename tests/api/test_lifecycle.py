@@ -135,7 +135,6 @@ def test_results_are_the_same_before_and_after() -> None:
         with context_parallel(mesh), enable_context_parallel_dispatcher():
             F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
             F.scaled_dot_product_attention(*(x.to_local(),) * 3).sum().backward()
-            aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)
         dist.barrier()
         assert not installed()
         assert sdpa_results(mesh) == before
@@ -169,10 +168,9 @@ def test_what_others_install_in_dtensors_tables_meanwhile_survives(table: str) -
     dispatcher = DTensor._op_dispatcher
     entries = getattr(dispatcher if table == "_custom_op_handlers" else dispatcher.sharding_propagator, table)
     before = dict(entries)
-    sdpa = aten._scaled_dot_product_flash_attention.default, aten.scaled_dot_product_attention.default
 
     def body() -> None:
-        for op in (*sdpa, aten.tanh_.default):
+        for op in (aten.scaled_dot_product_attention.default, aten.tanh_.default):
             for _ in range(2):
                 with entered(2):
                     entries[op] = their_handler

@@ -118,7 +118,7 @@ AMBIENT = {
     "autograd": Ambient(
         (partial(torch.autograd.set_multithreading_enabled, False), copies),
         (torch.autograd.detect_anomaly, partial(threads, 2)),
-        without=frozenset({"dtensor", "dtensor_sdpa", "dtensor_ops"}),
+        without=frozenset({"dtensor", "dtensor_sdpa"}),
     ),
     "autocast": Ambient((partial(torch.autocast, "cpu", torch.bfloat16),)),
     # It is slow where several threads use it.
@@ -268,7 +268,7 @@ for wrong, what in (
         raise SystemExit(what)
 warnings.simplefilter("default")
 from support.settings_calls import check_call
-for name in "ring dtensor dtensor_ops varlen_attn mla flex_context provider torch_experimental everything".split():
+for name in "ring dtensor dtensor_sdpa varlen_attn mla flex_context provider torch_experimental everything".split():
     check_call(name)
 """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,14 +18,7 @@ from torch.nn.attention import sdpa_kernel
 from cp_dtensor import context_parallel, enable_context_parallel_dispatcher
 
 pytestmark = pytest.mark.gpu(WORLD_SIZE)
-aten, sdpa = torch.ops.aten, F.scaled_dot_product_attention
 
-
-OPS: dict[str, Callable[..., Any]] = {
-    "op of cudnn": lambda *qkv: aten._scaled_dot_product_cudnn_attention(*qkv, None, True, 0.0, True)[0],
-    "op of flash": lambda *qkv: aten._scaled_dot_product_flash_attention(*qkv, 0.0, True)[0],
-    "op of efficient": lambda *qkv: aten._scaled_dot_product_efficient_attention(*qkv, None, True, 0.0, True)[0],
-}
 SEQUENCE, MIXED = (Shard(2), Shard(2), Shard(2)), (Shard(2), Replicate(), Replicate())
 LIMIT = max(1.5, (1 + WORLD_SIZE / 2) ** 0.5)
 """Of errors: all-reduces of gradients of replicated tensors round at each hop, and shards of few rows vary more."""
@@ -38,14 +29,14 @@ def _of_dtensors(
 ) -> None:
     """Compares errors of this rank's shards with those of the same rows on one GPU."""
     problem = Problem(length, length, 2, q_heads=4, kv_heads=4, head_dim=head_dim, is_causal=True, dtype=dtype)
-    mesh, call = init_device_mesh("cuda", (WORLD_SIZE,)), OPS.get(name, partial(sdpa, is_causal=True))
+    mesh, call = init_device_mesh("cuda", (WORLD_SIZE,)), partial(F.scaled_dot_product_attention, is_causal=True)
     q, k, v, grad_out = problem.draw(11, "cuda")
     inputs = [
         distribute_tensor(tensor, mesh, [placement], src_data_rank=None).requires_grad_()
         for tensor, placement in zip((q, k, v), placements, strict=True)
     ]
     whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-    with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
+    with sdpa_kernel(BACKENDS[name]):
         with enable_context_parallel_dispatcher():
             out = call(*inputs)
             assert isinstance(out, DTensor)
@@ -69,15 +60,12 @@ def _of_dtensors(
 @pytest.mark.parametrize(
     ("name", "dtype", "head_dim", "placements"),
     [
-        *((name, torch.bfloat16, 64, SEQUENCE) for name in OPS),
-        *(
-            pytest.param(*case, placements, marks=with_nccl if placements is MIXED else ())
-            for case in (
-                ("cudnn", torch.bfloat16, 64), ("flash", torch.bfloat16, 64), ("efficient", torch.float32, 64),
-                ("math", torch.float64, 64), ("math", torch.float32, 33),
-            )
-            for placements in (SEQUENCE, MIXED)
-        ),
+        pytest.param(*case, placements, marks=with_nccl if placements is MIXED else ())
+        for case in (
+            ("cudnn", torch.bfloat16, 64), ("flash", torch.bfloat16, 64), ("efficient", torch.float32, 64),
+            ("math", torch.float64, 64), ("math", torch.float32, 33),
+        )
+        for placements in (SEQUENCE, MIXED)
     ],
 )  # fmt: skip
 # DTensor gathers gradients of uneven shards in torch 2.11, and those of replicated tensors.

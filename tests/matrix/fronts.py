@@ -79,8 +79,6 @@ class Front:
     """False if compiled code runs it between graphs."""
     slack: float = 1.5
     """In bfloat16: the largest error as a multiple of that of torch's attention on one device."""
-    differentiates_lse: bool = True
-    """False if its lse has no gradient."""
     sums_shares: bool = True
     """False if the gradient of sinks is whole on every rank."""
 
@@ -205,16 +203,6 @@ def _dtensor(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
 
 def _dtensor_sdpa(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
     return _local(_sdpa(case, mesh, _placed(x)))
-
-
-def _dtensor_ops(case: Case, mesh: DeviceMesh, x: Tensors) -> Result:
-    """The fused operator below SDPA, which has no mask argument that DTensors may use."""
-    placed = _placed(x)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        placed["q"], placed["k"], placed["v"], case.dropout_p, case.is_causal, attn_mask=placed.get("bias"),
-        scale=case.scale,
-    )  # fmt: skip
-    return _local((out, lse)) if case.needs_lse else _local(out)
 
 
 def _documents_of(case: Case) -> Mask:
@@ -355,19 +343,6 @@ FRONTS: dict[str, Front] = {
     "dtensor_sdpa": Front(
         _dtensor_sdpa, _with_dispatcher, _as_dtensors, refuses=TWICE,
         lacks=SDPA_LACKS | MASKS | DTENSOR_LACKS | {"sinks", "deterministic"},
-    ),
-    "dtensor_ops": Front(
-        # Torch's backward of the operator needs the dispatcher, too.
-        _dtensor_ops, _with_dtensors, patch=lambda _compiles: enable_context_parallel_dispatcher(), settle=_as_dtensors,
-        lacks=MASKS | {"sinks", "undeclared", "deterministic", "softcap"}, differentiates_lse=False,
-        refuses={
-            "bool_bias": "attn_mask is not supported by this operator on sequence shards",
-            "float_bias": "argument 'attn_mask'|attn_mask is not supported",
-            "dropout": "dropout is not supported by this operator on sequence shards", "scale<0": "expected scale > 0",
-            "scale=0": "expected scale > 0", "second_derivative": "is not implemented",
-        },
-        # Torch copies the backward of a compiled forward, and the operator's has a process group.
-        refuses_compiled=dict.fromkeys(FEATURES, "deepcopy .*ProcessGroup|unhashable type: non-nested SymInt"),
     ),
     "varlen": Front(
         _varlen, settle=lambda case, _: replace(case, batch=1), lacks=BIASES | {"batched"}, refuses=TWICE

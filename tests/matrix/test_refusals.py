@@ -54,7 +54,7 @@ def _takes(*features: str) -> frozenset[str]:
 ALL = frozenset(FRONTS)
 SHARDS = _fronts("function ring ulysses context module flex flex_context provider unified torch_experimental")
 """Fronts of (B, H, S, D) shards."""
-DTENSORS = _fronts("dtensor dtensor_sdpa dtensor_ops")
+DTENSORS = _fronts("dtensor dtensor_sdpa")
 FLEX = _fronts("flex flex_context")
 FLASH = _fronts("zigzag usp")
 DROP_INS = FLASH | _fronts("ring_documents zigzag_documents llama3 torchtitan")

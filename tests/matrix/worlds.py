@@ -163,7 +163,7 @@ def check_in_turns(front: Front, cases: Sequence[Case], mesh: DeviceMesh, functi
             pending.append((case, leaves, grad_out, call(front, case, mesh, x, function)))
     for case, leaves, grad_out, result in pending:
         out, lse = result if case.needs_lse else (result, None)
-        differentiate(out, lse if front.differentiates_lse else None, grad_out)
+        differentiate(out, lse, grad_out)
         results = {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
         compare(case, mesh, results | ({} if lse is None else {"lse": lse.detach()}), front)
 
@@ -190,22 +190,20 @@ def results_of(front: Front, case: Case, mesh: DeviceMesh) -> Tensors:
             first = torch.autograd.grad(out.square().sum(), [*leaves.values()], create_graph=True)
             sum(each.sum() for each in first).backward()  # type: ignore[union-attr]
             raise AssertionError("a second derivative was computed")
-        of_lse = lse if front.differentiates_lse else None
         if case.around == "":
-            differentiate(out, of_lse, grad_out)
+            differentiate(out, lse, grad_out)
     if case.around == "no_grad":
         assert not out.requires_grad
         return {"out": out}
     if case.around != "":
-        differentiate(out, of_lse, grad_out)
+        differentiate(out, lse, grad_out)
     results = {"out": out.detach(), **{name: each.grad for name, each in leaves.items() if each.grad is not None}}
     return results if lse is None else {**results, "lse": lse.detach()}
 
 
 def compare(case: Case, mesh: DeviceMesh, got: Tensors, front: Front) -> None:
     """Compares results of this rank with dense attention: within 1e-10, in bfloat16 by errors of one device."""
-    of_lse = case.needs_lse and front.differentiates_lse
-    wanted = dict(expected(replace(case, needs_lse=of_lse)))
+    wanted = dict(expected(case))
     if not case.needs_lse:
         wanted.pop("lse")
     if case.around == "no_grad":
@@ -223,7 +221,7 @@ def compare(case: Case, mesh: DeviceMesh, got: Tensors, front: Front) -> None:
             torch.testing.assert_close(ours, exact, rtol=limit, atol=limit, msg=partial("{}: {}".format, name))
             continue
         assert got[name].dtype == getattr(torch, case.dtype)
-        one_device = expected(replace(case, needs_lse=of_lse), one_device=True)[name]
+        one_device = expected(case, one_device=True)[name]
         # Shards are small, so errors of all of them are compared.
         squares = torch.stack(
             [(x.double() - exact).square().sum() for x in (ours, local_part(case, mesh, name, one_device))]
