@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_dtensor import ATTENTION_OPS, SlidingWindow, context_parallel, context_parallel_attention
-from cp_dtensor._torch import cache, prepared, streams
+from cp_dtensor._torch import cache, prepared
 
 
 def is_left_out(operator: torch._ops.OpOverload) -> bool:
@@ -133,7 +133,7 @@ def test_stages_of_ulysses_stay_on_the_stream_of_graphs(stages: int) -> None:
 
         with (
             mock.patch.object(cache, "_is_in_memory_of_graphs", is_of_graphs),
-            mock.patch.object(streams, "prepared", prepared),
+            mock.patch.object(cache, "prepared", prepared),
         ):
             group.record(rank, ulysses(stages, True, True))
             tables = len(made_on)
