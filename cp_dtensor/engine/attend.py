@@ -9,7 +9,6 @@ something are the overload `live`, which Inductor leaves out of CUDA graphs: a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -225,25 +224,19 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.set_materialize_grads(False)  # None for lse if it is not differentiated
 
 
-def _gradients_by(overload: str) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Return the backward of the overload of that name."""
-
-    @differentiated_once
-    def gradients(
-        ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any
-    ) -> tuple[Tensor | None, ...]:
-        out, lse, *others = saved
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        if grad_lse is not None:
-            out, grad_out = with_gradient_of_lse(out, rounded_lse(lse), grad_out, rounded_lse(grad_lse))
-        needed = list(ctx.needs_input_grad[: len(Tensors._fields)])
-        operator = getattr(torch.ops.cp_dtensor.attention_backward, overload)
-        grads = operator(
-            grad_out, out, lse, *others, ctx.key, ctx.factors, ctx.numbers, [*needed, grad_lse is not None]
-        )
-        return *(x if need else None for x, need in zip(grads, needed, strict=False)), *[None] * 6
-
-    return gradients
+@differentiated_once
+def _gradients(
+    ctx: Any, saved: Saved, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    out, lse, left, *others = saved
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    if grad_lse is not None:
+        out, grad_out = with_gradient_of_lse(out, rounded_lse(lse), grad_out, rounded_lse(grad_lse))
+    needed, operator = ctx.needs_input_grad[: len(Tensors._fields)], torch.ops.cp_dtensor.attention_backward
+    grads = (operator.live if left.numel() else operator.default)(
+        grad_out, out, lse, left, *others, ctx.key, ctx.factors, ctx.numbers, [*needed, grad_lse is not None]
+    )
+    return *(x if need else None for x, need in zip(grads, needed, strict=False)), *[None] * 6
 
 
 def _define() -> None:
@@ -257,7 +250,7 @@ def _define() -> None:
         _torch.define_operator(
             f"attention{suffix}({tensors}, Tensor? mask, {constants}, bool needs_lse, bool needs_backward) -> "
             f"({results})",
-            _forward, fake, gradients=_gradients_by(name), save=_save_for_backward, in_graphs=in_graphs,
+            _forward, fake, gradients=_gradients, save=_save_for_backward, in_graphs=in_graphs,
         )  # fmt: skip
         _torch.define_operator(
             f"attention_backward{suffix}(Tensor grad_out, {results}, {tensors}, {constants}, bool[] needed) -> "
