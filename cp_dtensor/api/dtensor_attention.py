@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from cp_dtensor.api.interception import TORCHS_TOO, SdpaArguments
 from cp_dtensor.comm.faults import peer_errors
 from cp_dtensor.comm.groups import MOST_AXES, Mesh, SequenceRanks, is_ulysses_axis
 from cp_dtensor.comm.transports import transport_by_name
-from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_of_heads, four_dims_of_mask
+from cp_dtensor.engine.arguments import check_bias, check_qkv, checked_of_heads, drawn_seed, four_dims_of_mask
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, checked_factors, checked_mask, checked_method
@@ -64,55 +64,23 @@ def dtensor_sdpa(arguments: SdpaArguments, mask: Mask | None = None, **options: 
 
 def dtensor_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None, attn_mask: torch.Tensor | None = None,
-    beside: Mapping[str, torch.Tensor] | None = None, enable_gqa: bool = True, needs_lse: bool = False, **options: Any,
+    beside: Mapping[str, torch.Tensor] | None = None, enable_gqa: bool = True, needs_lse: bool = False,
+    method: str = "auto", rotate_method: str | None = None, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `(out, lse)` of DTensors on one mesh: (B, H, S, Dv) and (B, H, S), placed as `plan_placements` places q.
 
     Args:
-        q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way.
+        q, k, v: (B, H, S, D), (B, Hkv, T, D) and (B, Hkv, T, Dv), placed in any way; redistributed where necessary.
         mask: by global position; None for none.
         attn_mask: a DTensor on the same mesh, placed in any way.
         beside: others, (H,), by the names of `Tensors`.
-        enable_gqa: as for `context_parallel_attention`.
         needs_lse: False if lse may be empty.
-        options: others of `context_parallel_attention`. The method "auto" is a ring, Ulysses or a hybrid, by the names
-            and placements of the mesh axes; methods that the placements do not permit are refused.
+        method: "auto" is a ring, Ulysses or a hybrid, by the names and placements of the mesh axes; methods that the
+            placements do not permit are refused.
+        enable_gqa, rotate_method, options: as for `context_parallel_attention`; options are those of `checked_factors`.
     """
     q, k, v = on_one_mesh(q, k, v)
     check_qkv(q, k, v, enable_gqa)
-    local = placed_call(q, k, v, mask, **options)
-    bias, of_heads = None, {}
-    if attn_mask is not None:
-        bias = _local_bias(q, attn_mask, local.placed)
-        check_bias(q, bias, (q.size(2), k.size(2)))
-    for name, tensor in (beside or {}).items():
-        whole: Any = checked_of_heads(name, _on_mesh_of(q, name, tensor), q)
-        of_heads[name] = local_beside(whole, local.placed.q, lambda dim: 0 if dim == HEAD_DIM else None)
-    seed = _seed_of_all(local.t.q, q.device_mesh) if local.call.dropout_p else None
-    out, lse = attend(local.call, local.t._replace(bias=bias, seed=seed, **of_heads), needs_lse=needs_lse)
-    return local.wrapped(out, q), local.wrapped(lse, q) if needs_lse else lse
-
-
-class PlacedCall(NamedTuple):
-    """A rank's part of attention of DTensors: its call, its q, k and v, and how they are placed."""
-
-    call: Call
-    t: Tensors
-    placed: AttentionPlacements
-
-    def wrapped(self, local: torch.Tensor, q: DTensor) -> DTensor:
-        """Return `out` or `lse` of the local queries as a DTensor."""
-        return from_local(local, q.device_mesh, self.placed.q, (*q.shape[:3], *local.shape[3:]))
-
-
-def placed_call(
-    q: DTensor, k: DTensor, v: DTensor, mask: Mask | None, *, method: str = "auto", rotate_method: str | None = None,
-    **options: Any,
-) -> PlacedCall:  # fmt: skip
-    """Redistribute q, k and v of one mesh as far as necessary; refuse methods that placements do not permit.
-
-    Arguments are those of `dtensor_attention`; `options` are those of `checked_factors`.
-    """
     checked_method(method)
     values = checked_factors(**options)
     mesh, shape = q.device_mesh, tuple(q.device_mesh.shape)
@@ -128,17 +96,28 @@ def placed_call(
             f"{_received(q, k, v)}"
         )
     local_q = to_local(q, placed.q)
-    local_k, local_v = to_local(k, placed.kv, placed.grad_kv), to_local(v, placed.kv, placed.grad_kv)
-    pair = q.size(2), k.size(2)
+    t = Tensors(local_q, to_local(k, placed.kv, placed.grad_kv), to_local(v, placed.kv, placed.grad_kv))
+    pair, rows = (q.size(2), k.size(2)), local_q.size(0)
     call = Call(
         # Without such an axis each rank is alone; its plans are cached for any of its groups.
         SequenceRanks.along(mesh, placed.axes or [0]), Contiguous(), method=method,
-        mask=mask if mask is None else _of_local_rows(mask, q, local_q.size(0), placed),
+        mask=mask if mask is None else _of_local_rows(mask, q, rows, placed),
         transport=transport_by_name(rotate_method), pair=pair,
         first=_first_of(q, placed) if values["dropout_p"] else (0, 0), **values,
-        placed=PlacedPartition(*pair, local_q.size(0), placed, shape, tuple(mesh.get_coordinate() or ())),
+        placed=PlacedPartition(*pair, rows, placed, shape, tuple(mesh.get_coordinate() or ())),
     )  # fmt: skip
-    return PlacedCall(call, Tensors(local_q, local_k, local_v), placed)
+    if attn_mask is not None:
+        bias = _local_bias(q, attn_mask, placed)
+        check_bias(q, bias, pair)
+        t = t._replace(bias=bias)
+    for name, tensor in (beside or {}).items():
+        whole: Any = checked_of_heads(name, _on_mesh_of(q, name, tensor), q)
+        t = t._replace(**{name: local_beside(whole, placed.q, lambda dim: 0 if dim == HEAD_DIM else None)})
+    if call.dropout_p:
+        t = t._replace(seed=_seed_of_all(local_q, mesh))
+    out, lse = attend(call, t, needs_lse=needs_lse)
+    result = from_local(out, mesh, placed.q, (*q.shape[:3], out.size(3)))
+    return result, from_local(lse, mesh, placed.q, tuple(q.shape[:3])) if needs_lse else lse
 
 
 def _of_local_rows(mask: Mask, q: DTensor, rows: int, placed: AttentionPlacements) -> Mask:
@@ -275,7 +254,7 @@ def local_only_sdpa(
 
 def _seed_of_all(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return the first rank's seed, for all: ranks with equal shards must drop equal weights."""
-    seed = torch.randint(1 << 62, (), dtype=torch.int64, device=local.device)
+    seed = drawn_seed(local.device)
     for axis in range(mesh.ndim):
         if _torch.is_traced(local):
             seed = _torch.traced_broadcast(seed, mesh.get_group(axis))
