@@ -133,7 +133,9 @@ class _PackAlias:
         self._is_replaced_later, self._pack = is_replaced_later, pack
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        return self._pack(_detached(self._is_replaced_later, tensor))
+        if self._is_replaced_later(tensor):
+            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        return self._pack(tensor)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pack, name)
@@ -145,11 +147,6 @@ def _push_hooks(is_replaced_later: Callable[[Any], bool], pack: Callable[..., An
     ours = pack if isinstance(pack, torch.nn.Module) else _PackAlias(is_replaced_later, pack)
     torch._C._autograd._push_saved_tensors_default_hooks(ours, unpack)
     return ours
-
-
-def _detached(is_replaced_later: Callable[[Any], bool], value: Any) -> Any:
-    """Return an alias of a tensor whose Python object will have other contents; any other value as it is."""
-    return value.detach().requires_grad_(value.requires_grad) if is_replaced_later(value) else value
 
 
 @contextmanager

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_dtensor.api.explain import check_numbers
 from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.submeshes import submesh
 from cp_dtensor.comm.transports import ROTATE_METHODS
-from cp_dtensor.engine.agreement import hash_of, refuse_disagreement
+from cp_dtensor.engine.agreement import compare
 from cp_dtensor.engine.arguments import expect
+from cp_dtensor.engine.call import Sharding
 from cp_dtensor.engine.choose import estimates
 from cp_dtensor.engine.planner import call_spec
 from cp_dtensor.plan.batch import RankGroup, plan_steps
@@ -124,16 +124,6 @@ def _attention_seconds(length: int, size: int, heads: tuple[int, int, int], hard
     return low + (high - low) * (length - below) / (above - below) if above > below else low
 
 
-def _refuse_other_arguments(mesh: DeviceMesh, facts: dict[str, object]) -> None:
-    """Refuse arguments that differ between ranks: their groups would differ, and wait for each other."""
-    ranks = SequenceRanks(mesh.get_group())
-    if ranks.size == 1 or dist.get_backend(ranks.outer) == "fake":
-        return
-    device = torch.device(mesh.device_type)
-    if len({*map(tuple, ranks.gather_integers([hash_of(facts)], device))}) > 1:
-        refuse_disagreement(ranks.gather_objects(facts, device))
-
-
 def plan_batch(
     lengths: Sequence[int], mesh: DeviceMesh, *, tokens_per_rank: int, q_heads: int, kv_heads: int | None = None,
     head_dim: int = 128, parameters: int | None = None, targets: int | None = None, hardware: Hardware | str = "H200",
@@ -176,7 +166,8 @@ def plan_batch(
         "lengths": list(lengths), "tokens_per_rank": tokens_per_rank, "heads": (q_heads, kv_heads, head_dim),
         "parameters": parameters, "targets": targets, "hardware": hardware,
     }  # fmt: skip
-    _refuse_other_arguments(mesh, facts)
+    # Otherwise groups would differ, and wait for each other.
+    compare(Sharding(SequenceRanks(mesh.get_group()), debug=True), "plan_batch", None, lambda: facts)
     kv_heads = q_heads if kv_heads is None else kv_heads
     parameters = 12 * (q_heads * head_dim) ** 2 if parameters is None else parameters
     check_numbers(

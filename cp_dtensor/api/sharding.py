@@ -241,7 +241,8 @@ class _Unshard(RankFunction):
         lengths, seq_len = _lengths(shard.size(dim), kind, layout, ranks, shard.device)
         ctx.arguments = (dim, layout, ranks, sum_gradients, lengths)
         whole = shard.new_empty((*shard.shape[:dim], seq_len, *shard.shape[dim + 1 :]))
-        padded = _padded(shard.movedim(dim, 0), max(lengths))
+        rows = shard.movedim(dim, 0)
+        padded = torch.cat([rows, rows.new_zeros(max(lengths) - rows.size(0), *rows.shape[1:])])
         if padded.numel():
             # As bytes: process groups do not support every dtype.
             rows = ranks.gather(padded.view(-1).view(torch.uint8)).view(padded.dtype).view(-1, *padded.shape[1:])
@@ -271,11 +272,6 @@ def gathered_shards(
     with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):
         whole: torch.Tensor = _Unshard.apply(shard, dim, layout, ranks, has_gradient, what)
     return whole
-
-
-def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the rows, contiguous, followed by zeros up to `length` rows."""
-    return torch.cat([rows, rows.new_zeros(length - rows.size(0), *rows.shape[1:])])
 
 
 def _lengths(
