@@ -66,11 +66,9 @@ _VMAP_KEY = "FuncTorchVmapMode"
 
 @contextmanager
 def sdpa_overridden(kernel: Callable[..., torch.Tensor], under_vmap: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Compute every scaled_dot_product_attention by kernels in torch's dispatcher while open.
+    """Compute every scaled_dot_product_attention by a kernel in torch's dispatcher while open.
 
-    Args:
-        kernel: for calls outside of torch.vmap.
-        under_vmap: for calls inside of torch.vmap, even if none of their arguments is batched.
+    Calls inside of torch.vmap are computed by `under_vmap`, even if none of their arguments is batched.
     """
     _suppress_override_warning()
     library = torch.library.Library("aten", "IMPL")
@@ -258,11 +256,7 @@ def _checked(check: Callable[[], None], original: Callable[..., Any], *args: Any
 
 
 def with_write_order_like(mask: BlockMask, whole: Any) -> BlockMask:
-    """Give the mask of some rows an order of the writes to dQ in backward if the whole mask has one.
-
-    Raises:
-        NotImplementedError: the whole mask has an explicit order.
-    """
+    """Give the mask of some rows an order of the writes to dQ in backward if the whole has one; refuse a tensor."""
     if getattr(whole, "dq_write_order", None) is None:  # torch 2.11 has none
         return mask
     if whole.dq_kv_order is not None:

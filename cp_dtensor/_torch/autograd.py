@@ -28,31 +28,19 @@ _NOT_BACKWARD = (
 
 
 def refuse_transforms() -> None:
-    """Refuse code under a transform of torch.func, whose tensors cannot be moved between ranks.
-
-    Raises:
-        NotImplementedError: a transform is active in this thread.
-    """
+    """Refuse code under a transform of torch.func, whose tensors cannot be moved between ranks."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_NOT_BACKWARD.format("a transform of torch.func, such as grad, vjp, jvp or vmap"))
 
 
 def refuse_tangents(ctx: Any, *_tangents: Any) -> Any:
-    """Refuse forward-mode differentiation, as `jvp` of an `autograd.Function`.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Refuse forward-mode differentiation, as `jvp` of an `autograd.Function`."""
     raise NotImplementedError(_NOT_BACKWARD.format("tangents of forward-mode differentiation"))
 
 
 @constant_in_trace
 def refuse_traced_transforms() -> None:
-    """Refuse code that is traced under a transform or a level of forward mode: its operators would drop tangents.
-
-    Raises:
-        NotImplementedError: one of them is active.
-    """
+    """Refuse code that is traced under a transform or a level of forward mode: its operators would drop tangents."""
     refuse_transforms()
     if torch.autograd.forward_ad._current_level >= 0:
         refuse_tangents(None)
@@ -119,11 +107,7 @@ def differentiated_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def refuse_batches(*grads: torch.Tensor) -> None:
-    """Refuse a batch of gradients, which transports between ranks cannot move.
-
-    Raises:
-        NotImplementedError: a batch of gradients.
-    """
+    """Refuse a batch of gradients, which transports between ranks cannot move."""
     if any(map(is_batched, grads)):
         raise NotImplementedError(
             "attention and layers of sequence shards, and sums over ranks, take one gradient at a time, got a batch of "
@@ -158,12 +142,8 @@ def checkpoint_keeps(operator: Any, argument: torch.Tensor, results: Tensors) ->
 
     Each policy is asked once a call, as for all operators, since it may count its calls: while open, the modes of
     checkpoints have its answer. A recompute repeats the answer of forward, and what came of it: a checkpoint around the
-    one of a policy may have kept results that this policy did not ask for.
-
-    Args:
-        operator: what is called.
-        argument: of the call.
-        results: tensors like those that the call will return, for policies that look at them.
+    one of a policy may have kept results that this policy did not ask for. Policies may look at `results`, which are
+    like those that the call will return.
     """
     with ExitStack() as stack:
         keeps, asked = False, []

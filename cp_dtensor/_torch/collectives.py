@@ -57,15 +57,8 @@ def start_all_to_all(
 ) -> Callable[[], object]:
     """Start several NCCL all-to-all collectives, as one launch if possible.
 
-    It calls what `dist.all_to_all` calls, whose own checks take as long as the launch.
-
-    Args:
-        incoming: for each collective, the tensor that comes from each rank.
-        outgoing: for each collective, the tensor that goes to each rank.
-        group: an NCCL group.
-
-    Returns:
-        A function that waits for all of them.
+    It calls what `dist.all_to_all` calls, whose own checks take as long as the launch. For each collective there is a
+    tensor that comes from each rank, and one that goes to it. Return a function that waits for all of them.
     """
     options = dist.AllToAllOptions()
     options.asyncOp = True
@@ -119,11 +112,7 @@ if _THREADS.is_dir():  # Linux
 
 
 def name_of_group(group: dist.ProcessGroup) -> str:
-    """Return torch's name of a group, equal in every process of the program.
-
-    Raises:
-        ValueError: torch.distributed has not made the group.
-    """
+    """Return torch's name of a group, equal in every process of the program; refuse groups of other makers."""
     name: str = group.group_name
     try:
         group_of_name(name)  # Dynamo may pass a stand-in for the group, which has the group's name

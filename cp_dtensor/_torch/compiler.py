@@ -133,11 +133,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def refuse_in_compiled_function(what: str) -> None:
-    """Refuse a context that changes how functions are compiled while one is traced, or runs between its graphs.
-
-    Raises:
-        RuntimeError: a compiled function is traced or runs.
-    """
+    """Refuse a context that changes how functions are compiled while one is traced, or runs between its graphs."""
     traced = torch.compiler.is_dynamo_compiling()
     if not traced and torch.compiler.is_compiling():  # which is also True if another thread compiles
         traced = detect_fake_mode() is not None

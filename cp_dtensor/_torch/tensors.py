@@ -53,11 +53,7 @@ def cut_all(
 
 
 def split_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return views (1, H, rows * S, ...), which has the tokens of one batch row after the other, as (rows, H, S, ...).
-
-    Raises:
-        ValueError: the number of tokens is not a multiple of `rows`.
-    """
+    """Return a view (rows, H, S, ...) of (1, H, rows * S, ...), the tokens of one batch row after the other."""
     if tensor.size(2) % rows:
         raise ValueError(
             f"expected this rank's tokens of {rows} batch rows, as many of each, one row after the other; got "

@@ -158,10 +158,7 @@ class FlexCall(NamedTuple):
     ) -> Any:  # fmt: skip
         """Return the result for the local queries with gathered K/V.
 
-        Args:
-            k, v: of all ranks, in the order of positions.
-            positions: global positions of the local queries, as `LocalRows.positions`.
-            local_mask: makes the block mask of the local queries of that of the whole sequence.
+        `positions` are those of `LocalRows`; `local_mask` makes the local mask of that of the whole sequence.
         """
         mask = self.block_mask
         mod: Any = self.score_mod
@@ -286,13 +283,7 @@ def _keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key: str, q_len: int, kv_len: int, declared: bool,
     scale: float, needs_backward: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Gather K/V and find the positions of the local queries; `left` is a handle of `Left`.
-
-    Args:
-        key: of the call.
-        declared: True if the caller or a block mask has the lengths.
-        needs_backward: True if gradients are enabled.
-    """
+    """Gather K/V and find the positions of local queries; `declared`: the caller or a block mask has the lengths."""
     of_key = call_of(key)
     found = Left.by(of_key, q, k)
     call, is_live = found.call, isinstance(of_key.layout, LiveLayout)

@@ -194,12 +194,9 @@ def attend_shards(
 
 
 def traced_constants(owner: str, options: Options, *, layout: bool, mask: bool) -> Constants:
-    """Return the constants of a call in compiled code, by the options of a public function.
+    """Return the constants of a call in compiled code: all options of its function, `owner`, but for numbers.
 
-    Args:
-        owner: the public function, for messages.
-        options: but for numbers, which may be symbols, all are constants.
-        layout, mask: as for `inherited`.
+    Numbers may be symbols. `layout` and `mask` are as for `inherited`.
     """
     constants: dict[str, Any] = {
         name: parts_of(value) for name, value in options.items() if name not in ("mesh", "seq_len", *FACTORS)
@@ -223,12 +220,7 @@ def _attend_dtensors(
     seq_len: int | tuple[int, int] | None = None, mask: Mask | None = None, is_causal: bool = False,
     debug: bool = False, **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return `(out, lse)` of DTensors, which know their mesh, their layout and their lengths.
-
-    Raises:
-        NotImplementedError: in compiled code, and with `debug`, which compares shards.
-        ValueError: a mesh, a layout or lengths besides those of the DTensors.
-    """
+    """Return `(out, lse)` of DTensors, which know their mesh, their layout and their lengths."""
     owner = "context_parallel_attention"
     if torch.compiler.is_dynamo_compiling():
         raise NotImplementedError(

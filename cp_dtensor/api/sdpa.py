@@ -89,11 +89,9 @@ def sdpa_of_shards(
     context: OpenContext, a: SdpaArguments, mask: Mask | None = None,
     beside: dict[str, torch.Tensor] | None = None, **options: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute SDPA of plain tensors, shards of the sequence.
+    """Compute SDPA of plain tensors, shards of the sequence in the open context.
 
     Args:
-        context: the open context.
-        a: arguments of SDPA.
         mask: combined with those of the call and the context.
         beside: tensors of the call beside q, k and v, by the names of `Tensors`; none for those of the context.
         options: of `context_parallel_attention`, which SDPA does not have.

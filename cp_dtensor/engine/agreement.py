@@ -371,8 +371,7 @@ def _described_bias(bias: Tensor | None, q: Tensor, k: Tensor, pair: tuple[int, 
 def warn_once(ranks: SequenceRanks, kind: Hashable, text_of: str | Callable[[], str | None]) -> None:
     """Warn of a probable mistake on this rank, at the first of its kind. No collective.
 
-    Args:
-        text_of: the text, or a function that may read tensors and returns the text, None if there is no mistake.
+    `text_of` may be a function that reads tensors, and returns None if there is no mistake.
     """
 
     def check() -> None:

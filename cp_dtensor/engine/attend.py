@@ -49,8 +49,6 @@ def attend(
     """Return `(out, lse)` of checked local shards: (B, H, S, Dv) and (B, H, S); lse may be empty without `needs_lse`.
 
     Args:
-        call: the call.
-        t: its tensors.
         needs_lse: True to get lse, which is differentiable; all ranks differentiate it, or none does.
         traced: `is_traced(t.q)`, if it is known.
 
@@ -132,15 +130,7 @@ def constants_of(call: Call) -> Constants:
 def attend_traced(
     constants: Constants, t: Tensors, factors: list[float], numbers: list[int], needs_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `(out, lse)` of a call in a program that is being captured: one operator.
-
-    Args:
-        constants: of the call, by `constants_of`.
-        t: checked tensors.
-        factors: as `Call.factors`.
-        numbers: as `Call.numbers`.
-        needs_lse: False if lse may be empty.
-    """
+    """Return `attend` of a call in a program that is being captured, whose `constants` are by `constants_of`."""
     refuse_traced_transforms()
     key, is_live = constants
     q, scale = positive_scale(t.q, factors[0])

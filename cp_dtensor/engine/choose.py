@@ -148,8 +148,7 @@ def ulysses_estimate(
 ) -> Estimate:
     """Return the estimate by heads over the inner tier, as a ring over the others unless all ranks are in the inner.
 
-    Args:
-        hosts: of all ranks; then the outer tiers are those between hosts.
+    With `hosts`, those of all ranks, the outer tiers are those between hosts.
     """
     inner, *outer = cluster.tiers
     if hosts is not None:

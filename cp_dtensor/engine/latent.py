@@ -48,13 +48,7 @@ class ExpandedStep(Step):
 
 
 def expanded_steps(steps: Steps, latents: Iterable[tuple[Tensor, Tensor]], up: Tensor) -> Iterator[ExpandedStep]:
-    """Yield a step for each group of heads in each step.
-
-    Args:
-        steps: steps of one key/value head, whose rows are latents.
-        latents: the latents and rotary keys of each step.
-        up: (H, Dn + Dv, R).
-    """
+    """Yield a step for each group of heads in each of the `steps`, which have these latents and rotary keys."""
     most_rows = max(map(rows_read, steps), default=0)
     for step, (latent, rotary) in zip(steps, latents, strict=True):
         rows = step.spans_read

@@ -65,9 +65,7 @@ def planned(
 ) -> Done:
     """Return the plan of a call and its global lengths; one like an earlier one costs one look-up.
 
-    Args:
-        rows: batch rows that make up the one row of packed tensors.
-        needs_lse, needs_grads, and what is raised: as for `run`.
+    `rows` are batch rows that make up the one row of packed tensors. Other arguments and errors are those of `run`.
     """
     q, k, v, ranks = t.q, t.k, t.v, call.ranks
     allowed = call.backends or allowed_backends()

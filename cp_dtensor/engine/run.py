@@ -43,7 +43,7 @@ def run(
     """Compute a forward: `out`, `lse` (maybe split, or empty without `needs_lse`), tensors and values for backward.
 
     Args:
-        call: the call, its scale None or positive.
+        call: its scale is None or positive.
         t: checked tensors, with a seed if there is dropout.
         needs_lse: False if lse may be empty.
         needs_grads: True for each of `t` whose gradient is needed; None in compiled code, which does not know.
