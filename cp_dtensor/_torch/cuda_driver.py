@@ -148,9 +148,7 @@ def is_available() -> bool:
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     stream, address = ctypes.c_void_p, ctypes.c_uint64
-    library.cuStreamBatchMemOp_v2.argtypes = [
-        stream, ctypes.c_uint, ctypes.POINTER(_MemoryOperation), ctypes.c_uint
-    ]  # fmt: skip
+    library.cuStreamBatchMemOp_v2.argtypes = [stream, ctypes.c_uint, ctypes.POINTER(_MemoryOperation), ctypes.c_uint]
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy2D), stream]
     library.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, stream]
     library.cuMemsetD8Async.argtypes = [address, ctypes.c_ubyte, ctypes.c_size_t, stream]

@@ -134,9 +134,7 @@ class FlexCall(NamedTuple):
             device = self.block_mask.kv_indices.device
             raise ValueError(f"expected the block mask on the device of q, {self.q.device}, got one on {device}")
 
-    def attend(
-        self, k: torch.Tensor, v: torch.Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
-    ) -> Any:  # fmt: skip
+    def attend(self, k: torch.Tensor, v: torch.Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None) -> Any:
         """Return the result for the local queries, with these K/V, score and mask."""
         if self.q.size(2):
             options = self.options if block_mask is self.block_mask else _options_of_rows(self.options)
@@ -155,7 +153,7 @@ class FlexCall(NamedTuple):
 
     def attend_rows(
         self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, local_mask: Callable[[BlockMask], BlockMask]
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return the result for the local queries with gathered K/V.
 
         `positions` are those of `LocalRows`; `local_mask` makes the local mask of that of the whole sequence.
@@ -187,7 +185,7 @@ def _options_of_rows(options: dict[str, Any]) -> dict[str, Any]:
 
 def _agreed_lengths(
     call: Call, t: CallTensors, of_mask: tuple[int, int] | None, needs_grads: tuple[bool, ...] | None
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Return `agreed_pair`; a block mask declares the global lengths if nothing else does."""
     is_declared = call.pair is not None or (call.lengths and not call.debug)  # debugging, ranks compare masks
     if is_declared or of_mask is None:
@@ -354,10 +352,10 @@ _torch.define_operator(
     _keys, _fake_keys, gradients=_gradients, save=_save_for_backward,
 )  # fmt: skip
 _torch.define_operator(
-    "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor left, SymInt local) "
-    "-> (Tensor grad_k, Tensor grad_v)",
-    _keys_backward, _fake_keys_backward,
-)  # fmt: skip
+    "flex_keys_backward(Tensor grad_k, Tensor grad_v, Tensor left, SymInt local) -> (Tensor grad_k, Tensor grad_v)",
+    _keys_backward,
+    _fake_keys_backward,
+)
 
 
 @_torch.constant_in_trace

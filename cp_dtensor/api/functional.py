@@ -179,9 +179,7 @@ def ulysses_attention(
     )
 
 
-def attend_shards(
-    owner: str, t: Tensors, needs_lse: bool, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def attend_shards(owner: str, t: Tensors, needs_lse: bool, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `(out, lse)` of local shards, by the options of a public function, `owner`."""
     inherits = {"layout": options.get("layout") is None, "mask": options.get("mask") is None}
     if torch.compiler.is_dynamo_compiling():

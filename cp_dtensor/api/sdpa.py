@@ -114,9 +114,7 @@ def sdpa_of_shards(
             refuse_shards_of_other_dims(context.buffers, context.call, a.q, a.k)
             if len(context.seen) < _MOST_SEEN:  # lengths may be new in every step
                 context.seen.add((a.enable_gqa, kind))
-    call = context.inside(
-        mask, a.is_causal, a.first, traced=traced, scale=a.scale, dropout_p=a.dropout_p, **options
-    )  # fmt: skip
+    call = context.inside(mask, a.is_causal, a.first, traced=traced, scale=a.scale, dropout_p=a.dropout_p, **options)
     t = Tensors(q, k, v) if bias is None and not beside else tensors_of(q, k, v, bias, **beside)
     out, _ = attend(call, t, traced=traced)
     return out.view(*a.q.shape[:-1], a.v.size(-1)) if a.q.dim() != 4 else out

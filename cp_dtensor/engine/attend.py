@@ -43,9 +43,7 @@ _BESIDE = len(Tensors._fields[3:-1])
 """Tensors beside q, k and v that a pass reads."""
 
 
-def attend(
-    call: Call, t: Tensors, *, needs_lse: bool = False, traced: bool | None = None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def attend(call: Call, t: Tensors, *, needs_lse: bool = False, traced: bool | None = None) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of checked local shards: (B, H, S, Dv) and (B, H, S); lse may be empty without `needs_lse`.
 
     Args:

@@ -285,7 +285,7 @@ def both_masks(one: Mask | None, other: Mask | None) -> Mask | None:
 
 def checked_factors(
     *, scale: Any = None, softcap: float = 0.0, dropout_p: float = 0.0, **flags: bool
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return these options by name, in this order; refuse what is no number or out of range, and flags but bools."""
     if flags:
         checked_bools(**flags)

@@ -349,10 +349,8 @@ def _rows_of_packed(queries: tuple[int, ...], keys: tuple[int, ...], lengths: tu
     q_total, kv_total = queries[-1], keys[-1]
     found = [(q_total // q_len, q_len) for q_len in lengths if q_len and q_total and q_total % q_len == 0]
     fitting = [
-        (rows, q_len, kv_total // rows)
-        for rows, q_len in found
-        if kv_total % rows == 0 and kv_total // rows in lengths
-    ]  # fmt: skip
+        (rows, q_len, kv_total // rows) for rows, q_len in found if kv_total % rows == 0 and kv_total // rows in lengths
+    ]
     if not fitting:
         raise ValueError(
             f"varlen_attn of sequence shards takes documents of the whole sequences, row after row: got cu_seq_q "
