@@ -26,9 +26,8 @@ from cp_dtensor.engine.call import (
     Call,
     ContextOptions,
     call_of,
-    check_context_options,
-    checked_layout,
     checked_lengths,
+    refuse_unknown,
 )
 from cp_dtensor.engine.contexts import CAPTURED_BEFORE, OpenContext, current, inherited, innermost
 
@@ -58,7 +57,7 @@ class ContextParallel(ParallelStyle):
             code: call `context_parallel_attention(sinks=...)` there.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit. From parallelize_module: a mesh that is neither one axis nor
+        TypeError, ValueError: from parallelize_module: arguments that do not fit, a mesh that is neither one axis nor
             two that share the sequence, a module that has the style already, a name in `sinks` that is no attribute.
 
     Two ranks, 8 tokens, one head of width 16; each rank passes 4 tokens:
@@ -73,10 +72,9 @@ class ContextParallel(ParallelStyle):
         **options: Unpack[ContextOptions],
     ) -> None:  # fmt: skip
         super().__init__()
-        check_context_options("ContextParallel", options)  # although there is no mesh yet
-        self._options = options
+        refuse_unknown("ContextParallel", options, OF_CONTEXTS)
+        self._options, self._seq_len = options, seq_len
         self._inherits = {name: options.get(name) is None for name in ("layout", "mask")}
-        self._lengths = checked_lengths(checked_layout(options.get("layout")), seq_len)
         named: dict[str, object] = {} if sinks is None else {"sinks": sinks}
         self._beside = {name: x if isinstance(x, str) else checked_of_heads(name, x) for name, x in named.items()}
 
@@ -86,7 +84,8 @@ class ContextParallel(ParallelStyle):
         for name, given in self._beside.items():
             if isinstance(given, str) and not hasattr(module, given):
                 raise ValueError(f"expected {name} to name an attribute of {type(module).__name__}, got {given!r}")
-        call = replace(Call.of(device_mesh, **self._options), lengths=self._lengths)
+        call = Call.of(device_mesh, **self._options)
+        call = replace(call, lengths=checked_lengths(call.layout, self._seq_len))
         has_replaced_layers = True in [hook.module(module) for hook in loaded_hooks()]  # all of them are called
         module.forward = _ContextForward(
             module, module.forward, call, self._beside, self._inherits, has_replaced_layers

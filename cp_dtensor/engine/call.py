@@ -302,16 +302,6 @@ def checked_factors(
     return {"scale": scale, "softcap": float(softcap), "dropout_p": float(dropout_p), **flags}
 
 
-def check_context_options(owner: str, options: ContextOptions) -> None:
-    """Refuse options of a context before there is a mesh; `owner` takes them."""
-    refuse_unknown(owner, options, OF_CONTEXTS)
-    checked_method(options.get("method", "auto"))
-    checked_mask(options.get("mask"), False)
-    checked_layout(options.get("layout"))
-    transport_by_name(options.get("rotate_method"))
-    checked_bools(deterministic=options.get("deterministic", False), debug=options.get("debug", False))
-
-
 def refuse_unknown(owner: str, options: Mapping[str, object], names: AbstractSet[str]) -> None:
     """Refuse options whose names are not among `names`, as Python does for a function without `**options`."""
     if unknown := options.keys() - names:
