@@ -391,12 +391,9 @@ def _ulysses_axis(
 
 
 def local_segment(
-    length: int,
-    placements: Sequence[Placement],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
+    length: int, placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int],
     dim: int = SEQ_DIM,
-) -> Segment:
+) -> Segment:  # fmt: skip
     """Return a rank's range of a dim of that length. Shards over several axes nest from left to right."""
     start, stop = 0, length
     for placement, size, index in zip(placements, mesh_shape, coordinate, strict=True):

@@ -12,7 +12,6 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_dtensor import _torch
@@ -27,7 +26,7 @@ from cp_dtensor.api.flex_block_mask import (
     position_of,
 )
 from cp_dtensor.api.functional import traced_constants
-from cp_dtensor.api.interception import SharedInstallation
+from cp_dtensor.api.interception import SharedInstallation, refuse_wrapped
 from cp_dtensor.comm.groups import Mesh
 from cp_dtensor.engine.agreement import agreed_pair
 from cp_dtensor.engine.arguments import check_batch_size, check_qkv, refuse_beside, refuse_dtensors
@@ -392,11 +391,7 @@ def _flex_attention(
     )
     if not key_of_context or query.is_meta:
         return call.attend(key, value, score_mod, block_mask)
-    if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in (query, key, value)):
-        raise NotImplementedError(
-            "FlexAttention takes plain tensors inside context_parallel, this rank's shards; got nested tensors or "
-            "DTensors"
-        )
+    refuse_wrapped("FlexAttention", query, key, value)
     if _torch.is_traced(query):
         return _traced_flex(call, key_of_context)
     context = current()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 
@@ -76,6 +77,15 @@ class SdpaArguments:
             self.q, self.k, self.v, self.attn_mask, self.dropout_p, self.is_causal,
             scale=self.scale, enable_gqa=self.enable_gqa,
         )  # fmt: skip
+
+
+def refuse_wrapped(owner: str, *tensors: torch.Tensor) -> None:
+    """Refuse nested tensors and DTensors in a context, where `owner` takes this rank's shards."""
+    if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in tensors):
+        raise NotImplementedError(
+            f"{owner} takes plain tensors inside of context_parallel, this rank's shards; got nested tensors or "
+            "DTensors"
+        )
 
 
 Interceptor = Callable[[SdpaArguments], torch.Tensor | None]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from cp_dtensor import _torch
 from cp_dtensor.api.buffers import refuse_shards_of_other_dims
 from cp_dtensor.api.dtensor_attention import dtensor_sdpa, local_only_sdpa
-from cp_dtensor.api.interception import SdpaArguments
+from cp_dtensor.api.interception import SdpaArguments, refuse_wrapped
 from cp_dtensor.engine.arguments import check_qkv, refuse_beside, refuse_dtensors, tensors_of
 from cp_dtensor.engine.attend import Constants, attend, attend_traced, constants_of
 from cp_dtensor.engine.base import OF_HEADS, Tensors
@@ -207,11 +207,7 @@ def lower_right_sdpa(original: Callable[..., torch.Tensor]) -> Callable[..., tor
         context = current()
         if context is None or queries_alone(context) is not None:
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
-            raise NotImplementedError(
-                "causal_lower_right of unequal lengths takes plain tensors inside of context_parallel, this rank's "
-                "shards; got DTensors"
-            )
+        refuse_wrapped("causal_lower_right of unequal lengths", query, key, value)
         call = SdpaArguments(query, key, value, None, dropout_p, is_causal, scale, enable_gqa)
         return sdpa_of_shards(context, call, Causal("bottom_right"))
 

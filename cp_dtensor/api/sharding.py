@@ -171,12 +171,9 @@ def _checked_sequence(what: str, values: Iterable[Any] | None) -> list[Any]:
 
 
 def checked_buffers(
-    buffers: Sequence[torch.Tensor] | None,
-    buffer_seq_dims: Sequence[int] | None,
-    layout: Layout,
-    *,
+    buffers: Sequence[torch.Tensor] | None, buffer_seq_dims: Sequence[int] | None, layout: Layout, *,
     whole: bool = False,
-) -> tuple[list[torch.Tensor], list[int]]:
+) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
     """Check tensors and their sequence dims; return both as lists, the dims counted from the front.
 
     Args:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cp_dtensor import _torch
 from cp_dtensor.api.functional import context_parallel_attention, takes_options
+from cp_dtensor.api.interception import refuse_wrapped
 from cp_dtensor.engine.arguments import check_qkv, check_tensors, expect, refuse_beside
 from cp_dtensor.engine.attend import attend
 from cp_dtensor.engine.base import Tensors
@@ -170,11 +170,7 @@ def varlen_attn_in_context(call: dict[str, Any]) -> Any:
             "varlen_attn"
         )
     tensors = q, _, _ = call["query"], call["key"], call["value"]
-    if any(tensor.is_nested or isinstance(tensor, DTensor) for tensor in tensors):
-        raise NotImplementedError(
-            "varlen_attn takes plain tensors inside of context_parallel, this rank's shards; got nested tensors or "
-            "DTensors"
-        )
+    refuse_wrapped("varlen_attn", *tensors)
     context.seen.add("attention")
     refuse_beside(context.beside, "varlen_attn", "varlen_attention")
     for name, feature in _REFUSED.items():

@@ -355,7 +355,7 @@ REFUSED: list[tuple[Callable[[], object], dict[str, Any], type[Exception], str]]
     (partial(_flex, mask=torch.ones(16, 16)), {}, TypeError, "block_mask to be a BlockMask or None, got Tensor"),
     (partial(_flex, k=Q[:, :1]), {}, ValueError, "enable_gqa=True"),
     (lambda: _flex(mask=MASK.to("meta")), {}, ValueError, "block mask on the device of q, cpu, got one on meta"),
-    (lambda: _flex(_replicated()), {}, NotImplementedError, "takes plain tensors inside context_parallel"),
+    (lambda: _flex(_replicated()), {}, NotImplementedError, "takes plain tensors inside of context_parallel"),
     (lambda: context_parallel_flex_attention(Q, _replicated(), _replicated(), mesh=dist.group.WORLD), {}, TypeError,
      r"expected k to be a plain tensor, .* placed \(Replicate\(\),\)"),
     (lambda: _flex(_nested()), {}, NotImplementedError, "nested tensors"),
