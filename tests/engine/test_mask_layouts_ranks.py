@@ -89,7 +89,10 @@ def test_whole_tensors_of_other_lengths_are_refused(layout: Layout) -> None:
         (buffer, lambda world: context_parallel_shard(world, whole, [1, 1], layout)),
         (buffer, lambda world: context_parallel(world, buffers=whole, buffer_seq_dims=[1, 1], layout=layout)),
         ("seq_len: got 38 tokens", lambda world: context_parallel(world, seq_len=38, layout=layout)),
-        ("seq_len: got 38 tokens", lambda _: ContextParallel(seq_len=38, layout=layout)),
+        (
+            "seq_len: got 38 tokens",
+            lambda world: ContextParallel(seq_len=38, layout=layout)._apply(torch.nn.Identity(), world),
+        ),
         ("sequences of 37 tokens only, got 38 tokens", lambda world: local_positions(world, 38, layout)),
     ]
 
