@@ -4,13 +4,13 @@ import os
 
 from cp_dtensor.api.batch import plan_batch
 from cp_dtensor.api.context import context_parallel
-from cp_dtensor.api.dtensor_dispatcher import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.api.explain import explain
 from cp_dtensor.api.flex_attention import context_parallel_flex_attention
 from cp_dtensor.api.functional import context_parallel_attention, ring_attention, ulysses_attention
 from cp_dtensor.api.hooks import register_context_hook as _register_context_hook
 from cp_dtensor.api.mla import context_parallel_mla
 from cp_dtensor.api.parallel_style import ContextParallel
+from cp_dtensor.api.sdpa import disable_context_parallel_dispatcher, enable_context_parallel_dispatcher
 from cp_dtensor.api.sharding import context_parallel_shard, context_parallel_unshard, local_positions
 from cp_dtensor.api.varlen import ATTENTION_OPS, varlen_attention
 from cp_dtensor.comm.faults import PeerError

@@ -5,9 +5,10 @@
 
 from cp_dtensor._torch.attention import (
     FLEX_ATTENTION_IS_KNOWN, FUSED_SDPA_OPS, SDPA_BACKENDS, WHOLE_BLOCK,
-    captured_flex_attention_checked, enabled_sdpa_backends, flex_attention_is_redirected,
+    captured_flex_attention_checked, dtensor_sdpa_handled, enabled_sdpa_backends, flex_attention_is_redirected,
     flex_attention_redirected, jagged_sdpa_checked, original_flex_attention, original_sdpa, sdpa_overridden,
-    user_sdpa_priority, varlen_attn_overridden, with_write_order_like,
+    torchs_context_parallel_is_open, torchs_modules_checked, user_sdpa_priority, varlen_attn_overridden,
+    with_write_order_like,
 )
 from cp_dtensor._torch.autograd import (
     autograd_recorded,
@@ -22,9 +23,6 @@ from cp_dtensor._torch.collectives import (
 from cp_dtensor._torch.compiler import (
     begin_traced_scope, compiled_code_kept_apart, constant_in_trace, define_operator, end_traced_scope, is_traced,
     never_compiled, refuse_in_compiled_function, traced_inside, traced_scope, when_loaded,
-)
-from cp_dtensor._torch.dtensor import (
-    dtensor_op_handled, torchs_context_parallel_is_open, torchs_modules_checked,
 )
 from cp_dtensor._torch.patches import (
     attribute_replaced, checkpointed_functions_bound, entry_replaced, lower_right_bias_redirected,

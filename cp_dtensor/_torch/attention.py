@@ -1,4 +1,4 @@
-"""SDPA's enabled backends; overrides of SDPA, `varlen_attn` and `flex_attention`; private parts of `BlockMask`."""
+"""Torch's attention: enabled backends, overrides of SDPA, `varlen_attn` and `flex_attention`, and `BlockMask`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch._higher_order_ops.flex_attention import FlexAttentionHOP
 from torch._library.autograd import make_autograd_impl
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_dtensor._torch.compiler import when_loaded
-from cp_dtensor._torch.dtensor import bound_arguments
-from cp_dtensor._torch.patches import wrapped
+from cp_dtensor._torch.patches import attribute_replaced, entry_replaced, wrapped
 
 _BACKEND_NAMES = {value.value: name for name, value in SDPBackend.__members__.items()}
 _DEFAULT_PRIORITY = list(torch._C._get_sdp_priority_order())
@@ -55,6 +55,7 @@ FUSED_SDPA_OPS = (
 )
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_DTENSORS: Any = DTensor._op_dispatcher
 # Autograd keys serve ordinary calls; the backend keys serve calls in inference mode, which skip autograd.
 _SDPA_KEYS = (
     "AutogradCPU", "AutogradCUDA", "CPU", "CUDA",
@@ -91,6 +92,11 @@ def _suppress_override_warning() -> None:
         library = torch.library.Library("aten", "IMPL")
         library.impl("scaled_dot_product_attention", original_sdpa, _VMAP_KEY)
         library._destroy()
+
+
+def dtensor_sdpa_handled(sdpa: Callable[..., torch.Tensor]) -> AbstractContextManager[None]:
+    """Make DTensor, while open, compute SDPA by a function. In inference mode torch brings SDPA itself to DTensor."""
+    return entry_replaced(_DTENSORS._custom_op_handlers, _SDPA, lambda _op, args, kwargs: sdpa(*args, **kwargs))
 
 
 def original_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -152,7 +158,7 @@ def _clear_varlen_caches() -> None:
 def _varlen(name: str, handler: VarlenHandler, has_autograd: bool, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute a call by the handler or, where it returns None, by the kernel that torch would have taken."""
     op = _varlen_op(name)
-    result = handler(bound_arguments(op, args, kwargs))
+    result = handler(_bound_arguments(op, args, kwargs))
     if result is not None:
         return result
     if has_autograd:
@@ -166,8 +172,48 @@ def _original_varlen(name: str) -> Callable[..., Any]:
     return make_autograd_impl(_varlen_op(name), getattr(sys.modules["torch.nn.attention.varlen"], name))
 
 
+def _bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return an op's arguments by name, defaults included."""
+    arguments = {argument.name: argument.default_value for argument in op._schema.arguments}
+    arguments.update(zip(arguments, args, strict=False))
+    return {**arguments, **kwargs}
+
+
 def _varlen_op(name: str) -> Any:
     return getattr(torch.ops.torch_attn, name).default
+
+
+# Torch's own context parallelism
+
+_TORCHS = "torch.distributed.tensor.experimental"
+
+
+def torchs_context_parallel_is_open() -> bool:
+    """Return True while torch's own `context_parallel`, or its dispatcher, is open in this process."""
+    handler = _DTENSORS._custom_op_handlers.get(FUSED_SDPA_OPS[0])
+    return str(getattr(handler, "__module__", "")).startswith(_TORCHS)
+
+
+def torchs_modules_checked(check: Callable[[], None]) -> AbstractContextManager[None]:
+    """Call `check`, which may raise, while open, before torch's `_ContextParallel` makes DTensors of shards.
+
+    Modules have its methods as hooks, bound before. All of these read the sequence dim, which is a property while open.
+    """
+
+    def read(self: Any) -> Any:
+        check()
+        return vars(self)["seq_dim"]
+
+    def write(self: Any, value: Any) -> None:
+        vars(self)["seq_dim"] = value
+
+    def change(module: types.ModuleType) -> AbstractContextManager[None]:
+        style = getattr(module, "_ContextParallel", None)
+        if getattr(style, "__module__", None) != module.__name__:  # other code has replaced it
+            return nullcontext()
+        return attribute_replaced(style, "seq_dim", property(read, write))
+
+    return when_loaded(f"{_TORCHS}._context_parallel._attention", change)
 
 
 # FlexAttention

@@ -21,12 +21,17 @@ import torch
 
 from cp_dtensor import _torch
 from cp_dtensor.api.buffers import InPlaceShard, buffers_of, is_shard_now, refuse_shards
-from cp_dtensor.api.dtensor_dispatcher import dispatcher_installation
 from cp_dtensor.api.flex_attention import flex_redirection
 from cp_dtensor.api.functional import takes_options
 from cp_dtensor.api.hooks import hooks_held, loaded_hooks
 from cp_dtensor.api.interception import TORCHS_TOO, SharedInstallation, intercepted, refuse_torchs_context_parallel
-from cp_dtensor.api.sdpa import check_multihead_attention, lower_right_sdpa, refuse_nested, sdpa_in_context
+from cp_dtensor.api.sdpa import (
+    check_multihead_attention,
+    dispatcher_installation,
+    lower_right_sdpa,
+    refuse_nested,
+    sdpa_in_context,
+)
 from cp_dtensor.api.sharding import checked_buffers
 from cp_dtensor.api.varlen import varlen_attn_in_context
 from cp_dtensor.comm.calls import END_OF_CONTEXT, calls_of
