@@ -355,18 +355,18 @@ def test_docstring_examples(module: str) -> None:
 # smaller lowers its cap; lines that move to another room move in both caps.
 LINES = {
     "_torch": (1988, 1820),
-    "spec": (1931, 1850),
+    "spec": (1924, 1850),
     "plan": (2303, 1690),
     "attention": (4305, 4290),
     "comm": (3109, 2600),
-    "engine": (3718, 3120),
-    "api": (3971, 3480),
+    "engine": (3717, 3120),
+    "api": (3972, 3480),
     "layers": (5346, 2500),
     "integrations": (5197, 2920),
     "tools": (3303, 2400),
     "": (142, 121),
 }
-PACKAGE_LINES = (35313, 27000)
+PACKAGE_LINES = (35306, 27000)
 TEST_LINES = (42769, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (8, 8), "sinks": (12, 12), "deterministic": (12, 12)}

@@ -21,6 +21,7 @@ from cp_dtensor.api.flex_block_mask import (
     LocalRows,
     cached_block_mask,
     check_mask_lengths,
+    has_unaligned_blocks,
     local_block_mask,
     mask_lengths,
     position_of,
@@ -371,8 +372,7 @@ def _may_be_unaligned(key: str, q_len: int, batch_size: int, of_mask: int, q_blo
         return call.layout.alignment % q_block != 0
     rows = LocalRows.of(call.layout, q_len, call.ranks.rank, call.ranks.size, batch_size)
     rows.check_batch_size(of_mask)
-    with _torch.no_modes():
-        return rows.has_unaligned_blocks(q_block)
+    return has_unaligned_blocks(rows, q_block)
 
 
 # flex_attention in contexts

@@ -19,6 +19,7 @@ from cp_dtensor import _torch
 from cp_dtensor._torch.cache import capturing
 from cp_dtensor.api.buffers import positions_of_batch
 from cp_dtensor.engine.gather_kv import cached
+from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import Layout
 
 # Local rows
@@ -53,19 +54,19 @@ class LocalRows:
         """Return global positions, cached: (rows,) int32, or (batch, rows) where batch rows differ."""
         return cached(_positions, device, self)
 
-    def has_unaligned_blocks(self, q_block: int) -> bool:
-        """Return whether a local block of this many queries spans several global blocks."""
-        return bool(cached(_has_unaligned_blocks, torch.device("cpu"), self, q_block))
-
 
 def _positions(device: torch.device, rows: LocalRows) -> torch.Tensor:
     return positions_of_batch(rows.layout, rows.seq_len, rows.rank, rows.world_size, rows.batch_size, device).int()
 
 
-def _has_unaligned_blocks(device: torch.device, rows: LocalRows, q_block: int) -> torch.Tensor:
-    blocks = _positions(device, rows) // q_block
-    first_rows = torch.arange(blocks.size(-1), device=device) // q_block * q_block
-    return (blocks != blocks[..., first_rows]).any()
+@lru_cached
+def has_unaligned_blocks(rows: LocalRows, q_block: int) -> bool:
+    """Return whether a local block of this many queries spans several global blocks."""
+    device = torch.device("cpu")
+    with _torch.no_modes():
+        blocks = _positions(device, rows) // q_block
+        first_rows = torch.arange(blocks.size(-1), device=device) // q_block * q_block
+        return bool((blocks != blocks[..., first_rows]).any())
 
 
 # Block masks
@@ -192,7 +193,7 @@ def cached_block_mask(whole: BlockMask, kv_len: int, rows: LocalRows) -> BlockMa
         setattr(whole, _LOCAL_MASKS, (tables, state, made))  # with the tables, whose ids would be those of others
     local: BlockMask | None = made.get((kv_len, rows))
     if local is None or any(version is None for _, version in state):  # writes to these are not counted
-        positions, unaligned = rows.positions(whole.kv_indices.device), rows.has_unaligned_blocks(whole.BLOCK_SIZE[0])
+        positions, unaligned = rows.positions(whole.kv_indices.device), has_unaligned_blocks(rows, whole.BLOCK_SIZE[0])
         local = _torch.prepared(lambda: local_block_mask(whole, kv_len, positions, unaligned))
         if not capturing():
             made[kv_len, rows] = local

@@ -125,7 +125,7 @@ def sdpa_of_shards(
                 context.seen.add((a.enable_gqa, kind))
     call = context.inside(mask, a.is_causal, a.first, traced=traced, scale=a.scale, dropout_p=a.dropout_p, **options)
     t = Tensors(q, k, v) if bias is None and not beside else tensors_of(q, k, v, bias, **beside)
-    out, _ = attend(call, t, traced=traced)
+    out, _ = attend(call, t)
     return out.view(*a.q.shape[:-1], a.v.size(-1)) if a.q.dim() != 4 else out
 
 

@@ -43,17 +43,16 @@ _BESIDE = len(Tensors._fields[3:-1])
 """Tensors beside q, k and v that a pass reads."""
 
 
-def attend(call: Call, t: Tensors, *, needs_lse: bool = False, traced: bool | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: Call, t: Tensors, *, needs_lse: bool = False) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` of checked local shards: (B, H, S, Dv) and (B, H, S); lse may be empty without `needs_lse`.
 
     Args:
         needs_lse: True to get lse, which is differentiable; all ranks differentiate it, or none does.
-        traced: `is_traced(t.q)`, if it is known.
 
     Raises:
         TypeError, ValueError, NotImplementedError: what does not fit, before any exchange of rows.
     """
-    if _torch.is_traced(t.q) if traced is None else traced:
+    if _torch.is_traced(t.q):
         return attend_traced(constants_of(call), t, call.factors(t.q.size(3)), call.numbers, needs_lse)
     if call.scale is not None and not 0.0 < call.scale < math.inf:
         q, scale = positive_scale(t.q, call.scale)

@@ -99,17 +99,10 @@ def lru_cached(function: Callable[P, V]) -> Callable[P, V]:
     """Decorate a function: results come from an `LRUCache` by the hashable arguments. Equal calls get one object."""
     cache = LRUCache[tuple[V]]()
 
-    entries, lock = cache._entries, cache._lock
-
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> V:
         key = (args, *kwargs.items())
-        with lock:  # as `cache.get(key)`, without its frame: such functions are called at every attention call
-            found = entries.get(key)
-            if found is not None:
-                entries.move_to_end(key)
-                return found[0]
-        return cache.add(key, (function(*args, **kwargs),))[0]
+        return (cache.get(key) or cache.add(key, (function(*args, **kwargs),)))[0]
 
     call.cache_clear = cache.clear  # type: ignore[attr-defined]
     return call

@@ -16,14 +16,14 @@ from support.problems import shard
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 from cp_dtensor import Contiguous, HeadTail, Layout, MirroredBatch, Striped
-from cp_dtensor.api.flex_block_mask import LocalRows, cached_block_mask, local_block_mask
+from cp_dtensor.api.flex_block_mask import LocalRows, cached_block_mask, has_unaligned_blocks, local_block_mask
 
 LAYOUTS = st.sampled_from([Contiguous(), HeadTail(), Striped(1), Striped(3), Striped(8), MirroredBatch()])
 
 
 def of_rows(mask: BlockMask, lengths: tuple[int, int], rows: LocalRows, unaligned: bool = False) -> BlockMask:
     """The block mask of local rows."""
-    unaligned = unaligned or rows.has_unaligned_blocks(mask.BLOCK_SIZE[0])
+    unaligned = unaligned or has_unaligned_blocks(rows, mask.BLOCK_SIZE[0])
     local = local_block_mask(mask, lengths[1], rows.positions(torch.device("cpu")), unaligned)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_indices"):
         table = getattr(local, name)
@@ -85,9 +85,9 @@ def test_whole_blocks_of_rows_are_selected(layout: Layout, length: int) -> None:
     for rank in range(2):
         rows = LocalRows.of(layout, length, rank, 2, 2)
         if layout == Contiguous():  # 31 tokens
-            assert rows.has_unaligned_blocks(8) == (rank == 1)
+            assert has_unaligned_blocks(rows, 8) == (rank == 1)
             continue
-        assert not rows.has_unaligned_blocks(8)
+        assert not has_unaligned_blocks(rows, 8)
         tables = local_block_mask(mask, length, rows.positions(torch.device("cpu")), False)
         blocks = [position // 8 for position in rows.positions(torch.device("cpu"))[::8].tolist()]
         assert torch.equal(tables.full_kv_num_blocks, mask.full_kv_num_blocks[:, :, blocks])
