@@ -27,7 +27,8 @@ AUTO = ROTATE_METHODS["auto"]
 WITHIN = {True: 0.07, False: 0.10}
 """Largest error by whether the mask is causal."""
 OFF = MEASURED.parents[2] / "tests" / "engine" / "estimates_off.txt"
-"""Cells with a larger error: alltoall over NVLink, whose NCCL kernels reach a part of the links; slow hosts; tiles of few blocks; and cells of the trial. It gets shorter only."""
+"""Cells with a larger error: alltoall over NVLink, whose NCCL kernels reach a part of the links; slow hosts; tiles of
+few blocks; and cells of the trial. It gets shorter, but for new tables."""
 
 
 class Cell(NamedTuple):
