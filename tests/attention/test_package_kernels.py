@@ -29,6 +29,7 @@ from support.pretended_packages import (
     interval_mask,
     tensors,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_dtensor.attention.backends import cudnn_flex, first_use, flash4, packages
 from cp_dtensor.attention.backends.aten import CudnnAttention
@@ -36,7 +37,7 @@ from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.cudnn_flex import CudnnFlexAttention
 from cp_dtensor.attention.backends.flash4 import Flash4Attention
 from cp_dtensor.attention.backends.interval import IntervalAttention
-from cp_dtensor.attention.backends.select import choose_backend, only_backend
+from cp_dtensor.attention.backends.select import choose_backend
 from cp_dtensor.plan.partition import CallSpec
 from cp_dtensor.plan.tiles import CAUSAL_TILE, FULL_TILE
 
@@ -267,7 +268,8 @@ def test_backward_of_head_dim_256_is_left_to_cudnn_on_hopper(fresh: Patch) -> No
     wide = replace(HOPPER, head_dim=256, v_head_dim=256)
     left = [backend.left for backend in map(choose_backend, (wide, HOPPER)) if isinstance(backend, Flash4Attention)]
     assert left == [{("backward", True), ("backward", False)}, frozenset()]
-    asked_for = choose_backend(wide, only_backend("FLASH_ATTENTION"))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        asked_for = choose_backend(wide)
     assert isinstance(asked_for, Flash4Attention)
     assert not asked_for.left
     module = FlashModule()

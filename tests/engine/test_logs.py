@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from support.gathered_kv import kv_gather
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cp_dtensor
 from cp_dtensor import Documents, context_parallel, context_parallel_attention
 from cp_dtensor.attention.backends import select
-from cp_dtensor.attention.backends.select import allowed_backends, choose_backend, only_backend
+from cp_dtensor.attention.backends.select import allowed_backends, choose_backend
 from cp_dtensor.comm.symm_mem import SymmetricMemory
 from cp_dtensor.engine import gather_kv
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
@@ -138,7 +139,8 @@ def test_flex_attention_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
 def test_slow_kernels_on_gpus_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Torch's math where the faster ones refuse, unless it is the only one allowed; masks without Triton."""
     wide = replace(ON_GPU, dtype="float64")
-    choose_backend(wide, only_backend("MATH"))
+    with sdpa_kernel(SDPBackend.MATH):
+        choose_backend(wide)
     masked = replace(ON_GPU, masking=Masking.INTERVALS_UNBROKEN)
     choose_backend(masked)
     assert not caplog.records

@@ -103,11 +103,6 @@ def allowed_backends() -> Allowed:
     )
 
 
-def only_backend(name: str) -> Allowed:
-    """Allow one backend, by its `SDPBackend` name, whatever `sdpa_kernel` and the flags allow."""
-    return Allowed(tuple(each == name for each in _BACKENDS), None, torch.are_deterministic_algorithms_enabled())
-
-
 def is_deterministic(q: Tensor, allowed: Allowed, asked: bool = False) -> bool:
     """Return whether kernels must be deterministic: torch or the call (`asked`) says so. False on CPUs: all are."""
     return q.is_cuda and (allowed.deterministic or asked)
