@@ -44,7 +44,7 @@ from cp_dtensor.comm.groups import MOST_AXES, Mesh, SequenceRanks, sequence_rank
 from cp_dtensor.comm.links import cluster_of
 from cp_dtensor.comm.transports import register_transport
 from cp_dtensor.engine.agreement import LENGTH, Facts, compare, global_length, length_of
-from cp_dtensor.engine.arguments import check_devices, check_tensors, refuse_unsupported_sdpa
+from cp_dtensor.engine.arguments import check_devices, check_tensors
 from cp_dtensor.engine.call import (
     Call,
     Sharding,

@@ -98,18 +98,6 @@ def check_batch_size(q: torch.Size, call: Call) -> None:
 _TO_SHARD = "context_parallel_shard(mesh, [attn_mask], [-2]) makes it of a whole one"
 
 
-def refuse_unsupported_sdpa(attn_mask: Tensor | None, dropout_p: float) -> None:
-    """Refuse arguments that an operator of DTensors does not support on sequence shards, while SDPA does."""
-    mask = None if attn_mask is None else f"a mask of shape {tuple(attn_mask.shape)}, expected None"
-    dropout = f"dropout_p={dropout_p}, expected 0.0" if dropout_p else None
-    for name, received in (("attn_mask", mask), ("dropout", dropout)):
-        if received:
-            raise NotImplementedError(
-                f"{name} is not supported by this operator on sequence shards: got {received}; "
-                "F.scaled_dot_product_attention takes it"
-            )
-
-
 def tensors_of(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     sinks: Tensor | None = None, up: Tensor | None = None, bias: Tensor | None = None,

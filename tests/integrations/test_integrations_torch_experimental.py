@@ -449,7 +449,7 @@ def test_masks_of_reordered_shards_are_refused() -> None:
         _context_parallel_shard(cp_mesh(), [Q], [2], HEAD_TAIL)
         attention_of_dtensors(rank, HeadTail(), torch.ones(16, 16, dtype=torch.bool).tril())
 
-    with pytest.raises(NotImplementedError, match="attn_mask is not supported"):
+    with pytest.raises(NotImplementedError, match="order expects attn_mask=None"):
         run_ranks(2, body)
 
 

@@ -21,7 +21,6 @@ from cp_dtensor.api.extension import (
     compiled_code_kept_apart,
     current_backward,
     intercepted,
-    refuse_unsupported_sdpa,
 )
 from cp_dtensor.integrations.torch_experimental.private import _cp_options, _RotateMethod
 from cp_dtensor.integrations.torch_experimental.sharding import axis_group, default_layout, orders
@@ -160,7 +159,12 @@ def _reordered_dtensor_sdpa(call: SdpaArguments) -> torch.Tensor | None:
             f"causal attention of shards in {layout} order expects q, k and v of one length, placed alike on one mesh, "
             f"sharded over the sequence on one axis; got q {got[0]}, k {got[1]}, v {got[2]}"
         )
-    refuse_unsupported_sdpa(call.attn_mask, call.dropout_p)
+    if call.attn_mask is not None or call.dropout_p:
+        shape = None if call.attn_mask is None else tuple(call.attn_mask.shape)
+        raise NotImplementedError(
+            f"attention of shards in {layout} order expects attn_mask=None and dropout_p=0.0; got attn_mask of shape "
+            f"{shape} and dropout_p={call.dropout_p}"
+        )
     local: Any = [cast(DTensor, tensor).to_local() for tensor in tensors]
     out: Any = ring_attention(
         *local, mesh=mesh.get_group(axis), is_causal=True, scale=call.scale, enable_gqa=call.enable_gqa, layout=layout,
