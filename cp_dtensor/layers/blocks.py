@@ -29,6 +29,7 @@ from cp_dtensor.api.extension import (
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
+from cp_dtensor.layers.chosen_reference import Chosen
 from cp_dtensor.layers.cudnn_indexer import select_by_kernel
 from cp_dtensor.layers.exchange import backward_of_layer, rows_of, tables_on
 from cp_dtensor.layers.indexer import select_reference
@@ -293,8 +294,8 @@ class _PooledAttention(RankFunction):
         ctx.options = blocks, tables, ranks, window, scale
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
         for row, at, index in _seen_rows(indices, blocks, tables, window, before.shape):
-            given = q[row, :, at], rows[row], index, sink, q.size(3), scale
-            out[row, :, at], lse[row, :, at] = attend_chosen(*given)
+            chosen = Chosen(rows[row], index, sink, q.size(3), scale)
+            out[row, :, at], lse[row, :, at] = attend_chosen(q[row, :, at], chosen)
         ctx.save_for_backward(q, rows, indices, sink, out, lse)
         return out
 
@@ -308,8 +309,8 @@ class _PooledAttention(RankFunction):
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
         for row, at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
             of_part = [each[row, :, at] for each in (grad_out, q, out, lse)]
-            given = *of_part[:2], rows[row], index, sink, *of_part[2:], scale
-            dq[row, :, at], d_keys, of_sink = chosen_gradients(*given)
+            chosen = Chosen(rows[row], index, sink, q.size(3), scale)
+            dq[row, :, at], d_keys, of_sink = chosen_gradients(*of_part, chosen=chosen)
             d_rows[row] += d_keys
             if of_sink is not None:
                 d_sink += of_sink

@@ -4,7 +4,7 @@ Absorbed MLA has one group. With q' = [up_k^T q | rotary q] and rows = [latent |
 
     out' = softmax(scale q' rows^T) latent,  out = up_v out'
 
-In attention over blocks of keys each key head is a group, with rows = [v | k] and q' = [0 | q].
+In attention over blocks of keys each key head is a group, with rows = [v | k].
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2; DeepSeek-V3.2 (arXiv 2512.02556).
 """
@@ -23,6 +23,7 @@ from cp_dtensor.api.extension import RankFunction, softmax_scale, wide_dtype
 from cp_dtensor.layers.block_kernels import attend_blocks, block_gradients
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
+from cp_dtensor.layers.chosen_reference import Chosen
 from cp_dtensor.layers.exchange import backward_of_layer, whole_rows
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
 from cp_dtensor.layers.masked import MaskedLayer, Queries
@@ -123,7 +124,8 @@ class _LatentAttention(RankFunction):
         kept: list[Tensor] = []
         for row, at in _parts(q):
             keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
-            part, lse = attend_chosen(_absorbed(q[row, :, at], up, plain), keys, index, sink, up.size(2), scale)
+            chosen = Chosen(keys, index, sink, up.size(2), scale)
+            part, lse = attend_chosen(_absorbed(q[row, :, at], up, plain), chosen)
             torch.bmm(part[0], up_v.mT, out=out[row, :, at])
             kept += [part, lse] * keeps
         ctx.call, ctx.plain, ctx.scale = call, plain, scale
@@ -143,8 +145,8 @@ class _LatentAttention(RankFunction):
             x, grad = q[row, :, at], grad_out[row, :, at]
             absorbed, d_part = _absorbed(x, up, plain), _heads_last(x, rank)
             torch.bmm(grad, up_v, out=d_part)
-            given = d_part.unsqueeze(0), absorbed, keys, index, sink, part, lse, ctx.scale
-            (d_absorbed,), d_keys, of_sink = chosen_gradients(*given)
+            chosen = Chosen(keys, index, sink, rank, ctx.scale)
+            (d_absorbed,), d_keys, of_sink = chosen_gradients(d_part.unsqueeze(0), absorbed, part, lse, chosen)
             d_whole[row] += d_keys[0, :, 0]
             d_latent = d_absorbed[..., :rank]
             torch.bmm(d_latent, up_k.mT, out=dq[row, :, at, :plain])
@@ -189,7 +191,7 @@ class _BlockAttention(RankFunction):
     ) -> Tensor:  # fmt: skip
         whole = whole_rows(rows, call.sequences(q.size(0)), call.ranks)
         ctx.call, ctx.options = call, (scale, block_size, queries)
-        out, lse = attend_blocks(q, whole, indices, sink, value_dim, *ctx.options)
+        out, lse = attend_blocks(q, Chosen(whole, indices, sink, value_dim, *ctx.options))
         ctx.save_for_backward(q, whole, indices, sink, out, lse)
         return out
 
@@ -197,7 +199,8 @@ class _BlockAttention(RankFunction):
     @backward_of_layer
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, whole, indices, sink, out, lse = saved
-        dq, d_whole, d_sink = block_gradients(grad_out, q, whole, indices, sink, out, lse, *ctx.options)
+        chosen = Chosen(whole, indices, sink, out.size(3), *ctx.options)
+        dq, d_whole, d_sink = block_gradients(grad_out, q, out, lse, chosen)
         return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, *[None] * 5
 
 

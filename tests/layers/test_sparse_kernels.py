@@ -32,8 +32,8 @@ from cp_dtensor import (
     select_pooled,
 )
 from cp_dtensor.layers import block_kernels, chosen, chosen_kernels, cudnn_indexer
-from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
-from cp_dtensor.layers.masked import largest_seen
+from cp_dtensor.layers.chosen_reference import Chosen, attend_chosen_reference, chosen_gradients_reference
+from cp_dtensor.layers.masked import Queries, largest_seen
 from cp_dtensor.layers.package_kernels import PackageKernels
 
 INFINITY = float("inf")
@@ -49,8 +49,8 @@ def flash_mla(factor: float = 1.0) -> Any:
         check_shapes(q, kv.squeeze(1), indices.squeeze(1))
         assert use_legacy
         out, lse = attend_chosen_reference(
-            q.transpose(0, 1)[None], kv[None], indices[None], attn_sink, d_v, sm_scale
-        )  # fmt: skip
+            q.transpose(0, 1)[None], Chosen(kv[None], indices[None], attn_sink, d_v, sm_scale)
+        )
         return out[0].transpose(0, 1).contiguous() * factor, lse, lse[0].T.masked_fill(lse[0].T == -INFINITY, INFINITY)
 
     return SimpleNamespace(flash_mla_sparse_fwd=flash_mla_sparse_fwd)
@@ -75,10 +75,9 @@ def cudnn() -> Any:
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         check_shapes(q, kv, topk_idxs)
         assert all(x.is_contiguous() for x in (out, dout, lse))
-        dq, d_rows, d_sink = chosen_gradients_reference(
-            dout.transpose(0, 1)[None], q.transpose(0, 1)[None], kv[None, :, None], topk_idxs[None, :, None],
-            attn_sink, out.transpose(0, 1)[None], lse.T[None], softmax_scale,
-        )  # fmt: skip
+        chosen = Chosen(kv[None, :, None], topk_idxs[None, :, None], attn_sink, out.size(2), softmax_scale)
+        of_queries = [x.transpose(0, 1)[None] for x in (dout, q, out)]
+        dq, d_rows, d_sink = chosen_gradients_reference(*of_queries, lse.T[None], chosen)
         assert d_sink is not None
         return {"dq": dq[0].transpose(0, 1).contiguous(), "dkv": d_rows[0, :, 0], "d_sink": d_sink}
 
@@ -115,17 +114,17 @@ def fla(factor: float = 1.0) -> Any:
         assert counts == blocks.size(3) == 1 << (counts - 1).bit_length()
         assert all(x.is_contiguous() for x in (q, k, v, blocks))
 
-    def seen_of(q: torch.Tensor) -> list[torch.Tensor]:
-        return [block_kernels._causal(torch.arange(q.size(1)))]
+    def chosen(k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, scale: float, size: int) -> Chosen:
+        positions = torch.arange(k.size(1))
+        seen = block_kernels._causal(positions)
+        queries = [Queries(positions, seen, seen)]
+        return Chosen(torch.cat((v, k), 3), blocks, None, v.size(3), scale, size, queries)
 
     def parallel_nsa_fwd(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, counts: int, size: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_call(q, k, v, blocks, counts)
-        padded = F.pad(q.transpose(1, 2), (v.size(3), 0))
-        out, lse = attend_chosen_reference(
-            padded, torch.cat((v, k), 3), blocks, None, v.size(3), scale, size, seen_of(q)
-        )  # fmt: skip
+        out, lse = attend_chosen_reference(q.transpose(1, 2), chosen(k, v, blocks, scale, size))
         out = out.masked_fill(lse.unsqueeze(3) == -INFINITY, float("nan"))
         return out.transpose(1, 2) * factor, lse.transpose(1, 2)
 
@@ -134,13 +133,10 @@ def fla(factor: float = 1.0) -> Any:
         blocks: torch.Tensor, counts: int, size: int, scale: float,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         check_call(q, k, v, blocks, counts)
-        padded = F.pad(q.transpose(1, 2), (v.size(3), 0))
-        dq, d_rows, _ = chosen_gradients_reference(
-            do.transpose(1, 2), padded, torch.cat((v, k), 3), blocks, None, o.transpose(1, 2), lse.transpose(1, 2),
-            scale, size, seen_of(q),
-        )  # fmt: skip
+        given = [x.transpose(1, 2) for x in (do, q, o, lse)]
+        dq, d_rows, _ = chosen_gradients_reference(*given, chosen(k, v, blocks, scale, size))
         dv, dk = d_rows.split((v.size(3), k.size(3)), 3)
-        return dq[..., v.size(3) :].transpose(1, 2) * factor, dk, dv
+        return dq.transpose(1, 2) * factor, dk, dv
 
     return SimpleNamespace(parallel_nsa_fwd=parallel_nsa_fwd, parallel_nsa_bwd=parallel_nsa_bwd)
 
@@ -176,7 +172,8 @@ def test_padding_of_queries_and_keys(dims: tuple[int, int]) -> None:
     value_dim, dim = dims[0], sum(dims)
     q, rows, indices = normal(1, 64, 4, dim), normal(1, 9, 1, dim, seed=1), torch.zeros(1, 4, 1, 128, dtype=torch.int32)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    made = chosen_kernels._queries(q, value_dim), *chosen_kernels._keys(rows, indices, value_dim)
+    chosen = Chosen(rows, indices, None, value_dim, 1.0)
+    made = chosen_kernels._queries(q, value_dim), *chosen_kernels._keys(chosen)
     check_shapes(*made)
     is_same = [x.data_ptr() == y.data_ptr() for x, y in zip(made, (q, rows, indices), strict=True)]
     assert is_same == [value_dim == 512, value_dim == 512, True]
