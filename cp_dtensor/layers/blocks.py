@@ -186,7 +186,7 @@ class PoolBlocks(LayerOfBlocks):
     the first D values of a token are for the next block, the others for its own.
     """
 
-    of_tokens = 2
+    dims = "BTC", "BTC", "SC"
     keeps_rows = False
     size: int
     overlap: bool
@@ -224,7 +224,7 @@ class SelectPooled(LayerOfBlocks):
     The tensors are q (B, T, H, D), weights (B, T, H), and pooled keys (B, n, D).
     """
 
-    of_tokens = 3  # ranks have other numbers of blocks, as of tokens
+    dims = "BTHD", "BTH", "BND"
     is_sparse = True
     size: int
     topk: int
@@ -263,7 +263,7 @@ class PooledAttention(LayerOfBlocks):
     keys (B, n, D), and a sink of each head, (H,) or None.
     """
 
-    of_tokens = 4
+    dims = "BHTD", "BTD", "BTK", "BND", "H"
     dim = 2
     is_sparse = True
     size: int
@@ -308,9 +308,9 @@ class _PooledAttention(RankFunction):
         dq, d_rows = torch.empty_like(q), torch.zeros_like(rows, dtype=wide_dtype(rows))
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
         for row, at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
-            of_part = [each[row, :, at] for each in (grad_out, q, out, lse)]
             chosen = Chosen(rows[row], index, sink, q.size(3), scale)
-            dq[row, :, at], d_keys, of_sink = chosen_gradients(*of_part, chosen=chosen)
+            of_part = q[row, :, at], out[row, :, at], lse[row, :, at]
+            dq[row, :, at], d_keys, of_sink = chosen_gradients(grad_out[row, :, at], *of_part, chosen)
             d_rows[row] += d_keys
             if of_sink is not None:
                 d_sink += of_sink

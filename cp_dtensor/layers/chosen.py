@@ -41,7 +41,7 @@ class IndexedAttention(SequenceLayer):
     up (H, Dn + Dv, R), and a sink of each head, (H,) or None.
     """
 
-    of_tokens = 4
+    dims = "BHTD", "BTR", "BTE", "BTK", "HUR", "H"
     dim = 2
     is_sparse = True
     scale: float | None
@@ -72,7 +72,7 @@ class BlockAttention(MaskedLayer):
     head, (H,) or None; query head h reads key head h // (H / G).
     """
 
-    of_tokens = 4
+    dims = "BHTD", "BTHE", "BTHF", "BTHC", "H"
     dim = 2
     is_sparse = True
     block_size: int

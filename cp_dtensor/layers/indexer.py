@@ -39,7 +39,7 @@ class SelectKeys(MaskedLayer):
     The tensors are q (B, T, H, D), k (B, T, D), and weights (B, T, H) or None.
     """
 
-    of_tokens = 3
+    dims = "BTHD", "BTE", "BTH"
     is_sparse = True
     topk: int
     mask: Mask | None

@@ -40,7 +40,7 @@ class IndexerLoss(MaskedLayer):
     indices (B, T, N) or None. The last three have no gradient.
     """
 
-    of_tokens = 6
+    dims = "BTHD", "BTE", "BTH", "BTJF", "BTGI", "BTK"
     mask: Mask | None
     scale: float
 
@@ -68,7 +68,7 @@ class PooledIndexerLoss(LayerOfBlocks):
     pooled index keys (B, n, D) and pooled keys (B, n, E).
     """
 
-    of_tokens = 6
+    dims = "BTHD", "BTH", "BTJE", "BTK", "BND", "BNE"
     size: int
     scale: float
 

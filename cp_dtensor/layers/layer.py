@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from string import ascii_letters
 from typing import Any, ClassVar
 
 import torch
@@ -44,8 +45,8 @@ MOST_TENSORS = 6
 class SequenceLayer(ABC):
     """An operation whose first tensor is (B, this rank's tokens, ...). Its `repr` names it in compiled code."""
 
-    of_tokens: ClassVar[int] = 1
-    """The number of tensors, the first ones, that have these dims."""
+    dims: ClassVar[tuple[str, ...]]
+    """For each tensor, its dims as letters, which tensors share: "B" batch, "T" this rank's tokens, "N" its blocks."""
     saves_tensors: ClassVar[bool] = True
     """False if gradients in compiled code need no tensors of the forward."""
     dim: int = 1
@@ -98,6 +99,7 @@ class SequenceLayer(ABC):
 class Moved(SequenceLayer):
     """The rows of this rank by a row map; in eager code differentiable any number of times."""
 
+    dims = (ascii_letters,)
     saves_tensors = False
     row_map: RowMap
     dim: int
@@ -143,6 +145,7 @@ class Moved(SequenceLayer):
 class CausalConv1d(SequenceLayer):
     """Depthwise convolution of x (B, T, C) by weight (C, K) and bias."""
 
+    dims = "BTC", "CK", "C"
     activation: str | None
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
@@ -190,7 +193,7 @@ class LinearRecurrence(SequenceLayer):
     documents (documents, H, K, V), in float32 or float64.
     """
 
-    of_tokens = 5  # all but the initial state
+    dims = "BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"
     scale: float | None
     """None for 1 / sqrt(K), which is a symbol where compiled code has dynamic shapes."""
     normalizes: bool
@@ -278,6 +281,7 @@ class LinearRecurrence(SequenceLayer):
 class AffineScan(SequenceLayer):
     """The states (pieces, ..., K, V) that enter this rank's pieces. Tensors: state, transition, initial state."""
 
+    dims = "", "", ""
     returns_state: bool
 
     def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
