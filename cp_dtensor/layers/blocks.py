@@ -30,9 +30,8 @@ from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
 from cp_dtensor.layers.chosen_reference import Chosen
-from cp_dtensor.layers.cudnn_indexer import select_by_kernel
 from cp_dtensor.layers.exchange import backward_of_layer, rows_of, tables_on
-from cp_dtensor.layers.indexer import select_reference
+from cp_dtensor.layers.indexer import select
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
 from cp_dtensor.layers.rows import Extended, RowMap, SequenceLayout, Whole, rows_before
 from cp_dtensor.spec.layouts import Span
@@ -41,7 +40,7 @@ _BYTES = 256 << 20
 """Limit for the indices of a part of the queries."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Blocks(SequenceLayout):
     """The whole blocks of all documents, in the order of positions; each belongs to the rank of its last token.
 
@@ -51,8 +50,8 @@ class Blocks(SequenceLayout):
     (5, [[(0, 2), (2, 2)], [(2, 5)]])
     """
 
-    tokens: SequenceLayout | None = None
-    size: int = 1
+    tokens: SequenceLayout
+    size: int
 
     @classmethod
     def of(cls, tokens: SequenceLayout, size: int) -> Blocks:
@@ -62,7 +61,6 @@ class Blocks(SequenceLayout):
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        assert self.tokens is not None
         return 0, *self.tokens.edges, self.tokens.seq_len
 
     @cached_property
@@ -72,7 +70,6 @@ class Blocks(SequenceLayout):
 
     def parts(self, rank: int) -> list[Part]:
         """Return the tokens of a rank within documents, and the blocks that end among them."""
-        assert self.tokens is not None
         found = []
         for start, stop in self.tokens.pieces(rank):
             index = bisect_right(self._bounds, start) - 1
@@ -134,11 +131,6 @@ class _Tables(NamedTuple):
         return torch.stack((self.first, self.first + (self.depth + 1) // size)).unsqueeze(0)
 
 
-class _Key(NamedTuple):
-    blocks: Blocks
-    rank: int
-
-
 def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
     def made() -> _Tables:
         parts = blocks.parts(rank)
@@ -154,7 +146,7 @@ def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
         found = in_document * blocks.size, number + before, at, depth, first[part], part
         return _Tables(*(each.to(device) for each in found))
 
-    return tables_on(device, _Key(blocks, rank), made)
+    return tables_on(device, ("blocks", blocks, rank), made)
 
 
 class LayerOfBlocks(SequenceLayer):
@@ -194,7 +186,6 @@ class PoolBlocks(LayerOfBlocks):
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         x, gate, bias, *_ = tensors
         blocks, tables = self.blocks(call, x.size(0), x.device)
-        assert blocks.tokens is not None
         wide, channels = wide_dtype(x), x.size(2)
         given = x if gate is None else torch.cat((x, gate), 2)
         rows = rows_of(given, 1, BlockRows(self.size, self.overlap), blocks.tokens, call.ranks)
@@ -240,9 +231,7 @@ class SelectPooled(LayerOfBlocks):
         seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            given = out[row], q[row], keys[row], weights[row]
-            if not select_by_kernel(*given, seen, tables.seen(self.size)):
-                select_reference(*given, seen)
+            select(out[row], q[row], keys[row], weights[row], seen, tables.seen(self.size))
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
@@ -288,7 +277,6 @@ class _PooledAttention(RankFunction):
         ctx: Any, q: Tensor, kv: Tensor, pooled: Tensor, indices: Tensor | None, sink: Tensor | None, blocks: Blocks,
         tables: _Tables, ranks: SequenceRanks, window: int, scale: float,
     ) -> Tensor:  # fmt: skip
-        assert blocks.tokens is not None
         before = rows_of(kv, 1, Extended(window - 1), blocks.tokens, ranks)
         rows = torch.cat((before, rows_of(pooled, 1, Whole(), blocks, ranks)), 1).unsqueeze(2)
         ctx.options = blocks, tables, ranks, window, scale

@@ -44,6 +44,12 @@ class SequenceCall(Sharding):
     """The documents."""
 
     @property
+    def length(self) -> int:
+        """The global length, once it is found."""
+        assert self.seq_len is not None
+        return self.seq_len
+
+    @property
     def key(self) -> str:
         """Text of the call in compiled code, equal in every process, by which `sequence_call_of` finds it."""
         no_ranks: Any = None  # process groups end before compiled code does
@@ -111,9 +117,8 @@ class SequenceCall(Sharding):
 
     def sequences(self, batch_size: int = 1) -> list[tuple[Span, SequenceLayout]]:
         """Return the sequence for each group of batch rows that are divided alike."""
-        assert self.seq_len is not None
         return [
-            (rows, SequenceLayout(self.layout, self.seq_len, self.ranks.size, group, self.edges))
+            (rows, SequenceLayout(self.layout, self.length, self.ranks.size, group, self.edges))
             for group, rows in enumerate(self.layout.batch_groups(batch_size))
         ]
 

@@ -53,8 +53,7 @@ class IndexedAttention(SequenceLayer):
         return made
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
-        assert call.seq_len is not None
-        check_numbers(call, tensors[3], call.seq_len, "tokens")
+        check_numbers(call, tensors[3], call.length, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, latent, rotary, indices, up, sink, *_ = tensors
@@ -85,8 +84,7 @@ class BlockAttention(MaskedLayer):
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
         super().check(call, tensors)
-        assert call.seq_len is not None
-        check_numbers(call, tensors[3], -(-call.seq_len // self.block_size), "blocks")
+        check_numbers(call, tensors[3], -(-call.length // self.block_size), "blocks")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, v, indices, sink, *_ = tensors

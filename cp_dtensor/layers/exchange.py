@@ -166,7 +166,7 @@ _tables: LRUCache[Shared[Any]] = LRUCache(128 << 20, pins=capturing)  # those th
 def tables_on(device: torch.device, key: Hashable, make: Callable[[], Tables]) -> Tables:
     """Return tensors on a device from an LRU cache, at first `make()`, before launches on the current stream read them.
 
-    `key` is of a class of its own for each use. Tensors on the CPU may be among them.
+    `key` is of a class of its own for each use, or has the name of the use. Tensors on the CPU may be among them.
     """
     shared = _tables.get((key, device))
     if shared is None:

@@ -57,15 +57,19 @@ class SelectKeys(MaskedLayer):
         keys, out = whole_rows(k, call.sequences(q.size(0)), call.ranks), self.empty_output(tensors, -1)
         for row, (positions, seen, on_device) in enumerate(self.queries(call, q.size(0), q.device)):
             if weights is not None:
-                given = out[row], q[row], keys[row], weights[row]
-                if not select_by_kernel(*given, seen, on_device):
-                    select_reference(*given, seen)
+                select(out[row], q[row], keys[row], weights[row], seen, on_device)
                 continue
             for head in range(q.size(2)):
                 local = positions // self.block_size, self.local_blocks
                 of_head = q[row, :, head : head + 1]
                 select_reference(out[row, :, head], of_head, keys[row], None, seen, self.block_size, local)
         return out, None
+
+
+def select(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, seen: Tensor, on_device: Tensor) -> None:
+    """Select keys as `select_reference` does, by kernels where they serve; `on_device` is `seen` on the device of q."""
+    if not select_by_kernel(out, q, k, weights, seen, on_device):
+        select_reference(out, q, k, weights, seen)
 
 
 def select_reference(

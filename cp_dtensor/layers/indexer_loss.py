@@ -50,8 +50,7 @@ class IndexerLoss(MaskedLayer):
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
         super().check(call, tensors)
-        assert call.seq_len is not None
-        check_numbers(call, tensors[5], call.seq_len, "tokens")
+        check_numbers(call, tensors[5], call.length, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q_index, k_index, weights, q, k, indices, *_ = tensors

@@ -153,36 +153,20 @@ class CausalConv1d(SequenceLayer):
         rows, outs = Extended(weight.size(1) - 1), []
         for (start, stop), sequence in call.sequences(x.size(0)):
             extended = rows_of(x[start:stop], 1, rows, sequence, call.ranks)
-            tokens = list(rows.tokens(sequence, call.ranks.rank))
-            outs.append(_causal_convolution(extended, tokens, weight, bias, self.activation))
+            outs.append(self._convolution(extended, [*rows.tokens(sequence, call.ranks.rank)], weight, bias))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
 
-
-def _causal_convolution(
-    extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    """Return act(bias + sum_k weight[:, k] x[t - K + 1 + k]) of some rows t.
-
-    Args:
-        extended: (B, E, C), rows with at least K - 1 rows before each of `tokens`.
-        tokens: ranges of rows of `extended`.
-        weight: (C, K).
-        bias: (C,) or None.
-        activation: None or "silu".
-
-    Returns:
-        (B, rows of all ranges, C).
-    """
-    before = weight.size(1) - 1
-    count = sum(stop - start for start, stop in tokens)
-    if not count:  # torch refuses fewer rows than K; the gradients are zeros
-        out = extended[:, :0] * weight[:, 0]
-        out = out if bias is None else out + bias
-        return out * out  # saves a tensor: a checkpoint recomputes up to here, past the exchange
-    out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
-    if out.size(1) > count:
-        out = torch.cat([out[:, start - before : stop - before] for start, stop in tokens], 1)
-    return out if activation is None else F.silu(out)
+    def _convolution(self, extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution at ranges of rows, each after at least K - 1 rows, of extended (B, E, C)."""
+        before, count = weight.size(1) - 1, sum(stop - start for start, stop in tokens)
+        if not count:  # torch refuses fewer rows than K; the gradients are zeros
+            out = extended[:, :0] * weight[:, 0]
+            out = out if bias is None else out + bias
+            return out * out  # saves a tensor: a checkpoint recomputes up to here, past the exchange
+        out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
+        if out.size(1) > count:
+            out = torch.cat([out[:, start - before : stop - before] for start, stop in tokens], 1)
+        return out if self.activation is None else F.silu(out)
 
 
 @dataclass(frozen=True)
@@ -203,8 +187,21 @@ class LinearRecurrence(SequenceLayer):
     """Key of `METHODS`, or "auto"."""
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
-        self._check_states(call, tensors[0], tensors[-1])
-        self._check_heads(call.owner, tensors[0], call.ranks)
+        v, initial, owner, edges = tensors[0], tensors[-1], call.owner, call.edges
+        if edges and v.size(0) != 1 and (initial is not None or self.returns_state):
+            raise ValueError(f"{owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
+        states = len(edges) - 1 if edges else v.size(0)
+        if initial is not None and initial.size(0) != states:
+            raise ValueError(
+                f"{owner} expects an initial state of each {'document' if edges else 'batch row'}, {states}, got "
+                f"{tuple(initial.shape)}"
+            )
+        axis, size = axis_of_heads(call.ranks), call.ranks.size
+        if self.method == "heads" and (axis is None or v.size(2) % size):
+            raise ValueError(
+                f'{owner} with method "heads" expects ranks along one mesh axis and a multiple of their number as '
+                f'heads, got {v.size(2)} heads and {size} ranks along {1 + (axis is None)}: use method="auto"'
+            )
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         *given, initial = tensors
@@ -255,27 +252,6 @@ class LinearRecurrence(SequenceLayer):
         rows = v.size(0) if documents is None else documents
         return ((rows, v.size(2), q.size(3), v.size(3)), wide_dtype(v)) if self.returns_state else None
 
-    def _check_heads(self, owner: str, v: Tensor, ranks: SequenceRanks) -> None:
-        """Refuse the exchange of heads where these do not divide, and over several axes."""
-        axis = axis_of_heads(ranks)
-        if self.method == "heads" and (axis is None or v.size(2) % ranks.size):
-            raise ValueError(
-                f'{owner} with method "heads" expects ranks along one mesh axis and a multiple of their number as '
-                f'heads, got {v.size(2)} heads and {ranks.size} ranks along {1 + (axis is None)}: use method="auto"'
-            )
-
-    def _check_states(self, call: SequenceCall, v: Tensor, initial: Tensor | None) -> None:
-        """Refuse states of documents in several batch rows, and another number of them."""
-        owner, edges = call.owner, call.edges
-        if edges and v.size(0) != 1 and (initial is not None or self.returns_state):
-            raise ValueError(f"{owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
-        states = len(edges) - 1 if edges else v.size(0)
-        if initial is not None and initial.size(0) != states:
-            raise ValueError(
-                f"{owner} expects an initial state of each {'document' if edges else 'batch row'}, {states}, got "
-                f"{tuple(initial.shape)}"
-            )
-
 
 @dataclass(frozen=True)
 class AffineScan(SequenceLayer):
@@ -285,8 +261,7 @@ class AffineScan(SequenceLayer):
     returns_state: bool
 
     def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
-        assert call.seq_len is not None
-        call.check_edges(call.seq_len)
+        call.check_edges(call.length)
         return call
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:

@@ -30,6 +30,8 @@ class PackageKernels:
     """What is imported."""
     operation: str
     """The public function, and a part of it."""
+    extra: str = "sparse"
+    """That of this library which installs it."""
 
     def serve(
         self, x: Tensor, refusal: str | None, kernel: tuple[Any, ...], check: Callable[[], str], *,
@@ -50,7 +52,7 @@ class PackageKernels:
         if reason is None and adds_in_any_order and torch.are_deterministic_algorithms_enabled():
             reason = "they add in any order, and deterministic algorithms are asked for"
         if reason is None and find_spec(self.package) is None:
-            reason = f"{self.distribution} is not installed: pip install '.[sparse]' in a clone of cp_dtensor"
+            reason = f"{self.distribution} is not installed: pip install '.[{self.extra}]' in a clone of cp_dtensor"
         if reason is None:
             if first_use((self.operation, *kernel), x.device, check, partial(self._warn, kernel)) == "":
                 log_once("attention", logging.INFO, f"{self.distribution} computes {self.operation}")
