@@ -29,7 +29,6 @@ from cp_dtensor.api.extension import (
     local_beside,
     made_of,
     parts_of,
-    refuse_first_dim,
     refuse_other_place,
     refuse_traced_transforms,
     sequence_ranks,
@@ -104,6 +103,13 @@ def check_given(
         raise ValueError(f"{owner} expects {', and '.join(wrong)}; got {shown}")
 
 
+def refuse_dtensors(owner: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse DTensors, which have no numbers of rows that differ between ranks as those of blocks and runs do."""
+    for name, each in tensors.items():
+        if isinstance(each, DTensor):
+            raise TypeError(f"{owner} expects {name} to be a plain tensor, got a DTensor placed {each.placements}")
+
+
 def moved_rows(
     owner: str, x: torch.Tensor, dim: int, row_map: Parts, mesh: Mesh | None, layout: Layout | None, cu_seqlens: Any,
     seq_len: int | None,
@@ -153,6 +159,7 @@ def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: in
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
     call = _call("local_runs", place, Moved(Shift(0), 0), cu_seqlens)
     call.check_edges(seq_len)
+    call.operation.check(call, ())
     return call.sequences()[0][1].pieces(call.ranks.rank)
 
 
@@ -188,12 +195,10 @@ def _call(
         elif cu_seqlens is None and outer.mask is not None:
             edges = _documents_of(owner, outer.mask)
             mask = outer.mask if edges else None
-    layout = checked_layout(layout)
-    for each in (layout, *operation.layouts) if operation.dim == 0 else ():
-        refuse_first_dim(owner, each)
     return SequenceCall(
-        ranks, layout, lengths, owner=owner, operation=operation, mask=mask, seq_len=place.seq_len, edges=edges
-    )
+        ranks, checked_layout(layout), lengths, owner=owner, operation=operation, mask=mask, seq_len=place.seq_len,
+        edges=edges,
+    )  # fmt: skip
 
 
 @constant_in_trace

@@ -87,7 +87,9 @@ def select_reference(
         local: each query's own block, (T,) on the CPU, and the number of blocks up to it that are selected first.
     """
     rows, heads, dim = q.shape
-    step, columns = _block_shape(heads, k.size(0))
+    # The shape of a product depends on what is equal on all ranks alone.
+    step = max(1, min(_ROWS, _BYTES // (4 * max(k.size(0), 1))))
+    columns = max(1, min(k.size(0), _BYTES // (8 * step * heads)))
     key_numbers = torch.arange(k.size(0), dtype=torch.int32, device=q.device)
     for start in range(0, rows, step):
         at = slice(start, min(start + step, rows))
@@ -108,12 +110,6 @@ def select_reference(
             numbers, own = key_numbers[: scores.size(1)], local[0][at].to(q.device).unsqueeze(1)
             scores.masked_fill_((numbers <= own) & (numbers > own - local[1]), float("inf"))
         out[at] = largest_seen(scores, is_seen, numbers, out.size(1))
-
-
-def _block_shape(heads: int, keys: int) -> tuple[int, int]:
-    """Return the numbers of queries and of keys in a product, which depend on what is equal on all ranks alone."""
-    block = max(1, min(_ROWS, _BYTES // (4 * max(keys, 1))))
-    return block, max(1, min(keys, _BYTES // (8 * block * heads)))
 
 
 def _blocks_of_keys(ends: Tensor, columns: int) -> Sequence[int]:

@@ -21,6 +21,7 @@ from cp_dtensor.api.extension import (
     fastest,
     indexable,
     no_autocast,
+    refuse_first_dim,
     wide_dtype,
 )
 from cp_dtensor.layers.call import SequenceCall, operation_of, sequence_call_of
@@ -28,10 +29,9 @@ from cp_dtensor.layers.chunked import ChunkedRecurrence, Rows
 from cp_dtensor.layers.cost import recurrence_estimates
 from cp_dtensor.layers.exchange import rows_of
 from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
-from cp_dtensor.layers.methods import METHODS, axis_of_heads
 from cp_dtensor.layers.rows import Extended, Relayout, RowMap, SequenceLayout
-from cp_dtensor.layers.scan import scan_plan, scanned
-from cp_dtensor.spec.layouts import Layout, Span
+from cp_dtensor.layers.scan import METHODS, axis_of_heads, scan_plan, scanned
+from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.logs import log_once
 
 Inputs = Sequence[Any]
@@ -57,11 +57,6 @@ class SequenceLayer(ABC):
     """True if the operation has a field `mask`, the keys of each query: of contexts it takes masks, not documents."""
     is_sparse: ClassVar[bool] = False
     """True if it selects keys or reads selected ones, whose gradients kernels add in any order."""
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Layouts besides that of the tokens."""
-        return ()
 
     @abstractmethod
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
@@ -108,9 +103,10 @@ class Moved(SequenceLayer):
     def keeps_rows(self) -> bool:  # type: ignore[override]
         return self.row_map.keeps_rows
 
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return (self.row_map.target,) if isinstance(self.row_map, Relayout) else ()
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        target = (self.row_map.target,) if isinstance(self.row_map, Relayout) else ()
+        for each in (call.layout, *target) if self.dim == 0 else ():
+            refuse_first_dim(call.owner, each)
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         x = tensors[0]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.extension import Mesh, cast_by_autocast, never_compiled
-from cp_dtensor.layers.arguments import check_given, checked_number, layer
+from cp_dtensor.layers.arguments import check_given, checked_number, layer, refuse_dtensors
 from cp_dtensor.layers.blocks import PoolBlocks, SelectPooled
 from cp_dtensor.spec.layouts import Layout
 
@@ -121,10 +119,3 @@ _DIMS = {
     "x": "batch tokens channels", "gate": "?batch tokens channels", "bias": "?size channels",
     "q_index": "batch tokens heads dims", "pooled": "batch blocks dims", "weights": "batch tokens heads",
 }  # fmt: skip
-
-
-def refuse_dtensors(owner: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse DTensors, which have no numbers of rows that differ between ranks as those of blocks do."""
-    for name, each in tensors.items():
-        if isinstance(each, DTensor):
-            raise TypeError(f"{owner} expects {name} to be a plain tensor, got a DTensor placed {each.placements}")

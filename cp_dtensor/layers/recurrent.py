@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from cp_dtensor.api.extension import Mesh, check_devices, softmax_scale
 from cp_dtensor.layers.arguments import check_given, layer
 from cp_dtensor.layers.layer import LinearRecurrence
-from cp_dtensor.layers.methods import METHODS
+from cp_dtensor.layers.scan import METHODS
 from cp_dtensor.spec.layouts import Layout
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.extension import Mesh, cast_by_autocast, check_tensors, checked_length, parts_of
-from cp_dtensor.layers.arguments import check_given, checked_number, layer, moved_rows, runs_of_rank
+from cp_dtensor.layers.arguments import check_given, checked_number, layer, moved_rows, refuse_dtensors, runs_of_rank
 from cp_dtensor.layers.layer import AffineScan, CausalConv1d
 from cp_dtensor.layers.rows import Halo, Relayout, Shift
 from cp_dtensor.spec.layouts import Layout
@@ -225,9 +225,8 @@ def affine_scan(
             "affine_scan expects state (runs, ..., K, V), and transition (runs, ..., K, K), (runs, ..., K) or "
             f"(runs, ...); got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
         )
+    refuse_dtensors("affine_scan", tensors)
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"affine_scan expects {name} to be a plain tensor, got a DTensor")
         if tensor.dtype != state.dtype:
             raise ValueError(f"affine_scan expects one dtype, got {name} {tensor.dtype}, state {state.dtype}")
     if initial_state is not None and initial_state.shape[1:] != state.shape[1:]:

@@ -19,12 +19,12 @@ from cp_dtensor.api.extension import (
     parts_of,
     softmax_scale,
 )
-from cp_dtensor.layers.arguments import check_given, checked_number, layer
+from cp_dtensor.layers.arguments import check_given, checked_number, layer, refuse_dtensors
 from cp_dtensor.layers.blocks import PooledAttention
 from cp_dtensor.layers.chosen import BlockAttention, IndexedAttention
 from cp_dtensor.layers.indexer import SelectKeys
 from cp_dtensor.layers.indexer_loss import IndexerLoss, PooledIndexerLoss
-from cp_dtensor.layers.pooled import eager, refuse_dtensors
+from cp_dtensor.layers.pooled import eager
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
