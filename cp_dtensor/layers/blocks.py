@@ -20,12 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_dtensor.api.extension import (
-    RankFunction,
-    SequenceRanks,
-    softmax_scale,
-    wide_dtype,
-)
+from cp_dtensor.api.extension import RankFunction, SequenceRanks, positions_of, softmax_scale, wide_dtype
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.chosen import check_numbers
 from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
@@ -57,42 +52,28 @@ class Blocks(SequenceLayout):
     def of(cls, tokens: SequenceLayout, size: int) -> Blocks:
         """Return the blocks of a sequence of tokens."""
         made = cls(tokens.layout, 0, tokens.world_size, tokens.group, tokens=tokens, size=size)
-        return replace(made, seq_len=made._firsts[-1])
+        return replace(made, seq_len=made.firsts[-1])
 
     @cached_property
-    def _bounds(self) -> tuple[int, ...]:
+    def bounds(self) -> tuple[int, ...]:
+        """Positions where documents begin and end, and the sequence."""
         return 0, *self.tokens.edges, self.tokens.seq_len
 
     @cached_property
-    def _firsts(self) -> tuple[int, ...]:
-        """The number of blocks before each of `_bounds`."""
-        return (*accumulate(((stop - start) // self.size for start, stop in pairwise(self._bounds)), initial=0),)
+    def firsts(self) -> tuple[int, ...]:
+        """The number of blocks before each of `bounds`."""
+        return (*accumulate(((stop - start) // self.size for start, stop in pairwise(self.bounds)), initial=0),)
 
-    def parts(self, rank: int) -> list[Part]:
-        """Return the tokens of a rank within documents, and the blocks that end among them."""
-        found = []
+    def parts(self, rank: int) -> Iterator[tuple[Span, int]]:
+        """Yield for each piece of a rank the blocks [lo, hi) that end in it, and their first token."""
         for start, stop in self.tokens.pieces(rank):
-            index = bisect_right(self._bounds, start) - 1
-            document, first = self._bounds[index], self._firsts[index]
-            ends = first + (start - document) // self.size, first + (stop - document) // self.size
-            found.append(Part(start, stop, document, first, *ends))
-        return found
+            index = bisect_right(self.bounds, start) - 1
+            document, first = self.bounds[index], self.firsts[index]
+            lo, hi = ((end - document) // self.size for end in (start, stop))
+            yield (first + lo, first + hi), document + lo * self.size
 
     def runs(self, rank: int) -> list[Span]:
-        return [(part.lo, part.hi) for part in self.parts(rank)]
-
-
-class Part(NamedTuple):
-    """Tokens [start, stop) of a rank, of one document; blocks [lo, hi), whose last tokens these are."""
-
-    start: int
-    stop: int
-    document: int
-    """Its first position."""
-    first: int
-    """Its first block."""
-    lo: int
-    hi: int
+        return [blocks for blocks, _ in self.parts(rank)]
 
 
 @dataclass(frozen=True)
@@ -103,11 +84,10 @@ class BlockRows(RowMap):
     overlap: bool
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
-        for part in Blocks.of(sequence, self.size).parts(rank):
-            if part.lo < part.hi:
-                start = part.document + (part.lo - part.first) * self.size
+        for (lo, hi), start in Blocks.of(sequence, self.size).parts(rank):
+            if lo < hi:
                 yield from rows_before(sequence, start, self.size * self.overlap)
-                yield start, start + (part.hi - part.lo) * self.size
+                yield start, start + (hi - lo) * self.size
 
 
 class _Tables(NamedTuple):
@@ -124,7 +104,7 @@ class _Tables(NamedTuple):
     first: Tensor
     """(T,) the first blocks of their documents."""
     part: Tensor
-    """(T,) of each token, the number of its part."""
+    """(T,) of each token, the number of its piece."""
 
     def seen(self, size: int) -> Tensor:
         """Return the first block that each token sees, and the end of those that it sees, (1, 2, T)."""
@@ -133,17 +113,17 @@ class _Tables(NamedTuple):
 
 def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
     def made() -> _Tables:
-        parts = blocks.parts(rank)
-        tokens = torch.tensor([part.stop - part.start for part in parts])
-        counts = torch.tensor([part.hi - part.lo for part in parts])
-        start, _, document, first, lo, _ = torch.tensor(parts).unbind(1)
-        number, part = torch.arange(int(counts.sum())), torch.arange(len(parts)).repeat_interleave(tokens)
-        # Less the numbers of those in the parts before.
-        in_document = number + (lo - first - counts.cumsum(0) + counts).repeat_interleave(counts)
-        at = torch.arange(len(part)) + (start - tokens.cumsum(0) + tokens)[part]
-        depth = at - document[part]
-        before = (counts > 0).cumsum(0).repeat_interleave(counts)  # a block before each part that has any
-        found = in_document * blocks.size, number + before, at, depth, first[part], part
+        tokens = blocks.tokens
+        at = positions_of(tokens.layout.segments(tokens.seq_len, rank, tokens.world_size, tokens.group), "cpu")
+        lengths = torch.tensor([stop - start for start, stop in tokens.pieces(rank)])
+        part = torch.arange(len(lengths)).repeat_interleave(lengths)
+        bounds, firsts = torch.tensor(blocks.bounds), torch.tensor(blocks.firsts)
+        document = torch.bucketize(at, bounds, right=True) - 1
+        depth = at - bounds[document]
+        is_last = (depth + 1) % blocks.size == 0
+        before = part[is_last].unique_consecutive(return_inverse=True)[1]  # parts that have blocks, before each block's
+        block = torch.arange(len(before)) + before + 1  # `BlockRows` has one more before each of these parts
+        found = depth[is_last] + 1 - blocks.size, block, at, depth, firsts[document], part
         return _Tables(*(each.to(device) for each in found))
 
     return tables_on(device, ("blocks", blocks, rank), made)
