@@ -113,9 +113,8 @@ class _Tables(NamedTuple):
 
 def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
     def made() -> _Tables:
-        tokens = blocks.tokens
-        at = positions_of(tokens.layout.segments(tokens.seq_len, rank, tokens.world_size, tokens.group), "cpu")
-        lengths = torch.tensor([stop - start for start, stop in tokens.pieces(rank)])
+        at = positions_of(blocks.tokens.segments(rank), "cpu")
+        lengths = torch.tensor([stop - start for start, stop in blocks.tokens.pieces(rank)])
         part = torch.arange(len(lengths)).repeat_interleave(lengths)
         bounds, firsts = torch.tensor(blocks.bounds), torch.tensor(blocks.firsts)
         document = torch.bucketize(at, bounds, right=True) - 1

@@ -31,8 +31,7 @@ class MaskedLayer(SequenceLayer):
         def made() -> tuple[Tensor, ...]:
             intervals, found = interval_sets_of(self.mask or Full(), seq_len, seq_len, batch_size), list[Tensor]()
             for (start, stop), sequence in call.sequences(batch_size):
-                segments = sequence.layout.segments(seq_len, ranks.rank, ranks.size, sequence.group)
-                positions = positions_of(segments, "cpu")
+                positions = positions_of(sequence.segments(ranks.rank), "cpu")
                 for row in range(start, stop):
                     sets = intervals[row % len(intervals)] or ((),)  # one without keys for a mask of none
                     seen = torch.stack([seen_positions(bands, positions) for bands in sets])

@@ -259,9 +259,7 @@ def _together(rows: Rows, parts: int, move: Callable[[Tensor], Tensor]) -> list[
 
 def _places(sequence: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of the rows of all ranks, one rank after the other, and the row of each position."""
-    layout, size = sequence.layout, sequence.world_size
-    by_rank = (layout.segments(sequence.seq_len, rank, size, sequence.group) for rank in range(size))
-    positions = positions_of([segment for segments in by_rank for segment in segments], device)
+    positions = torch.cat([positions_of(sequence.segments(rank), device) for rank in range(sequence.world_size)])
     return positions, positions.argsort()
 
 
