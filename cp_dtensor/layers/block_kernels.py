@@ -10,51 +10,31 @@ Source: github.com/fla-org/flash-linear-attention, `fla.ops.nsa`; NSA (arXiv 250
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_dtensor.api.extension import quiet, wide_dtype
-from cp_dtensor.layers.chosen_reference import (
-    Chosen,
-    Gradients,
-    attend_chosen_reference,
-    chosen_gradients_reference,
-    error_of_kernels,
-    sink_gradient,
-    with_sink,
-)
+from cp_dtensor.layers.chosen_reference import Chosen, Gradients, error_of_kernels, sink_gradient, with_sink
 from cp_dtensor.layers.masked import Queries
 from cp_dtensor.layers.package_kernels import PackageKernels
 
-_KERNELS = PackageKernels("fla-core", "fla", "block_attention")
+_KERNELS = PackageKernels("fla-core", "fla.ops.nsa.parallel", "block_attention")
 _FEWEST_HEADS, _MOST_DIM, _CHECKED = 16, 256, 8192
 """Fewest heads of a group, largest head dim, and tokens of the problem that the first use computes and tunes for."""
 
 
-def attend_blocks(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     """Compute `attend_chosen_reference` of rows [v | k]."""
-    return (_forward if _serves("forward", q, chosen) else attend_chosen_reference)(q, chosen)
-
-
-def block_gradients(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
-    """Compute `chosen_gradients_reference` of rows [v | k]."""
-    gradients = _backward if _serves("backward", q, chosen) else chosen_gradients_reference
-    return gradients(grad_out, q, out, lse, chosen)
-
-
-def _forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     # In memory (B, T, H, Dv), as the projection after attention reads it.
     out = q.new_empty(q.size(0), q.size(2), q.size(1), chosen.value_dim).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
     for row, _, heads, place, k, v, blocks in _groups(q, chosen):
         given = _whole(q[row, heads], place, k.size(1)), k, v, blocks
-        found, of_keys = _module().parallel_nsa_fwd(*given, blocks.size(3), chosen.block_size, chosen.scale)
+        found, of_keys = _KERNELS.load().parallel_nsa_fwd(*given, blocks.size(3), chosen.block_size, chosen.scale)
         count = heads.stop - heads.start
         out[row, heads] = found[0].index_select(0, place)[:, :count].transpose(0, 1)
         lse[row, heads] = of_keys[0].index_select(0, place)[:, :count].T
@@ -63,13 +43,14 @@ def _forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     return out.masked_fill_((lse == float("-inf")).unsqueeze(3), 0.0), lse  # the kernels divide 0 by 0
 
 
-def _backward(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
+def backward(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
+    """Compute `chosen_gradients_reference` of rows [v | k]."""
     total, dq, d_rows = with_sink(lse, chosen.sink), torch.empty_like(q), torch.empty_like(chosen.rows)
     for row, group, heads, place, k, v, blocks in _groups(q, chosen):
         whole_q, whole_out, grad = (_whole(x[row, heads], place, k.size(1)) for x in (q, out, grad_out))
         whole_lse = _whole(total[row, heads].unsqueeze(2), place, k.size(1)).squeeze(3)
         given = whole_q, k, v, whole_out, whole_lse, grad, blocks
-        of_q, dk, dv = _module().parallel_nsa_bwd(*given, blocks.size(3), chosen.block_size, chosen.scale)
+        of_q, dk, dv = _KERNELS.load().parallel_nsa_bwd(*given, blocks.size(3), chosen.block_size, chosen.scale)
         dq[row, heads] = of_q[0].index_select(0, place)[:, : heads.stop - heads.start].transpose(0, 1)
         d_rows[row, :, group] = torch.cat((dv[0, :, 0], dk[0, :, 0]), 1)
     return dq, d_rows, sink_gradient(chosen.sink, total, grad_out, out)
@@ -82,6 +63,7 @@ def _groups(q: Tensor, chosen: Chosen) -> Iterator[tuple[int, int, slice, Tensor
     """
     rows, count = chosen.rows, q.size(1) // chosen.rows.size(2)
     for row, group in product(range(q.size(0)), range(rows.size(2))):
+        assert chosen.queries is not None
         place, numbers = chosen.queries[row].on_device[0, 1] - 1, chosen.indices[row, :, group]
         blocks = numbers.new_full((rows.size(1), _power(numbers.size(1))), -1, dtype=torch.int32)
         blocks[:, : numbers.size(1)].index_copy_(0, place, numbers.int())
@@ -103,18 +85,14 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _module() -> Any:
-    return importlib.import_module("fla.ops.nsa.parallel")
-
-
-def _serves(direction: str, q: Tensor, chosen: Chosen) -> bool:
+def serves(direction: str, q: Tensor, chosen: Chosen) -> bool:
     """Return whether the kernels compute a direction; at first use a small problem is compared."""
     group, refusal = max(_FEWEST_HEADS, _power(q.size(1) // chosen.rows.size(2))), None
     if q.dtype not in (torch.bfloat16, torch.float16) or max(q.size(3), chosen.value_dim) > _MOST_DIM:
         refusal = f"they need bfloat16 or float16 and head dims up to {_MOST_DIM}"
     elif chosen.block_size < 16 or chosen.block_size != _power(chosen.block_size):
         refusal = f"they need blocks of 16, 32, 64, ... keys, got {chosen.block_size}"
-    elif not all(torch.equal(each.seen, _causal(each.positions)) for each in chosen.queries):
+    elif not all(torch.equal(each.seen, _causal(each.positions)) for each in chosen.queries or ()):
         refusal = "they know no other mask than the causal one"
     numbers = chosen.value_dim, chosen.block_size, _power(chosen.indices.size(3))
     kernel = direction, q.dtype, group, q.size(3), *numbers
@@ -148,4 +126,4 @@ def _small_error(
     index = torch.where(index < 0, -1, index)
     index[:, 5:90:7] = -1
     chosen = Chosen(rows, index, sink, value_dim, dim**-0.5, block_size, queries)
-    return error_of_kernels(direction, _forward, _backward, q, grad_out, chosen)
+    return error_of_kernels(direction, forward, backward, q, grad_out, chosen)

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from cp_dtensor.api.extension import RankFunction, SequenceRanks, positions_of, softmax_scale, wide_dtype
 from cp_dtensor.layers.call import SequenceCall
-from cp_dtensor.layers.chosen import check_numbers
-from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
+from cp_dtensor.layers.chosen import attend_chosen, check_numbers, chosen_gradients
 from cp_dtensor.layers.chosen_reference import Chosen
 from cp_dtensor.layers.exchange import backward_of_layer, rows_of, tables_on
 from cp_dtensor.layers.indexer import select

@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from cp_dtensor.api.extension import RankFunction, softmax_scale, wide_dtype
-from cp_dtensor.layers.block_kernels import attend_blocks, block_gradients
+from cp_dtensor.layers import block_kernels, chosen_kernels
 from cp_dtensor.layers.call import SequenceCall
-from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
-from cp_dtensor.layers.chosen_reference import Chosen
+from cp_dtensor.layers.chosen_reference import (
+    Chosen,
+    Gradients,
+    attend_chosen_reference,
+    chosen_gradients_reference,
+)
 from cp_dtensor.layers.exchange import backward_of_layer, whole_rows
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
 from cp_dtensor.layers.masked import MaskedLayer, Queries
@@ -102,6 +106,19 @@ def check_numbers(call: SequenceCall, numbers: Tensor | None, count: int, of: st
         raise ValueError(
             f"{call.owner} expects indices from -1 to the last of {count} {of}, got {numbers.min()} to {numbers.max()}"
         )
+
+
+def attend_chosen(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Compute `attend_chosen_reference`, by kernels where they serve."""
+    kernels = block_kernels if chosen.queries is not None else chosen_kernels
+    return (kernels.forward if kernels.serves("forward", q, chosen) else attend_chosen_reference)(q, chosen)
+
+
+def chosen_gradients(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
+    """Compute `chosen_gradients_reference`, by kernels where they serve."""
+    kernels = block_kernels if chosen.queries is not None else chosen_kernels
+    gradients = kernels.backward if kernels.serves("backward", q, chosen) else chosen_gradients_reference
+    return gradients(grad_out, q, out, lse, chosen)
 
 
 class _LatentAttention(RankFunction):
@@ -189,7 +206,7 @@ class _BlockAttention(RankFunction):
     ) -> Tensor:  # fmt: skip
         whole = whole_rows(rows, call.sequences(q.size(0)), call.ranks)
         ctx.call, ctx.options = call, (scale, block_size, queries)
-        out, lse = attend_blocks(q, Chosen(whole, indices, sink, value_dim, *ctx.options))
+        out, lse = attend_chosen(q, Chosen(whole, indices, sink, value_dim, *ctx.options))
         ctx.save_for_backward(q, whole, indices, sink, out, lse)
         return out
 
@@ -198,7 +215,7 @@ class _BlockAttention(RankFunction):
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, whole, indices, sink, out, lse = saved
         chosen = Chosen(whole, indices, sink, out.size(3), *ctx.options)
-        dq, d_whole, d_sink = block_gradients(grad_out, q, out, lse, chosen)
+        dq, d_whole, d_sink = chosen_gradients(grad_out, q, out, lse, chosen)
         return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, *[None] * 5
 
 

@@ -9,45 +9,29 @@ Source: github.com/sgl-project/FlashMLA; github.com/NVIDIA/cudnn-frontend, `deep
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor.api.extension import quiet
-from cp_dtensor.layers.chosen_reference import (
-    Chosen,
-    Gradients,
-    attend_chosen_reference,
-    chosen_gradients_reference,
-    error_of_kernels,
-)
+from cp_dtensor.layers.chosen_reference import Chosen, Gradients, error_of_kernels
 from cp_dtensor.layers.package_kernels import PackageKernels, hopper_or_blackwell
 
 _KERNELS = {
     "forward": PackageKernels("sgl-flash-mla", "flash_mla", "indexed_attention forward"),
-    "backward": PackageKernels("nvidia-cudnn-frontend", "cudnn", "indexed_attention backward"),
+    "backward": PackageKernels(
+        "nvidia-cudnn-frontend", "cudnn.deepseek_sparse_attention", "indexed_attention backward"
+    ),
 }
 _HEADS, _VALUES, _ROTARY, _KEYS = (64, 128), 512, 64, 128
 """Numbers of heads, dims of values and of rotary keys; numbers of chosen keys are multiples of the last one."""
 
 
-def attend_chosen(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     """Compute `attend_chosen_reference` of one batch row and one group, without blocks and masks."""
-    return (_forward if _serves("forward", q, chosen) else attend_chosen_reference)(q, chosen)
-
-
-def chosen_gradients(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
-    """Compute `chosen_gradients_reference` of one batch row and one group, without blocks and masks."""
-    gradients = _backward if _serves("backward", q, chosen) else chosen_gradients_reference
-    return gradients(grad_out, q, out, lse, chosen)
-
-
-def _forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    kernel = _module("forward").flash_mla_sparse_fwd
+    kernel = _KERNELS["forward"].load().flash_mla_sparse_fwd
     heads, value_dim, (keys, index) = q.size(1), chosen.value_dim, _keys(chosen)
     sink = None if chosen.sink is None else _padded_sink(chosen.sink, heads)
     # "Legacy" are the kernels for rotary keys, and all those for Hopper.
@@ -58,8 +42,9 @@ def _forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     return out[:, :heads, :value_dim].transpose(0, 1).unsqueeze(0), lse[:, :heads].T.unsqueeze(0)
 
 
-def _backward(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
-    kernel = _module("backward").sparse_attention_backward_wrapper
+def backward(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
+    """Compute `chosen_gradients_reference` of one batch row and one group, without blocks and masks."""
+    kernel = _KERNELS["backward"].load().sparse_attention_backward_wrapper
     heads, value_dim, sink, (keys, index) = q.size(1), chosen.value_dim, chosen.sink, _keys(chosen)
     padded = [_queries(x, value_dim) for x in (q, out, grad_out)]
     padded_lse = _pad(lse[0].T, _heads(heads) - heads).contiguous()
@@ -110,12 +95,7 @@ def _heads(count: int) -> int:
     return next(each for each in _HEADS if count <= each)
 
 
-def _module(direction: str) -> Any:
-    name = {"forward": "flash_mla", "backward": "cudnn.deepseek_sparse_attention"}[direction]
-    return importlib.import_module(name)
-
-
-def _serves(direction: str, q: Tensor, chosen: Chosen) -> bool:
+def serves(direction: str, q: Tensor, chosen: Chosen) -> bool:
     """Return whether the kernel of a package computes a direction; at first use a small problem is compared."""
     value_dim, count, has_sink = chosen.value_dim, chosen.indices.size(3), chosen.sink is not None
     rotary, refusal = q.size(3) - value_dim, hopper_or_blackwell(q)
@@ -141,4 +121,4 @@ def _small_error(direction: str, q: Tensor, count: int, has_sink: bool, value_di
     index[:, 3, :, 5:] = -1
     index[:, 4] = -1
     chosen = Chosen(rows, index, sink, value_dim, q.size(3) ** -0.5)
-    return error_of_kernels(direction, _forward, _backward, q, grad_out, chosen)
+    return error_of_kernels(direction, forward, backward, q, grad_out, chosen)

@@ -32,8 +32,8 @@ class Chosen(NamedTuple):
     scale: float
     """Factor of the logits."""
     block_size: int = 1
-    queries: Sequence[Queries] = ()
-    """For each batch row, the keys that its queries see; () if they see all that are chosen."""
+    queries: Sequence[Queries] | None = None
+    """For each batch row, the keys that its queries see; None if they see all that are chosen."""
 
 
 def attend_chosen_reference(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def _blocks(q: Tensor, chosen: Chosen) -> Iterator[tuple[int, slice, slice, Tens
             index = indices[batch, at, group].long().unsqueeze(2) * block_size + in_block  # < 0 for none
             index = index.flatten(1)
             is_key = index >= 0
-            if chosen.queries:
+            if chosen.queries is not None:
                 is_key &= in_intervals(chosen.queries[batch].on_device[:, :, at], index)
             index = torch.where(is_key, index, length)
             keys = padded[batch, :, group].index_select(0, index.flatten()).unflatten(0, index.shape).to(wide)

@@ -19,7 +19,7 @@ from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, Rows, no_maps
 from cp_dtensor.layers.exchange import tables_on
 from cp_dtensor.layers.package_kernels import PackageKernels
 
-_PACKAGE = PackageKernels("fla-core", "fla", "recurrent layers", extra="hybrid")
+_PACKAGE = PackageKernels("fla-core", "fla.ops", "recurrent layers", extra="hybrid")
 LARGEST_ERROR = 3e-2
 """Relative to the largest element; rounding to bfloat16 explains a third of it."""
 CHECKED = (1948, 100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -26,12 +27,16 @@ class PackageKernels:
 
     distribution: str
     """Its name in package registries."""
-    package: str
-    """What is imported."""
+    module: str
+    """What is imported at first use."""
     operation: str
     """The public function, and a part of it."""
     extra: str = "sparse"
     """That of this library which installs it."""
+
+    def load(self) -> Any:
+        """Return the module."""
+        return importlib.import_module(self.module)
 
     def serve(
         self, x: Tensor, refusal: str | None, kernel: tuple[Any, ...], check: Callable[[], str], *,
@@ -51,7 +56,7 @@ class PackageKernels:
         reason = refusal
         if reason is None and adds_in_any_order and torch.are_deterministic_algorithms_enabled():
             reason = "they add in any order, and deterministic algorithms are asked for"
-        if reason is None and find_spec(self.package) is None:
+        if reason is None and find_spec(self.module.split(".")[0]) is None:
             reason = f"{self.distribution} is not installed: pip install '.[{self.extra}]' in a clone of cp_dtensor"
         if reason is None:
             if first_use((self.operation, *kernel), x.device, check, partial(self._warn, kernel)) == "":

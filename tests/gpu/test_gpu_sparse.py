@@ -254,6 +254,6 @@ def test_deterministic_gradients_are_left_to_torch_operations() -> None:
     rows, index = torch.zeros_like(q), torch.zeros(1, 1, 1, 4, device="cuda", dtype=torch.int32)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not chosen_kernels._serves("backward", q, Chosen(rows, index, None, 512, 1.0))
+        assert not chosen_kernels.serves("backward", q, Chosen(rows, index, None, 512, 1.0))
     finally:
         torch.use_deterministic_algorithms(False)

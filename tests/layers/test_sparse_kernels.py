@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -142,12 +142,13 @@ def fla(factor: float = 1.0) -> Any:
 
 
 @contextmanager
-def kernels_used(**patches: Any) -> Iterator[None]:
-    """Pretends that packages serve attention."""
-    modules = {"forward": flash_mla(), "backward": cudnn(), **patches}
+def kernels_used(changed: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+    """Pretends that packages serve attention; `changed` are other modules by package."""
+    modules = {"sgl-flash-mla": flash_mla(), "nvidia-cudnn-frontend": cudnn(), "fla-core": fla(), **changed}
     with (
-        mock.patch.object(chosen_kernels, "_serves", return_value=True),
-        mock.patch.object(chosen_kernels, "_module", modules.__getitem__),
+        mock.patch.object(chosen_kernels, "serves", return_value=True),
+        mock.patch.object(block_kernels, "serves", return_value=True),
+        mock.patch.object(PackageKernels, "load", lambda self: modules[self.distribution]),
     ):
         yield
 
@@ -191,7 +192,7 @@ def test_first_use_of_attention(direction: str, has_sink: bool) -> None:
     wrong = cudnn()
     found = wrong.sparse_attention_backward_wrapper
     wrong.sparse_attention_backward_wrapper = lambda *x, **y: {**found(*x, **y), "dkv": found(*x, **y)["dkv"] * 1.1}
-    with kernels_used(forward=flash_mla(1.1), backward=wrong):
+    with kernels_used({"sgl-flash-mla": flash_mla(1.1), "nvidia-cudnn-frontend": wrong}):
         assert ("out" if direction == "forward" else "d_rows") in check()
 
 
@@ -212,10 +213,7 @@ def test_attention_over_blocks_by_kernels(with_sinks: bool) -> None:
         sinks = given[3] if with_sinks else torch.full((4,), -1e30, dtype=torch.float64)
         return dense_blocks(numbers, size, seen, *given[:3], sinks)
 
-    with (
-        mock.patch.object(block_kernels, "_serves", return_value=True),
-        mock.patch.object(block_kernels, "_module", fla),
-    ):
+    with kernels_used():
         check_layer(sequence, ours, reference, tokens, [normal(4, seed=4)] if with_sinks else [])
 
 
@@ -223,9 +221,9 @@ def test_attention_over_blocks_by_kernels(with_sinks: bool) -> None:
 def test_first_use_of_attention_over_blocks(direction: str) -> None:
     check = partial(block_kernels._small_error, direction, torch.float64, 3, 8, 5, 16, 4, torch.device("cpu"))
     with mock.patch.object(block_kernels, "_CHECKED", 300):
-        with mock.patch.object(block_kernels, "_module", fla):
+        with kernels_used():
             assert check() == ""
-        with mock.patch.object(block_kernels, "_module", return_value=fla(1.1)):
+        with kernels_used({"fla-core": fla(1.1)}):
             assert ("out" if direction == "forward" else "dq") in check()
 
 
@@ -267,9 +265,9 @@ def selected(sequence: Sequence, given: list[torch.Tensor], topk: int, **options
 def indexer_used(serves_top_k: bool, step: int) -> Iterator[None]:
     """Pretends that the package serves indexers."""
     with (
+        kernels_used(),
         mock.patch.object(cudnn_indexer, "_serves", return_value=True),
         mock.patch.object(cudnn_indexer, "_top_k_serves", return_value=serves_top_k),
-        mock.patch.object(cudnn_indexer, "_module", cudnn),
         mock.patch.object(cudnn_indexer, "_BYTES", step),
         mock.patch.object(cudnn_indexer, "_FEWEST_QUERIES", 1),
         mock.patch.object(cudnn_indexer, "_FEWEST_COLUMNS", 8),
@@ -342,6 +340,6 @@ def test_first_use_of_the_indexer(changed: str) -> None:
         "scores": lambda: cudnn_indexer._scores_error(normal(1, 2, 4).bfloat16()),
         "keys": lambda: cudnn_indexer._top_k_error(20, 90, 30, torch.device("cpu")),
     }
-    with mock.patch.object(cudnn_indexer, "_module", return_value=module), mock.patch.object(cudnn_indexer, "_DIM", 4):
+    with kernels_used({"nvidia-cudnn-frontend": module}), mock.patch.object(cudnn_indexer, "_DIM", 4):
         assert (said["scores"]() == "") == (changed in ("", "keys"))
         assert (said["keys"]() == "") == (changed != "keys")
