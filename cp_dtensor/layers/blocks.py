@@ -280,12 +280,10 @@ class _PooledAttention(RankFunction):
             d_rows[row] += d_keys
             if of_sink is not None:
                 d_sink += of_sink
-        maps = (Extended(window - 1), blocks.tokens), (Whole(), blocks)
-        d_kv, d_pooled = (
-            rows_of(d_rows[:, part, 0], 1, *each, ranks, transposed=True).to(rows.dtype)
-            for part, each in zip((slice(count), slice(count, None)), maps, strict=True)
-        )
-        return dq, d_kv, d_pooled, None, None if d_sink is None else d_sink.to(sink.dtype), *[None] * 5
+        d_kv = rows_of(d_rows[:, :count, 0], 1, Extended(window - 1), blocks.tokens, ranks, transposed=True)
+        d_pooled = rows_of(d_rows[:, count:, 0], 1, Whole(), blocks, ranks, transposed=True)
+        d_sink = None if d_sink is None else d_sink.to(sink.dtype)
+        return dq, d_kv.to(rows.dtype), d_pooled.to(rows.dtype), None, d_sink, *[None] * 5
 
 
 def _seen_rows(

@@ -45,11 +45,11 @@ def attend_chosen_reference(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
     """
     out = q.new_empty((*q.shape[:3], chosen.value_dim))
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-    for batch, heads, at, _, keys, _q_block, logits in _blocks(q, chosen):
-        lse[batch, heads, at] = logits.logsumexp(2).T
-        total = with_sink(lse[batch, heads, at], None if chosen.sink is None else chosen.sink[heads])
+    for at, _, keys, _q_block, logits in _blocks(q, chosen):
+        lse[at] = logits.logsumexp(2).T
+        total = with_sink(lse[at], None if chosen.sink is None else chosen.sink[at[1]])
         weights = logits.sub_(total.T.unsqueeze(2)).exp_()
-        out[batch, heads, at] = (weights @ keys[..., : chosen.value_dim]).transpose(0, 1)
+        out[at] = (weights @ keys[..., : chosen.value_dim]).transpose(0, 1)
     return out, lse
 
 
@@ -59,15 +59,16 @@ def chosen_gradients_reference(grad_out: Tensor, q: Tensor, out: Tensor, lse: Te
     wide, dq, total = wide_dtype(q), torch.empty_like(q), with_sink(lse, chosen.sink)
     d_rows = rows.new_zeros((rows.size(0), rows.size(1) + 1, *rows.shape[2:]), dtype=wide)  # the last one is of no key
     delta = (grad_out.to(wide) * out).sum(3)
-    for batch, heads, at, index, keys, q_block, logits in _blocks(q, chosen):
-        weights = logits.sub_(total[batch, heads, at].T.unsqueeze(2)).exp_()
-        grad = grad_out[batch, heads, at].transpose(0, 1).to(wide)
+    for at, index, keys, q_block, logits in _blocks(q, chosen):
+        weights = logits.sub_(total[at].T.unsqueeze(2)).exp_()
+        grad = grad_out[at].transpose(0, 1).to(wide)
         d_logits = grad @ keys[..., :value_dim].mT
-        d_logits.sub_(delta[batch, heads, at].T.unsqueeze(2)).mul_(weights).mul_(chosen.scale)
-        dq[batch, heads, at] = (d_logits @ keys[..., -dim:]).transpose(0, 1)
+        d_logits.sub_(delta[at].T.unsqueeze(2)).mul_(weights).mul_(chosen.scale)
+        dq[at] = (d_logits @ keys[..., -dim:]).transpose(0, 1)
         d_keys = F.pad(d_logits.mT @ q_block, (rows.size(3) - dim, 0))
         d_keys[..., :value_dim] += weights.mT @ grad
-        d_rows[batch, :, heads.start * rows.size(2) // q.size(1)].index_add_(0, index.flatten(), d_keys.flatten(0, 1))
+        group = at[1].start * rows.size(2) // q.size(1)
+        d_rows[at[0], :, group].index_add_(0, index.flatten(), d_keys.flatten(0, 1))
     return dq, d_rows[:, :-1], sink_gradient(chosen.sink, total, grad_out, out)
 
 
@@ -101,8 +102,8 @@ def error_of_kernels(
     return wrong_result(names, got[: len(names)], expected[: len(names)])  # type: ignore[arg-type]
 
 
-def _blocks(q: Tensor, chosen: Chosen) -> Iterator[tuple[int, slice, slice, Tensor, Tensor, Tensor, Tensor]]:
-    """Yield for blocks of r queries: batch row, heads, queries, indices (r, K), keys (r, K, R), q (r, h, D), logits.
+def _blocks(q: Tensor, chosen: Chosen) -> Iterator[tuple[tuple[int, slice, slice], Tensor, Tensor, Tensor, Tensor]]:
+    """Yield for blocks of r queries: (batch row, heads, queries), indices (r, K), keys (r, K, R), q (r, h, D), logits.
 
     No key stands for a row of zeros behind the others: what is not finite in other rows must not reach it.
     """
@@ -113,14 +114,15 @@ def _blocks(q: Tensor, chosen: Chosen) -> Iterator[tuple[int, slice, slice, Tens
     step = max(1, _BYTES // (max(1, indices.size(3)) * block_size * max(width, of_group) * wide.itemsize))
     for batch, group in product(range(batch_size), range(groups)):
         for start in range(0, count, step):
-            at, of_q = slice(start, min(start + step, count)), slice(group * of_group, (group + 1) * of_group)
-            index = indices[batch, at, group].long().unsqueeze(2) * block_size + in_block  # < 0 for none
+            some = slice(start, min(start + step, count))
+            at = batch, slice(group * of_group, (group + 1) * of_group), some
+            index = indices[batch, some, group].long().unsqueeze(2) * block_size + in_block  # < 0 for none
             index = index.flatten(1)
             is_key = index >= 0
             if chosen.queries is not None:
-                is_key &= in_intervals(chosen.queries[batch].on_device[:, :, at], index)
+                is_key &= in_intervals(chosen.queries[batch].on_device[:, :, some], index)
             index = torch.where(is_key, index, length)
             keys = padded[batch, :, group].index_select(0, index.flatten()).unflatten(0, index.shape).to(wide)
-            q_block = q[batch, of_q, at].transpose(0, 1).to(wide)
+            q_block = q[at].transpose(0, 1).to(wide)
             logits = (q_block @ keys[..., -dim:].mT).mul_(chosen.scale)
-            yield batch, of_q, at, index, keys, q_block, logits.masked_fill_(~is_key.unsqueeze(1), float("-inf"))
+            yield at, index, keys, q_block, logits.masked_fill_(~is_key.unsqueeze(1), float("-inf"))

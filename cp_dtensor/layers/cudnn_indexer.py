@@ -98,9 +98,8 @@ def _blocks(seen: Tensor, topk: int, keys: int) -> Iterator[tuple[int, int, bool
 def _scores(q: Tensor, k: Tensor, weights: Tensor, offset: Tensor) -> Tensor:
     """Return the scores (T, S) of queries (T, H, D), weights (T, H) and keys (S, D), -inf behind key `offset` + t."""
     given = q.unsqueeze(0), k.unsqueeze(0).unsqueeze(2), weights.float().unsqueeze(0)
-    found: Tensor = _SCORES.load().indexer_forward_wrapper(*given, ratio=1, sm_scale=1.0, q_causal_offsets=offset)[
-        "scores"
-    ]
+    compute = _SCORES.load().indexer_forward_wrapper
+    found: Tensor = compute(*given, ratio=1, sm_scale=1.0, q_causal_offsets=offset)["scores"]
     return found[0]
 
 

@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -59,7 +58,12 @@ class PackageKernels:
         if reason is None and find_spec(self.module.split(".")[0]) is None:
             reason = f"{self.distribution} is not installed: pip install '.[{self.extra}]' in a clone of cp_dtensor"
         if reason is None:
-            if first_use((self.operation, *kernel), x.device, check, partial(self._warn, kernel)) == "":
+
+            def warn(wrong: str) -> None:
+                what = f"{self.distribution} is not used for {self.operation}, {kernel}"
+                warnings.warn(f"{what}: {wrong}; torch operations are", RuntimeWarning, stacklevel=2)
+
+            if first_use((self.operation, *kernel), x.device, check, warn) == "":
                 log_once("attention", logging.INFO, f"{self.distribution} computes {self.operation}")
                 return True
             reason = "their first results were wrong, or a CUDA graph is captured before their first use"
@@ -68,13 +72,6 @@ class PackageKernels:
             f"torch operations compute {self.operation}, many times slower than kernels of a package: {reason}",
         )  # fmt: skip
         return False
-
-    def _warn(self, kernel: tuple[Any, ...], reason: str) -> None:
-        warnings.warn(
-            f"{self.distribution} is not used for {self.operation}, {kernel}: {reason}; torch operations are",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def refuse_equal_bits(owner: str) -> None:
