@@ -228,11 +228,8 @@ def by_heads(
     if not final:
         return back, None
     at_ends = dict(zip(documents, ends, strict=True))
-    nothing = ends[0].new_zeros(ends[0].shape)
-    last = [
-        at_ends[each] if each in at_ends else nothing if states is None else states[each]
-        for each in range(sequence.documents)
-    ]
+    nothing = torch.zeros_like(ends[0])
+    last = [at_ends.get(each, nothing if states is None else states[each]) for each in range(sequence.documents)]
     return back, gathered(torch.stack(last), ranks).movedim(0, 2).flatten(2, 3)
 
 
