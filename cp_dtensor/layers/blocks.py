@@ -27,6 +27,7 @@ from cp_dtensor.layers.chosen_reference import Chosen
 from cp_dtensor.layers.exchange import backward_of_layer, rows_of, tables_on
 from cp_dtensor.layers.indexer import select
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
+from cp_dtensor.layers.masked import in_intervals
 from cp_dtensor.layers.rows import Extended, RowMap, SequenceLayout, Whole, rows_before
 from cp_dtensor.spec.layouts import Span
 
@@ -92,6 +93,7 @@ class BlockRows(RowMap):
 class _Tables(NamedTuple):
     """A rank's n blocks and T tokens, on a device."""
 
+    seen_on_cpu: Tensor
     positions: Tensor
     """(n,) of the first tokens of blocks, in their documents."""
     block: Tensor
@@ -100,14 +102,10 @@ class _Tables(NamedTuple):
     """(T,) positions of tokens."""
     depth: Tensor
     """(T,) of tokens in their documents."""
-    first: Tensor
-    """(T,) the first blocks of their documents."""
     part: Tensor
     """(T,) of each token, the number of its piece."""
-
-    def seen(self, size: int) -> Tensor:
-        """Return the first block that each token sees, and the end of those that it sees, (1, 2, T)."""
-        return torch.stack((self.first, self.first + (self.depth + 1) // size)).unsqueeze(0)
+    seen: Tensor
+    """(1, 2, T) the first block that each token sees, that of its document, and the end of those that it sees."""
 
 
 def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
@@ -121,8 +119,9 @@ def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
         is_last = (depth + 1) % blocks.size == 0
         before = part[is_last].unique_consecutive(return_inverse=True)[1]  # parts that have blocks, before each block's
         block = torch.arange(len(before)) + before + 1  # `BlockRows` has one more before each of these parts
-        found = depth[is_last] + 1 - blocks.size, block, at, depth, firsts[document], part
-        return _Tables(*(each.to(device) for each in found))
+        seen = torch.stack((firsts[document], firsts[document] + (depth + 1) // blocks.size)).unsqueeze(0)
+        found = depth[is_last] + 1 - blocks.size, block, at, depth, part, seen
+        return _Tables(seen, *(each.to(device) for each in found))
 
     return tables_on(device, ("blocks", blocks, rank), made)
 
@@ -206,15 +205,14 @@ class SelectPooled(LayerOfBlocks):
         q, weights, pooled, *_ = tensors
         blocks, tables = self.blocks(call, q.size(0), q.device)
         keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
-        seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            select(out[row], q[row], keys[row], weights[row], seen, tables.seen(self.size))
+            select(out[row], q[row], keys[row], weights[row], tables.seen_on_cpu, tables.seen)
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
         document = (tables.at - tables.depth).unsqueeze(1)
-        start = (out - tables.first.unsqueeze(1)) * self.size + document
+        start = (out - tables.seen[0, 0].unsqueeze(1)) * self.size + document
         tokens = (start.unsqueeze(3) + torch.arange(self.size, device=q.device)).masked_fill((out < 0).unsqueeze(3), -1)
         whole = (tables.depth + 1) // self.size * self.size
         rest = document + whole.unsqueeze(1) + torch.arange(self.size - 1, device=q.device)
@@ -259,9 +257,8 @@ class _PooledAttention(RankFunction):
         rows = torch.cat((before, rows_of(pooled, 1, Whole(), blocks, ranks)), 1).unsqueeze(2)
         ctx.options = blocks, tables, ranks, window, scale
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-        for row, at, index in _seen_rows(indices, blocks, tables, window, before.shape):
-            chosen = Chosen(rows[row], index, sink, q.size(3), scale)
-            out[row, :, at], lse[row, :, at] = attend_chosen(q[row, :, at], chosen)
+        for at, index in _seen_rows(indices, blocks, tables, window, before.shape):
+            out[at], lse[at] = attend_chosen(q[at], Chosen(rows[at[0]], index, sink, q.size(3), scale))
         ctx.save_for_backward(q, rows, indices, sink, out, lse)
         return out
 
@@ -273,11 +270,10 @@ class _PooledAttention(RankFunction):
         count = rows.size(1) - blocks.seq_len
         dq, d_rows = torch.empty_like(q), torch.zeros_like(rows, dtype=wide_dtype(rows))
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
-        for row, at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
-            chosen = Chosen(rows[row], index, sink, q.size(3), scale)
-            of_part = q[row, :, at], out[row, :, at], lse[row, :, at]
-            dq[row, :, at], d_keys, of_sink = chosen_gradients(grad_out[row, :, at], *of_part, chosen)
-            d_rows[row] += d_keys
+        for at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
+            chosen = Chosen(rows[at[0]], index, sink, q.size(3), scale)
+            dq[at], d_keys, of_sink = chosen_gradients(grad_out[at], q[at], out[at], lse[at], chosen)
+            d_rows[at[0]] += d_keys
             if of_sink is not None:
                 d_sink += of_sink
         d_kv = rows_of(d_rows[:, :count, 0], 1, Extended(window - 1), blocks.tokens, ranks, transposed=True)
@@ -288,8 +284,8 @@ class _PooledAttention(RankFunction):
 
 def _seen_rows(
     indices: Tensor | None, blocks: Blocks, tables: _Tables, window: int, before: Sequence[int]
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield a batch row, a part of its queries, and the rows that they see, (1, T, 1, N), -1 for none.
+) -> Iterator[tuple[tuple[slice, slice, slice], Tensor]]:
+    """Yield (batch row, all heads, some queries), and the rows that these see, (1, T, 1, N), -1 for none.
 
     Rows are those of `Extended`, whose shape begins with `before`, and then pooled keys.
     """
@@ -300,11 +296,9 @@ def _seen_rows(
     own = torch.arange(count, device=device) + (window - 1) * (tables.part + 1)
     for start, row in product(range(0, count, step), range(batch_size)):
         at = slice(start, min(start + step, count))
-        depth, first = tables.depth[at].unsqueeze(1), tables.first[at].unsqueeze(1)
-        near = (own[at].unsqueeze(1) - back).masked_fill(back > depth, -1)
+        near = (own[at].unsqueeze(1) - back).masked_fill(back > tables.depth[at].unsqueeze(1), -1)
         if indices is None:
-            is_seen = (first <= everything) & (everything < first + (depth + 1) // blocks.size)
-            far = (everything + rows).masked_fill(~is_seen, -1)
+            far = (everything + rows).masked_fill(~in_intervals(tables.seen[:, :, at], everything), -1)
         else:
             far = (indices[row, at] + rows).masked_fill(indices[row, at] < 0, -1)
-        yield slice(row, row + 1), at, torch.cat((near, far), 1).unsqueeze(1).unsqueeze(0)
+        yield (slice(row, row + 1), slice(None), at), torch.cat((near, far), 1).unsqueeze(1).unsqueeze(0)

@@ -137,11 +137,9 @@ class _LatentAttention(RankFunction):
         # In memory (B, T, H, D), as the projection after attention reads it.
         out = q.new_empty(q.size(0), q.size(2), q.size(1), up_v.size(1)).transpose(1, 2)
         kept: list[Tensor] = []
-        for row, at in _parts(q):
-            keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
-            chosen = Chosen(keys, index, sink, up.size(2), scale)
-            part, lse = attend_chosen(_absorbed(q[row, :, at], up, plain), chosen)
-            torch.bmm(part[0], up_v.mT, out=out[row, :, at])
+        for at, chosen in _parts(q, Chosen(whole, indices, sink, up.size(2), scale)):
+            part, lse = attend_chosen(_absorbed(q[at], up, plain), chosen)
+            torch.bmm(part[0], up_v.mT, out=out[at])
             kept += [part, lse] * keeps
         ctx.call, ctx.plain, ctx.scale = call, plain, scale
         ctx.save_for_backward(q, whole, indices, sink, up, *kept)
@@ -155,17 +153,16 @@ class _LatentAttention(RankFunction):
         up_k, up_v = up.split((plain, up.size(1) - plain), 1)
         d_whole, d_up = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (whole, up))
         d_sink: Any = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
-        for (row, at), part, lse in zip(_parts(q), kept[::2], kept[1::2], strict=True):
-            keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
-            x, grad = q[row, :, at], grad_out[row, :, at]
+        parts = _parts(q, Chosen(whole, indices, sink, rank, ctx.scale))
+        for (at, chosen), part, lse in zip(parts, kept[::2], kept[1::2], strict=True):
+            x, grad = q[at], grad_out[at]
             absorbed, d_part = _absorbed(x, up, plain), _heads_last(x, rank)
             torch.bmm(grad, up_v, out=d_part)
-            chosen = Chosen(keys, index, sink, rank, ctx.scale)
             (d_absorbed,), d_keys, of_sink = chosen_gradients(d_part.unsqueeze(0), absorbed, part, lse, chosen)
-            d_whole[row] += d_keys[0, :, 0]
+            d_whole[at[0]] += d_keys[0, :, 0]
             d_latent = d_absorbed[..., :rank]
-            torch.bmm(d_latent, up_k.mT, out=dq[row, :, at, :plain])
-            dq[row, :, at, plain:] = d_absorbed[..., rank:]
+            torch.bmm(d_latent, up_k.mT, out=dq[at][..., :plain])
+            dq[at][..., plain:] = d_absorbed[..., rank:]
             if ctx.needs_input_grad[4]:
                 d_up[:, :plain] += x[..., :plain].mT @ d_latent
                 d_up[:, plain:] += grad.mT @ part[0]
@@ -175,12 +172,14 @@ class _LatentAttention(RankFunction):
         return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, d_up.to(up.dtype), *[None] * 4
 
 
-def _parts(q: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield batch rows and parts of their queries (B, H, T, D)."""
+def _parts(q: Tensor, chosen: Chosen) -> Iterator[tuple[tuple[int, slice, slice], Chosen]]:
+    """Yield (batch row, all heads, some queries), and what these have chosen, of rows (B, S, R), indices (B, T, K)."""
     batch_size, heads, count, _ = q.shape
     step = max(1, _PART // heads)
     for row, start in product(range(batch_size), range(0, count, step)):
-        yield row, slice(start, min(start + step, count))
+        one, some = slice(row, row + 1), slice(start, min(start + step, count))
+        rows, indices = chosen.rows[one].unsqueeze(2), chosen.indices[one, some].unsqueeze(2)
+        yield (row, slice(None), some), chosen._replace(rows=rows, indices=indices)
 
 
 def _heads_last(x: Tensor, dim: int) -> Tensor:

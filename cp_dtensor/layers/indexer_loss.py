@@ -78,7 +78,7 @@ class PooledIndexerLoss(LayerOfBlocks):
         q_index, weights, q, indices, pooled_index, pooled = tensors
         blocks, tables = self.blocks(call, q.size(0), q.device)
         place = [((0, q.size(0)), blocks)], call.ranks
-        seen = [] if indices is not None else [tables.seen(self.size)] * q.size(0)
+        seen = [] if indices is not None else [tables.seen] * q.size(0)
         target = q, pooled.unsqueeze(2), indices, self.scale, seen
         return _Loss.apply(q_index, pooled_index, weights, *place, *target), None
 
