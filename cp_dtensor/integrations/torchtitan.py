@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from cp_dtensor import (
     Causal,
     Contiguous,
     Documents,
-    HeadTail,
     Layout,
     Mask,
     context_parallel_attention,
@@ -248,11 +246,6 @@ def _layout_of(permutation: torch.Tensor | None, world_size: int) -> Layout:
     positions = permutation[0].tolist()
     share = len(positions) // world_size
     parts = [positions[rank * share : (rank + 1) * share] for rank in range(world_size)]
-    if parts == [
-        [*chain(*(each.positions() for each in HeadTail().segments(len(positions), rank, world_size)))]
-        for rank in range(world_size)
-    ]:
-        return HeadTail()
     if any(sorted(part) != part for part in parts):
         raise ValueError("expected a permutation in which the positions of each rank's tokens ascend; got another")
     runs = [joined_spans([(position, position + 1) for position in part]) for part in parts]

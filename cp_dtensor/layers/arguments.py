@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import index
-from string import ascii_letters
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from cp_dtensor.api.extension import (
     local_beside,
     made_of,
     parts_of,
-    refuse_first_dim,
     refuse_other_place,
     refuse_traced_transforms,
     sequence_ranks,
@@ -55,17 +53,27 @@ def checked_number(owner: str, name: str, value: Any, *, least: int | None = Non
     return index(value)
 
 
-def check_dims(owner: str, expected: Mapping[str, str], tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse what is no tensor, and tensors whose dims do not agree.
+_MAY_BE_EMPTY = ("batch", "tokens", "blocks", "states")
+
+
+def check_given(
+    owner: str, expected: Mapping[str, str], tensors: Mapping[str, torch.Tensor | None], *one_dtype: str,
+    integers: str = "",
+) -> None:  # fmt: skip
+    """Refuse what is no tensor, and tensors whose dims and dtypes do not agree.
 
     Args:
         expected: for each tensor by name, its dims as words; dims of one word are equal in all tensors. Other possible
-            dims follow a "|". After a "?" the tensor may be None.
+            dims follow a "|". After a "?" the tensor may be None. "heads" are a multiple of "groups", and there is at
+            least one of most words.
         tensors: in an order in which each has known dims and new ones.
+        one_dtype: names of tensors of one floating dtype.
+        integers: the name of a tensor of int32 or int64.
     """
     given = {name: x for name, x in tensors.items() if x is not None or not expected[name].startswith("?")}
     check_tensors(owner, **given)
     known: dict[str, int] = {}
+    dtypes = {name: x.dtype for name, x in given.items() if x is not None}
     for name, tensor in given.items():
         assert tensor is not None
         forms = [form.split() for form in expected[name].removeprefix("?").split("|")]
@@ -81,6 +89,25 @@ def check_dims(owner: str, expected: Mapping[str, str], tensors: Mapping[str, to
             sizes = ", ".join([f"{word} {size}" for word, size in known.items()])
             where = f", where {sizes}" if known else ""
             raise ValueError(f"{owner} expects {name} {possible}{where}; got {tuple(tensor.shape)}")
+    wrong = [f"at least one of {word}" for word, size in known.items() if not size and word not in _MAY_BE_EMPTY]
+    if not wrong and "groups" in known and known.get("heads", 0) % known["groups"]:
+        wrong.append(f"a multiple of the {known['groups']} groups as heads")
+    for names in [each.split() for each in one_dtype]:
+        found = [dtypes[name] for name in names if name in dtypes]
+        if len({*found}) > 1 or not all([dtype.is_floating_point for dtype in found]):  # noqa: C419, for Dynamo
+            wrong.append(f"{', '.join(names)} of one floating dtype")
+    if dtypes.get(integers, torch.int32) not in (torch.int32, torch.int64):
+        wrong.append(f"{integers} of int32 or int64")
+    if wrong:
+        shown = ", ".join([f"{name} {dtypes[name]} {tuple(x.shape)}" for name, x in given.items() if x is not None])
+        raise ValueError(f"{owner} expects {', and '.join(wrong)}; got {shown}")
+
+
+def refuse_dtensors(owner: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse DTensors, which have no numbers of rows that differ between ranks as those of blocks and runs do."""
+    for name, each in tensors.items():
+        if isinstance(each, DTensor):
+            raise TypeError(f"{owner} expects {name} to be a plain tensor, got a DTensor placed {each.placements}")
 
 
 def moved_rows(
@@ -90,22 +117,21 @@ def moved_rows(
     """Return the result of a public function, `owner`; `row_map` is the class of a row map and its fields."""
     check_tensors(owner, x=x)
     dim = checked_sequence_dim(owner, x, dim)
-    dims = [ascii_letters[: x.dim()]]
-    return layer(owner, [x], dims, (Moved, (row_map, dim)), mesh, layout, cu_seqlens, seq_len, dim=dim)[0]
+    return layer(owner, [x], (Moved, (row_map, dim)), mesh, layout, cu_seqlens, seq_len, dim=dim)[0]
 
 
 def layer(
-    owner: str, tensors: Inputs, dims: Sequence[str], operation: Parts, mesh: Mesh | None, layout: Layout | None,
-    cu_seqlens: Any, seq_len: int | None, *, dim: int = 1,
+    owner: str, tensors: Inputs, operation: Parts, mesh: Mesh | None, layout: Layout | None, cu_seqlens: Any,
+    seq_len: int | None, *, dim: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Return the output of a layer, and its final state if it has one; `operation` is its class and fields.
 
     Args:
         tensors: the first one has this rank's tokens along a dim, and so has the output.
-        dims: for each tensor, its dims as letters, which tensors share: "B" batch, "T" tokens, others by the layer.
-        dim: that of the operation.
+        dim: that dim; None for the one of all such operations.
     """
-    x = tensors[0]
+    kind: type[SequenceLayer] = operation[0]
+    x, dims, dim = tensors[0], kind.dims, kind.dim if dim is None else dim
     check_devices(owner, tensors)
     place = _Place.of(owner, x, dim, mesh, layout, seq_len)
     local: list[Any] = [
@@ -133,6 +159,7 @@ def runs_of_rank(mesh: Mesh, layout: Layout | None, cu_seqlens: Any, seq_len: in
     place = _Place(mesh, None, layout, index(checked_length(seq_len)))
     call = _call("local_runs", place, Moved(Shift(0), 0), cu_seqlens)
     call.check_edges(seq_len)
+    call.operation.check(call, ())
     return call.sequences()[0][1].pieces(call.ranks.rank)
 
 
@@ -168,12 +195,10 @@ def _call(
         elif cu_seqlens is None and outer.mask is not None:
             edges = _documents_of(owner, outer.mask)
             mask = outer.mask if edges else None
-    layout = checked_layout(layout)
-    for each in (layout, *operation.layouts) if operation.dim == 0 else ():
-        refuse_first_dim(owner, each)
     return SequenceCall(
-        ranks, layout, lengths, owner=owner, operation=operation, mask=mask, seq_len=place.seq_len, edges=edges
-    )
+        ranks, checked_layout(layout), lengths, owner=owner, operation=operation, mask=mask, seq_len=place.seq_len,
+        edges=edges,
+    )  # fmt: skip
 
 
 @constant_in_trace

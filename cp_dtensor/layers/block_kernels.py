@@ -10,107 +10,66 @@ Source: github.com/fla-org/flash-linear-attention, `fla.ops.nsa`; NSA (arXiv 250
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor.api.extension import quiet, wide_dtype, wrong_result
-from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
+from cp_dtensor.api.extension import quiet, wide_dtype
+from cp_dtensor.layers.chosen_reference import Chosen, Gradients, error_of_kernels, sink_gradient, with_sink
 from cp_dtensor.layers.masked import Queries
 from cp_dtensor.layers.package_kernels import PackageKernels
 
-_KERNELS = PackageKernels("fla-core", "fla", "block_attention")
+_KERNELS = PackageKernels("fla-core", "fla.ops.nsa.parallel", "block_attention")
 _FEWEST_HEADS, _MOST_DIM, _CHECKED = 16, 256, 8192
 """Fewest heads of a group, largest head dim, and tokens of the problem that the first use computes and tunes for."""
 
 
-def attend_blocks(
-    q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int, scale: float, block_size: int,
-    queries: Sequence[Queries],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `attend_chosen_reference` of rows [v | k], with q (B, H, T, D) for the k of them."""
-    if not _serves("forward", q, rows, indices, value_dim, block_size, queries):
-        seen = [each.on_device for each in queries]
-        return attend_chosen_reference(
-            F.pad(q, (value_dim, 0)), rows, indices, sink, value_dim, scale, block_size, seen
-        )  # fmt: skip
-    return _forward(q, rows, indices, sink, value_dim, scale, block_size, queries)
-
-
-def block_gradients(
-    grad_out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float, block_size: int, queries: Sequence[Queries],
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Compute `chosen_gradients_reference` of rows [v | k], with q (B, H, T, D) for the k of them."""
-    value_dim = out.size(3)
-    if not _serves("backward", q, rows, indices, value_dim, block_size, queries):
-        seen = [each.on_device for each in queries]
-        dq, d_rows, d_sink = chosen_gradients_reference(
-            grad_out, F.pad(q, (value_dim, 0)), rows, indices, sink, out, lse, scale, block_size, seen
-        )  # fmt: skip
-        return dq[..., value_dim:], d_rows, d_sink
-    return _backward(grad_out, q, rows, indices, sink, out, lse, scale, block_size, queries)
-
-
-def _forward(
-    q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int, scale: float, block_size: int,
-    queries: Sequence[Queries],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Compute `attend_chosen_reference` of rows [v | k]."""
     # In memory (B, T, H, Dv), as the projection after attention reads it.
-    out = q.new_empty(q.size(0), q.size(2), q.size(1), value_dim).transpose(1, 2)
+    out = q.new_empty(q.size(0), q.size(2), q.size(1), chosen.value_dim).transpose(1, 2)
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-    for row, group, heads, place in _groups(q, rows, queries):
-        blocks = _blocks(indices[row, :, group], place, rows.size(1))
-        v, k = (x.contiguous() for x in rows[row, :, group].split((value_dim, q.size(3)), 1))
-        given = _whole(q[row, heads], place, rows.size(1)), k[None, :, None], v[None, :, None], blocks
-        found, of_keys = _module().parallel_nsa_fwd(*given, blocks.size(3), block_size, scale)
+    for row, _, heads, place, k, v, blocks in _groups(q, chosen):
+        given = _whole(q[row, heads], place, k.size(1)), k, v, blocks
+        found, of_keys = _KERNELS.load().parallel_nsa_fwd(*given, blocks.size(3), chosen.block_size, chosen.scale)
         count = heads.stop - heads.start
         out[row, heads] = found[0].index_select(0, place)[:, :count].transpose(0, 1)
         lse[row, heads] = of_keys[0].index_select(0, place)[:, :count].T
-    if sink is not None:
-        out = (out * (lse - _with_sink(lse, sink)).exp().unsqueeze(3)).to(out.dtype)
+    if chosen.sink is not None:
+        out = (out * (lse - with_sink(lse, chosen.sink)).exp().unsqueeze(3)).to(out.dtype)
     return out.masked_fill_((lse == float("-inf")).unsqueeze(3), 0.0), lse  # the kernels divide 0 by 0
 
 
-def _backward(
-    grad_out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float, block_size: int, queries: Sequence[Queries],
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    total, value_dim, length = _with_sink(lse, sink), out.size(3), rows.size(1)
-    dq, d_rows = torch.empty_like(q), torch.empty_like(rows)
-    for row, group, heads, place in _groups(q, rows, queries):
-        blocks = _blocks(indices[row, :, group], place, length)
-        v, k = (x.contiguous() for x in rows[row, :, group].split((value_dim, q.size(3)), 1))
-        whole_q, whole_out, grad = (_whole(x[row, heads], place, length) for x in (q, out, grad_out))
-        whole_lse = _whole(total[row, heads].unsqueeze(2), place, length).squeeze(3)
-        given = whole_q, k[None, :, None], v[None, :, None], whole_out, whole_lse, grad, blocks
-        of_q, dk, dv = _module().parallel_nsa_bwd(*given, blocks.size(3), block_size, scale)
+def backward(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
+    """Compute `chosen_gradients_reference` of rows [v | k]."""
+    total, dq, d_rows = with_sink(lse, chosen.sink), torch.empty_like(q), torch.empty_like(chosen.rows)
+    for row, group, heads, place, k, v, blocks in _groups(q, chosen):
+        whole_q, whole_out, grad = (_whole(x[row, heads], place, k.size(1)) for x in (q, out, grad_out))
+        whole_lse = _whole(total[row, heads].unsqueeze(2), place, k.size(1)).squeeze(3)
+        given = whole_q, k, v, whole_out, whole_lse, grad, blocks
+        of_q, dk, dv = _KERNELS.load().parallel_nsa_bwd(*given, blocks.size(3), chosen.block_size, chosen.scale)
         dq[row, heads] = of_q[0].index_select(0, place)[:, : heads.stop - heads.start].transpose(0, 1)
         d_rows[row, :, group] = torch.cat((dv[0, :, 0], dk[0, :, 0]), 1)
-    d_sink = None
-    if sink is not None:
-        delta = (grad_out.to(total.dtype) * out).sum(3)
-        d_sink = -((sink.to(total.dtype).unsqueeze(1) - total).exp() * delta).sum((0, 2)).to(sink.dtype)
-    return dq, d_rows, d_sink
+    return dq, d_rows, sink_gradient(chosen.sink, total, grad_out, out)
 
 
-def _with_sink(lse: Tensor, sink: Tensor | None) -> Tensor:
-    """Return the log-sum-exp with the sink; 0 instead of -inf, so that differences to it are none of infinities."""
-    total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(1))
-    return total.masked_fill(total == float("-inf"), 0.0)
+def _groups(q: Tensor, chosen: Chosen) -> Iterator[tuple[int, int, slice, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield batch row, group, its heads, positions of queries, and k, v and blocks (1, S, 1, ...) as kernels take them.
 
-
-def _groups(q: Tensor, rows: Tensor, queries: Sequence[Queries]) -> Iterator[tuple[int, int, slice, Tensor]]:
-    """Yield batch row, group, its heads, and the positions of the queries."""
-    count = q.size(1) // rows.size(2)
+    Numbers of blocks are padded; the queries of other ranks have none.
+    """
+    rows, count = chosen.rows, q.size(1) // chosen.rows.size(2)
     for row, group in product(range(q.size(0)), range(rows.size(2))):
-        yield row, group, slice(group * count, (group + 1) * count), queries[row].on_device[0, 1] - 1
+        assert chosen.queries is not None
+        place, numbers = chosen.queries[row].on_device[0, 1] - 1, chosen.indices[row, :, group]
+        blocks = numbers.new_full((rows.size(1), _power(numbers.size(1))), -1, dtype=torch.int32)
+        blocks[:, : numbers.size(1)].index_copy_(0, place, numbers.int())
+        v, k = rows[row, :, group].split((chosen.value_dim, q.size(3)), 1)
+        k, v, blocks = (x.contiguous()[None, :, None] for x in (k, v, blocks))
+        yield row, group, slice(group * count, (group + 1) * count), place, k, v, blocks
 
 
 def _whole(x: Tensor, place: Tensor, length: int) -> Tensor:
@@ -121,35 +80,22 @@ def _whole(x: Tensor, place: Tensor, length: int) -> Tensor:
     return made.unsqueeze(0)
 
 
-def _blocks(numbers: Tensor, place: Tensor, length: int) -> Tensor:
-    """Return numbers of blocks (T, N) of queries at their positions, (1, length, 1, N or more), -1 for none."""
-    made = numbers.new_full((length, _power(numbers.size(1))), -1, dtype=torch.int32)
-    made[:, : numbers.size(1)].index_copy_(0, place, numbers.int())
-    return made[None, :, None]
-
-
 def _power(count: int) -> int:
     """Return the first power of 2 from `count` on."""
     return 1 << (count - 1).bit_length()
 
 
-def _module() -> Any:
-    return importlib.import_module("fla.ops.nsa.parallel")
-
-
-def _serves(
-    direction: str, q: Tensor, rows: Tensor, indices: Tensor, value_dim: int, block_size: int,
-    queries: Sequence[Queries],
-) -> bool:  # fmt: skip
+def serves(direction: str, q: Tensor, chosen: Chosen) -> bool:
     """Return whether the kernels compute a direction; at first use a small problem is compared."""
-    group, refusal = max(_FEWEST_HEADS, _power(q.size(1) // rows.size(2))), None
-    if q.dtype not in (torch.bfloat16, torch.float16) or max(q.size(3), value_dim) > _MOST_DIM:
+    group, refusal = max(_FEWEST_HEADS, _power(q.size(1) // chosen.rows.size(2))), None
+    if q.dtype not in (torch.bfloat16, torch.float16) or max(q.size(3), chosen.value_dim) > _MOST_DIM:
         refusal = f"they need bfloat16 or float16 and head dims up to {_MOST_DIM}"
-    elif block_size < 16 or block_size != _power(block_size):
-        refusal = f"they need blocks of 16, 32, 64, ... keys, got {block_size}"
-    elif not all(torch.equal(each.seen, _causal(each.positions)) for each in queries):
+    elif chosen.block_size < 16 or chosen.block_size != _power(chosen.block_size):
+        refusal = f"they need blocks of 16, 32, 64, ... keys, got {chosen.block_size}"
+    elif not all(torch.equal(each.seen, _causal(each.positions)) for each in chosen.queries or ()):
         refusal = "they know no other mask than the causal one"
-    kernel = direction, q.dtype, group, q.size(3), value_dim, block_size, _power(indices.size(3))
+    numbers = chosen.value_dim, chosen.block_size, _power(chosen.indices.size(3))
+    kernel = direction, q.dtype, group, q.size(3), *numbers
     check = partial(_small_error, *kernel, q.device)
     return _KERNELS.serve(q, refusal, kernel, check, adds_in_any_order=direction == "backward")
 
@@ -179,11 +125,5 @@ def _small_error(
     index = (own + steps[..., :1] - steps).int()  # the own block and earlier ones; before the first one are none
     index = torch.where(index < 0, -1, index)
     index[:, 5:90:7] = -1
-    options = dim**-0.5, block_size
-    wide = F.pad(q, (value_dim, 0)).double(), rows.double(), index, sink.double()
-    out, lse = attend_chosen_reference(*wide, value_dim, *options, [queries[0].on_device])
-    if direction == "forward":
-        return wrong_result(("out", "lse"), _forward(q, rows, index, sink, value_dim, *options, queries), (out, lse))
-    dq, *others = chosen_gradients_reference(grad_out.double(), *wide, out, lse, *options, [queries[0].on_device])
-    got = _backward(grad_out, q, rows, index, sink, out.to(dtype), lse.float(), *options, queries)
-    return wrong_result(("dq", "d_rows", "d_sink"), got, (dq[..., value_dim:], *others))  # type: ignore[arg-type]
+    chosen = Chosen(rows, index, sink, value_dim, dim**-0.5, block_size, queries)
+    return error_of_kernels(direction, forward, backward, q, grad_out, chosen)

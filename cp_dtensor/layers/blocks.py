@@ -20,19 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cp_dtensor.api.extension import (
-    RankFunction,
-    SequenceRanks,
-    softmax_scale,
-    wide_dtype,
-)
+from cp_dtensor.api.extension import RankFunction, SequenceRanks, positions_of, softmax_scale, wide_dtype
 from cp_dtensor.layers.call import SequenceCall
-from cp_dtensor.layers.chosen import check_numbers
-from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
-from cp_dtensor.layers.cudnn_indexer import select_by_kernel
+from cp_dtensor.layers.chosen import attend_chosen, check_numbers, chosen_gradients
+from cp_dtensor.layers.chosen_reference import Chosen
 from cp_dtensor.layers.exchange import backward_of_layer, rows_of, tables_on
-from cp_dtensor.layers.indexer import select_reference
+from cp_dtensor.layers.indexer import select
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
+from cp_dtensor.layers.masked import in_intervals
 from cp_dtensor.layers.rows import Extended, RowMap, SequenceLayout, Whole, rows_before
 from cp_dtensor.spec.layouts import Span
 
@@ -40,7 +35,7 @@ _BYTES = 256 << 20
 """Limit for the indices of a part of the queries."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Blocks(SequenceLayout):
     """The whole blocks of all documents, in the order of positions; each belongs to the rank of its last token.
 
@@ -50,51 +45,35 @@ class Blocks(SequenceLayout):
     (5, [[(0, 2), (2, 2)], [(2, 5)]])
     """
 
-    tokens: SequenceLayout | None = None
-    size: int = 1
+    tokens: SequenceLayout
+    size: int
 
     @classmethod
     def of(cls, tokens: SequenceLayout, size: int) -> Blocks:
         """Return the blocks of a sequence of tokens."""
         made = cls(tokens.layout, 0, tokens.world_size, tokens.group, tokens=tokens, size=size)
-        return replace(made, seq_len=made._firsts[-1])
+        return replace(made, seq_len=made.firsts[-1])
 
     @cached_property
-    def _bounds(self) -> tuple[int, ...]:
-        assert self.tokens is not None
+    def bounds(self) -> tuple[int, ...]:
+        """Positions where documents begin and end, and the sequence."""
         return 0, *self.tokens.edges, self.tokens.seq_len
 
     @cached_property
-    def _firsts(self) -> tuple[int, ...]:
-        """The number of blocks before each of `_bounds`."""
-        return (*accumulate(((stop - start) // self.size for start, stop in pairwise(self._bounds)), initial=0),)
+    def firsts(self) -> tuple[int, ...]:
+        """The number of blocks before each of `bounds`."""
+        return (*accumulate(((stop - start) // self.size for start, stop in pairwise(self.bounds)), initial=0),)
 
-    def parts(self, rank: int) -> list[Part]:
-        """Return the tokens of a rank within documents, and the blocks that end among them."""
-        assert self.tokens is not None
-        found = []
+    def parts(self, rank: int) -> Iterator[tuple[Span, int]]:
+        """Yield for each piece of a rank the blocks [lo, hi) that end in it, and their first token."""
         for start, stop in self.tokens.pieces(rank):
-            index = bisect_right(self._bounds, start) - 1
-            document, first = self._bounds[index], self._firsts[index]
-            ends = first + (start - document) // self.size, first + (stop - document) // self.size
-            found.append(Part(start, stop, document, first, *ends))
-        return found
+            index = bisect_right(self.bounds, start) - 1
+            document, first = self.bounds[index], self.firsts[index]
+            lo, hi = ((end - document) // self.size for end in (start, stop))
+            yield (first + lo, first + hi), document + lo * self.size
 
     def runs(self, rank: int) -> list[Span]:
-        return [(part.lo, part.hi) for part in self.parts(rank)]
-
-
-class Part(NamedTuple):
-    """Tokens [start, stop) of a rank, of one document; blocks [lo, hi), whose last tokens these are."""
-
-    start: int
-    stop: int
-    document: int
-    """Its first position."""
-    first: int
-    """Its first block."""
-    lo: int
-    hi: int
+        return [blocks for blocks, _ in self.parts(rank)]
 
 
 @dataclass(frozen=True)
@@ -105,16 +84,16 @@ class BlockRows(RowMap):
     overlap: bool
 
     def rows(self, sequence: SequenceLayout, rank: int) -> Iterator[Span]:
-        for part in Blocks.of(sequence, self.size).parts(rank):
-            if part.lo < part.hi:
-                start = part.document + (part.lo - part.first) * self.size
+        for (lo, hi), start in Blocks.of(sequence, self.size).parts(rank):
+            if lo < hi:
                 yield from rows_before(sequence, start, self.size * self.overlap)
-                yield start, start + (part.hi - part.lo) * self.size
+                yield start, start + (hi - lo) * self.size
 
 
 class _Tables(NamedTuple):
     """A rank's n blocks and T tokens, on a device."""
 
+    seen_on_cpu: Tensor
     positions: Tensor
     """(n,) of the first tokens of blocks, in their documents."""
     block: Tensor
@@ -123,37 +102,28 @@ class _Tables(NamedTuple):
     """(T,) positions of tokens."""
     depth: Tensor
     """(T,) of tokens in their documents."""
-    first: Tensor
-    """(T,) the first blocks of their documents."""
     part: Tensor
-    """(T,) of each token, the number of its part."""
-
-    def seen(self, size: int) -> Tensor:
-        """Return the first block that each token sees, and the end of those that it sees, (1, 2, T)."""
-        return torch.stack((self.first, self.first + (self.depth + 1) // size)).unsqueeze(0)
-
-
-class _Key(NamedTuple):
-    blocks: Blocks
-    rank: int
+    """(T,) of each token, the number of its piece."""
+    seen: Tensor
+    """(1, 2, T) the first block that each token sees, that of its document, and the end of those that it sees."""
 
 
 def _tables(blocks: Blocks, rank: int, device: torch.device) -> _Tables:
     def made() -> _Tables:
-        parts = blocks.parts(rank)
-        tokens = torch.tensor([part.stop - part.start for part in parts])
-        counts = torch.tensor([part.hi - part.lo for part in parts])
-        start, _, document, first, lo, _ = torch.tensor(parts).unbind(1)
-        number, part = torch.arange(int(counts.sum())), torch.arange(len(parts)).repeat_interleave(tokens)
-        # Less the numbers of those in the parts before.
-        in_document = number + (lo - first - counts.cumsum(0) + counts).repeat_interleave(counts)
-        at = torch.arange(len(part)) + (start - tokens.cumsum(0) + tokens)[part]
-        depth = at - document[part]
-        before = (counts > 0).cumsum(0).repeat_interleave(counts)  # a block before each part that has any
-        found = in_document * blocks.size, number + before, at, depth, first[part], part
-        return _Tables(*(each.to(device) for each in found))
+        at = positions_of(blocks.tokens.segments(rank), "cpu")
+        lengths = torch.tensor([stop - start for start, stop in blocks.tokens.pieces(rank)])
+        part = torch.arange(len(lengths)).repeat_interleave(lengths)
+        bounds, firsts = torch.tensor(blocks.bounds), torch.tensor(blocks.firsts)
+        document = torch.bucketize(at, bounds, right=True) - 1
+        depth = at - bounds[document]
+        is_last = (depth + 1) % blocks.size == 0
+        before = part[is_last].unique_consecutive(return_inverse=True)[1]  # parts that have blocks, before each block's
+        block = torch.arange(len(before)) + before + 1  # `BlockRows` has one more before each of these parts
+        seen = torch.stack((firsts[document], firsts[document] + (depth + 1) // blocks.size)).unsqueeze(0)
+        found = depth[is_last] + 1 - blocks.size, block, at, depth, part, seen
+        return _Tables(seen, *(each.to(device) for each in found))
 
-    return tables_on(device, _Key(blocks, rank), made)
+    return tables_on(device, ("blocks", blocks, rank), made)
 
 
 class LayerOfBlocks(SequenceLayer):
@@ -185,7 +155,7 @@ class PoolBlocks(LayerOfBlocks):
     the first D values of a token are for the next block, the others for its own.
     """
 
-    of_tokens = 2
+    dims = "BTC", "BTC", "SC"
     keeps_rows = False
     size: int
     overlap: bool
@@ -193,7 +163,6 @@ class PoolBlocks(LayerOfBlocks):
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         x, gate, bias, *_ = tensors
         blocks, tables = self.blocks(call, x.size(0), x.device)
-        assert blocks.tokens is not None
         wide, channels = wide_dtype(x), x.size(2)
         given = x if gate is None else torch.cat((x, gate), 2)
         rows = rows_of(given, 1, BlockRows(self.size, self.overlap), blocks.tokens, call.ranks)
@@ -223,7 +192,7 @@ class SelectPooled(LayerOfBlocks):
     The tensors are q (B, T, H, D), weights (B, T, H), and pooled keys (B, n, D).
     """
 
-    of_tokens = 3  # ranks have other numbers of blocks, as of tokens
+    dims = "BTHD", "BTH", "BND"
     is_sparse = True
     size: int
     topk: int
@@ -236,17 +205,14 @@ class SelectPooled(LayerOfBlocks):
         q, weights, pooled, *_ = tensors
         blocks, tables = self.blocks(call, q.size(0), q.device)
         keys = rows_of(pooled, 1, Whole(), blocks, call.ranks)
-        seen = _tables(blocks, call.ranks.rank, torch.device("cpu")).seen(self.size)
         out = torch.empty((*q.shape[:2], self.topk), dtype=torch.int32, device=q.device)
         for row in range(q.size(0)):
-            given = out[row], q[row], keys[row], weights[row]
-            if not select_by_kernel(*given, seen, tables.seen(self.size)):
-                select_reference(*given, seen)
+            select(out[row], q[row], keys[row], weights[row], tables.seen_on_cpu, tables.seen)
         if not self.expanded:
             return out, None
         # Blocks of a query are in its document, which begins at `at - depth` with the block `first`.
         document = (tables.at - tables.depth).unsqueeze(1)
-        start = (out - tables.first.unsqueeze(1)) * self.size + document
+        start = (out - tables.seen[0, 0].unsqueeze(1)) * self.size + document
         tokens = (start.unsqueeze(3) + torch.arange(self.size, device=q.device)).masked_fill((out < 0).unsqueeze(3), -1)
         whole = (tables.depth + 1) // self.size * self.size
         rest = document + whole.unsqueeze(1) + torch.arange(self.size - 1, device=q.device)
@@ -262,7 +228,7 @@ class PooledAttention(LayerOfBlocks):
     keys (B, n, D), and a sink of each head, (H,) or None.
     """
 
-    of_tokens = 4
+    dims = "BHTD", "BTD", "BTK", "BND", "H"
     dim = 2
     is_sparse = True
     size: int
@@ -287,14 +253,12 @@ class _PooledAttention(RankFunction):
         ctx: Any, q: Tensor, kv: Tensor, pooled: Tensor, indices: Tensor | None, sink: Tensor | None, blocks: Blocks,
         tables: _Tables, ranks: SequenceRanks, window: int, scale: float,
     ) -> Tensor:  # fmt: skip
-        assert blocks.tokens is not None
         before = rows_of(kv, 1, Extended(window - 1), blocks.tokens, ranks)
         rows = torch.cat((before, rows_of(pooled, 1, Whole(), blocks, ranks)), 1).unsqueeze(2)
         ctx.options = blocks, tables, ranks, window, scale
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-        for row, at, index in _seen_rows(indices, blocks, tables, window, before.shape):
-            given = q[row, :, at], rows[row], index, sink, q.size(3), scale
-            out[row, :, at], lse[row, :, at] = attend_chosen(*given)
+        for at, index in _seen_rows(indices, blocks, tables, window, before.shape):
+            out[at], lse[at] = attend_chosen(q[at], Chosen(rows[at[0]], index, sink, q.size(3), scale))
         ctx.save_for_backward(q, rows, indices, sink, out, lse)
         return out
 
@@ -306,25 +270,22 @@ class _PooledAttention(RankFunction):
         count = rows.size(1) - blocks.seq_len
         dq, d_rows = torch.empty_like(q), torch.zeros_like(rows, dtype=wide_dtype(rows))
         d_sink = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
-        for row, at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
-            of_part = [each[row, :, at] for each in (grad_out, q, out, lse)]
-            given = *of_part[:2], rows[row], index, sink, *of_part[2:], scale
-            dq[row, :, at], d_keys, of_sink = chosen_gradients(*given)
-            d_rows[row] += d_keys
+        for at, index in _seen_rows(indices, blocks, tables, window, (q.size(0), count)):
+            chosen = Chosen(rows[at[0]], index, sink, q.size(3), scale)
+            dq[at], d_keys, of_sink = chosen_gradients(grad_out[at], q[at], out[at], lse[at], chosen)
+            d_rows[at[0]] += d_keys
             if of_sink is not None:
                 d_sink += of_sink
-        maps = (Extended(window - 1), blocks.tokens), (Whole(), blocks)
-        d_kv, d_pooled = (
-            rows_of(d_rows[:, part, 0], 1, *each, ranks, transposed=True).to(rows.dtype)
-            for part, each in zip((slice(count), slice(count, None)), maps, strict=True)
-        )
-        return dq, d_kv, d_pooled, None, None if d_sink is None else d_sink.to(sink.dtype), *[None] * 5
+        d_kv = rows_of(d_rows[:, :count, 0], 1, Extended(window - 1), blocks.tokens, ranks, transposed=True)
+        d_pooled = rows_of(d_rows[:, count:, 0], 1, Whole(), blocks, ranks, transposed=True)
+        d_sink = None if d_sink is None else d_sink.to(sink.dtype)
+        return dq, d_kv.to(rows.dtype), d_pooled.to(rows.dtype), None, d_sink, *[None] * 5
 
 
 def _seen_rows(
     indices: Tensor | None, blocks: Blocks, tables: _Tables, window: int, before: Sequence[int]
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield a batch row, a part of its queries, and the rows that they see, (1, T, 1, N), -1 for none.
+) -> Iterator[tuple[tuple[slice, slice, slice], Tensor]]:
+    """Yield (batch row, all heads, some queries), and the rows that these see, (1, T, 1, N), -1 for none.
 
     Rows are those of `Extended`, whose shape begins with `before`, and then pooled keys.
     """
@@ -335,11 +296,9 @@ def _seen_rows(
     own = torch.arange(count, device=device) + (window - 1) * (tables.part + 1)
     for start, row in product(range(0, count, step), range(batch_size)):
         at = slice(start, min(start + step, count))
-        depth, first = tables.depth[at].unsqueeze(1), tables.first[at].unsqueeze(1)
-        near = (own[at].unsqueeze(1) - back).masked_fill(back > depth, -1)
+        near = (own[at].unsqueeze(1) - back).masked_fill(back > tables.depth[at].unsqueeze(1), -1)
         if indices is None:
-            is_seen = (first <= everything) & (everything < first + (depth + 1) // blocks.size)
-            far = (everything + rows).masked_fill(~is_seen, -1)
+            far = (everything + rows).masked_fill(~in_intervals(tables.seen[:, :, at], everything), -1)
         else:
             far = (indices[row, at] + rows).masked_fill(indices[row, at] < 0, -1)
-        yield slice(row, row + 1), at, torch.cat((near, far), 1).unsqueeze(1).unsqueeze(0)
+        yield (slice(row, row + 1), slice(None), at), torch.cat((near, far), 1).unsqueeze(1).unsqueeze(0)

@@ -44,6 +44,12 @@ class SequenceCall(Sharding):
     """The documents."""
 
     @property
+    def length(self) -> int:
+        """The global length, once it is found."""
+        assert self.seq_len is not None
+        return self.seq_len
+
+    @property
     def key(self) -> str:
         """Text of the call in compiled code, equal in every process, by which `sequence_call_of` finds it."""
         no_ranks: Any = None  # process groups end before compiled code does
@@ -55,11 +61,12 @@ class SequenceCall(Sharding):
         Raises:
             ValueError: local lengths that do not fit; calls that differ between ranks, on every rank alike.
         """
-        x, dim, of_tokens = tensors[0], self.operation.dim, self.operation.of_tokens
-        given = [(index, each) for index, each in enumerate(tensors) if index and each is not None]
-        others = tuple(
-            [(index, str(each.dtype), *each.shape[2 if index < of_tokens else 1 :]) for index, each in given]
-        )
+        x, dim, dims = tensors[0], self.operation.dim, self.operation.dims
+        others = []
+        for index, each in enumerate(tensors):
+            if index and each is not None:
+                sizes = [size for size, letter in zip(each.shape, dims[index], strict=False) if letter not in "BTN"]
+                others.append((index, str(each.dtype), *sizes))
         known = refusal = None
         try:
             known = length_of(self, x.size(dim), f"{self.owner}: sequence", self.seq_len)
@@ -69,7 +76,7 @@ class SequenceCall(Sharding):
             refusal = error
         is_declared = self.seq_len is not None or self.layout.only_length is not None or known in self.lengths
         shape = [size for each, size in enumerate(x.shape) if each != dim]
-        signature = self.owner, type(self.layout), x.dtype, *shape[1:], others, is_declared or x.size(dim)
+        signature = self.owner, type(self.layout), x.dtype, *shape[1:], tuple(others), is_declared or x.size(dim)
 
         def facts() -> Facts:
             return {
@@ -110,9 +117,8 @@ class SequenceCall(Sharding):
 
     def sequences(self, batch_size: int = 1) -> list[tuple[Span, SequenceLayout]]:
         """Return the sequence for each group of batch rows that are divided alike."""
-        assert self.seq_len is not None
         return [
-            (rows, SequenceLayout(self.layout, self.seq_len, self.ranks.size, group, self.edges))
+            (rows, SequenceLayout(self.layout, self.length, self.ranks.size, group, self.edges))
             for group, rows in enumerate(self.layout.batch_groups(batch_size))
         ]
 

@@ -4,7 +4,7 @@ Absorbed MLA has one group. With q' = [up_k^T q | rotary q] and rows = [latent |
 
     out' = softmax(scale q' rows^T) latent,  out = up_v out'
 
-In attention over blocks of keys each key head is a group, with rows = [v | k] and q' = [0 | q].
+In attention over blocks of keys each key head is a group, with rows = [v | k].
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2; DeepSeek-V3.2 (arXiv 2512.02556).
 """
@@ -20,9 +20,14 @@ import torch
 from torch import Tensor
 
 from cp_dtensor.api.extension import RankFunction, softmax_scale, wide_dtype
-from cp_dtensor.layers.block_kernels import attend_blocks, block_gradients
+from cp_dtensor.layers import block_kernels, chosen_kernels
 from cp_dtensor.layers.call import SequenceCall
-from cp_dtensor.layers.chosen_kernels import attend_chosen, chosen_gradients
+from cp_dtensor.layers.chosen_reference import (
+    Chosen,
+    Gradients,
+    attend_chosen_reference,
+    chosen_gradients_reference,
+)
 from cp_dtensor.layers.exchange import backward_of_layer, whole_rows
 from cp_dtensor.layers.layer import Inputs, Result, SequenceLayer
 from cp_dtensor.layers.masked import MaskedLayer, Queries
@@ -40,7 +45,7 @@ class IndexedAttention(SequenceLayer):
     up (H, Dn + Dv, R), and a sink of each head, (H,) or None.
     """
 
-    of_tokens = 4
+    dims = "BHTD", "BTR", "BTE", "BTK", "HUR", "H"
     dim = 2
     is_sparse = True
     scale: float | None
@@ -52,8 +57,7 @@ class IndexedAttention(SequenceLayer):
         return made
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
-        assert call.seq_len is not None
-        check_numbers(call, tensors[3], call.seq_len, "tokens")
+        check_numbers(call, tensors[3], call.length, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, latent, rotary, indices, up, sink, *_ = tensors
@@ -71,7 +75,7 @@ class BlockAttention(MaskedLayer):
     head, (H,) or None; query head h reads key head h // (H / G).
     """
 
-    of_tokens = 4
+    dims = "BHTD", "BTHE", "BTHF", "BTHC", "H"
     dim = 2
     is_sparse = True
     block_size: int
@@ -84,8 +88,7 @@ class BlockAttention(MaskedLayer):
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
         super().check(call, tensors)
-        assert call.seq_len is not None
-        check_numbers(call, tensors[3], -(-call.seq_len // self.block_size), "blocks")
+        check_numbers(call, tensors[3], -(-call.length // self.block_size), "blocks")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q, k, v, indices, sink, *_ = tensors
@@ -105,6 +108,19 @@ def check_numbers(call: SequenceCall, numbers: Tensor | None, count: int, of: st
         )
 
 
+def attend_chosen(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Compute `attend_chosen_reference`, by kernels where they serve."""
+    kernels = block_kernels if chosen.queries is not None else chosen_kernels
+    return (kernels.forward if kernels.serves("forward", q, chosen) else attend_chosen_reference)(q, chosen)
+
+
+def chosen_gradients(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
+    """Compute `chosen_gradients_reference`, by kernels where they serve."""
+    kernels = block_kernels if chosen.queries is not None else chosen_kernels
+    gradients = kernels.backward if kernels.serves("backward", q, chosen) else chosen_gradients_reference
+    return gradients(grad_out, q, out, lse, chosen)
+
+
 class _LatentAttention(RankFunction):
     """Absorbed MLA: gathers the rows of all keys, attends, and sums gradients of rows over the ranks.
 
@@ -121,10 +137,9 @@ class _LatentAttention(RankFunction):
         # In memory (B, T, H, D), as the projection after attention reads it.
         out = q.new_empty(q.size(0), q.size(2), q.size(1), up_v.size(1)).transpose(1, 2)
         kept: list[Tensor] = []
-        for row, at in _parts(q):
-            keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
-            part, lse = attend_chosen(_absorbed(q[row, :, at], up, plain), keys, index, sink, up.size(2), scale)
-            torch.bmm(part[0], up_v.mT, out=out[row, :, at])
+        for at, chosen in _parts(q, Chosen(whole, indices, sink, up.size(2), scale)):
+            part, lse = attend_chosen(_absorbed(q[at], up, plain), chosen)
+            torch.bmm(part[0], up_v.mT, out=out[at])
             kept += [part, lse] * keeps
         ctx.call, ctx.plain, ctx.scale = call, plain, scale
         ctx.save_for_backward(q, whole, indices, sink, up, *kept)
@@ -138,17 +153,16 @@ class _LatentAttention(RankFunction):
         up_k, up_v = up.split((plain, up.size(1) - plain), 1)
         d_whole, d_up = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (whole, up))
         d_sink: Any = None if sink is None else torch.zeros_like(sink, dtype=wide_dtype(sink))
-        for (row, at), part, lse in zip(_parts(q), kept[::2], kept[1::2], strict=True):
-            keys, index = whole[row : row + 1].unsqueeze(2), indices[row : row + 1, at].unsqueeze(2)
-            x, grad = q[row, :, at], grad_out[row, :, at]
+        parts = _parts(q, Chosen(whole, indices, sink, rank, ctx.scale))
+        for (at, chosen), part, lse in zip(parts, kept[::2], kept[1::2], strict=True):
+            x, grad = q[at], grad_out[at]
             absorbed, d_part = _absorbed(x, up, plain), _heads_last(x, rank)
             torch.bmm(grad, up_v, out=d_part)
-            given = d_part.unsqueeze(0), absorbed, keys, index, sink, part, lse, ctx.scale
-            (d_absorbed,), d_keys, of_sink = chosen_gradients(*given)
-            d_whole[row] += d_keys[0, :, 0]
+            (d_absorbed,), d_keys, of_sink = chosen_gradients(d_part.unsqueeze(0), absorbed, part, lse, chosen)
+            d_whole[at[0]] += d_keys[0, :, 0]
             d_latent = d_absorbed[..., :rank]
-            torch.bmm(d_latent, up_k.mT, out=dq[row, :, at, :plain])
-            dq[row, :, at, plain:] = d_absorbed[..., rank:]
+            torch.bmm(d_latent, up_k.mT, out=dq[at][..., :plain])
+            dq[at][..., plain:] = d_absorbed[..., rank:]
             if ctx.needs_input_grad[4]:
                 d_up[:, :plain] += x[..., :plain].mT @ d_latent
                 d_up[:, plain:] += grad.mT @ part[0]
@@ -158,12 +172,14 @@ class _LatentAttention(RankFunction):
         return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, d_up.to(up.dtype), *[None] * 4
 
 
-def _parts(q: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield batch rows and parts of their queries (B, H, T, D)."""
+def _parts(q: Tensor, chosen: Chosen) -> Iterator[tuple[tuple[int, slice, slice], Chosen]]:
+    """Yield (batch row, all heads, some queries), and what these have chosen, of rows (B, S, R), indices (B, T, K)."""
     batch_size, heads, count, _ = q.shape
     step = max(1, _PART // heads)
     for row, start in product(range(batch_size), range(0, count, step)):
-        yield row, slice(start, min(start + step, count))
+        one, some = slice(row, row + 1), slice(start, min(start + step, count))
+        rows, indices = chosen.rows[one].unsqueeze(2), chosen.indices[one, some].unsqueeze(2)
+        yield (row, slice(None), some), chosen._replace(rows=rows, indices=indices)
 
 
 def _heads_last(x: Tensor, dim: int) -> Tensor:
@@ -189,7 +205,7 @@ class _BlockAttention(RankFunction):
     ) -> Tensor:  # fmt: skip
         whole = whole_rows(rows, call.sequences(q.size(0)), call.ranks)
         ctx.call, ctx.options = call, (scale, block_size, queries)
-        out, lse = attend_blocks(q, whole, indices, sink, value_dim, *ctx.options)
+        out, lse = attend_chosen(q, Chosen(whole, indices, sink, value_dim, *ctx.options))
         ctx.save_for_backward(q, whole, indices, sink, out, lse)
         return out
 
@@ -197,7 +213,8 @@ class _BlockAttention(RankFunction):
     @backward_of_layer
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, whole, indices, sink, out, lse = saved
-        dq, d_whole, d_sink = block_gradients(grad_out, q, whole, indices, sink, out, lse, *ctx.options)
+        chosen = Chosen(whole, indices, sink, out.size(3), *ctx.options)
+        dq, d_whole, d_sink = chosen_gradients(grad_out, q, out, lse, chosen)
         return dq, _rows_gradient(ctx, d_whole, whole), None, d_sink, *[None] * 5
 
 

@@ -9,70 +9,47 @@ Source: github.com/sgl-project/FlashMLA; github.com/NVIDIA/cudnn-frontend, `deep
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_dtensor.api.extension import quiet, wrong_result
-from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
+from cp_dtensor.api.extension import quiet
+from cp_dtensor.layers.chosen_reference import Chosen, Gradients, error_of_kernels
 from cp_dtensor.layers.package_kernels import PackageKernels, hopper_or_blackwell
 
 _KERNELS = {
     "forward": PackageKernels("sgl-flash-mla", "flash_mla", "indexed_attention forward"),
-    "backward": PackageKernels("nvidia-cudnn-frontend", "cudnn", "indexed_attention backward"),
+    "backward": PackageKernels(
+        "nvidia-cudnn-frontend", "cudnn.deepseek_sparse_attention", "indexed_attention backward"
+    ),
 }
 _HEADS, _VALUES, _ROTARY, _KEYS = (64, 128), 512, 64, 128
 """Numbers of heads, dims of values and of rotary keys; numbers of chosen keys are multiples of the last one."""
 
 
-def attend_chosen(
-    q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute `attend_chosen_reference` of one batch row and one group, without blocks and `seen`."""
-    if not _serves("forward", q, indices, sink, value_dim):
-        return attend_chosen_reference(q, rows, indices, sink, value_dim, scale)
-    return _forward(q, rows, indices, sink, value_dim, scale)
-
-
-def chosen_gradients(
-    grad_out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Compute `chosen_gradients_reference` of one batch row and one group, without blocks and `seen`."""
-    given = grad_out, q, rows, indices, sink, out, lse, scale
-    if not _serves("backward", q, indices, sink, out.size(3)):
-        return chosen_gradients_reference(*given)
-    return _backward(*given)
-
-
-def _forward(
-    q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    kernel = _module("forward").flash_mla_sparse_fwd
-    heads, (keys, index) = q.size(1), _keys(rows, indices, value_dim)
-    sink = None if sink is None else _padded_sink(sink, heads)
+def forward(q: Tensor, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Compute `attend_chosen_reference` of one batch row and one group, without blocks and masks."""
+    kernel = _KERNELS["forward"].load().flash_mla_sparse_fwd
+    heads, value_dim, (keys, index) = q.size(1), chosen.value_dim, _keys(chosen)
+    sink = None if chosen.sink is None else _padded_sink(chosen.sink, heads)
     # "Legacy" are the kernels for rotary keys, and all those for Hopper.
     out, _, lse = kernel(
-        _queries(q, value_dim), keys.unsqueeze(1), index.unsqueeze(1), scale, _VALUES, sink, use_legacy=True
+        _queries(q, value_dim), keys.unsqueeze(1), index.unsqueeze(1), chosen.scale, _VALUES, sink, use_legacy=True
     )  # fmt: skip
     lse = lse.masked_fill_(lse == float("inf"), float("-inf"))  # of queries without keys
     return out[:, :heads, :value_dim].transpose(0, 1).unsqueeze(0), lse[:, :heads].T.unsqueeze(0)
 
 
-def _backward(
-    grad_out: Tensor, q: Tensor, rows: Tensor, indices: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    kernel = _module("backward").sparse_attention_backward_wrapper
-    heads, value_dim, (keys, index) = q.size(1), out.size(3), _keys(rows, indices, out.size(3))
+def backward(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, chosen: Chosen) -> Gradients:
+    """Compute `chosen_gradients_reference` of one batch row and one group, without blocks and masks."""
+    kernel = _KERNELS["backward"].load().sparse_attention_backward_wrapper
+    heads, value_dim, sink, (keys, index) = q.size(1), chosen.value_dim, chosen.sink, _keys(chosen)
     padded = [_queries(x, value_dim) for x in (q, out, grad_out)]
     padded_lse = _pad(lse[0].T, _heads(heads) - heads).contiguous()
     logits = _padded_sink(q.new_full((heads,), float("-inf")) if sink is None else sink, heads)
-    found = kernel(padded[0], keys, *padded[1:], padded_lse, logits, index, softmax_scale=scale)
+    found = kernel(padded[0], keys, *padded[1:], padded_lse, logits, index, softmax_scale=chosen.scale)
     dq, d_rows = (_unpadded(found[name], value_dim, q.size(3)) for name in ("dq", "dkv"))
     d_sink = None if sink is None else found["d_sink"][:heads].to(sink.dtype)
     return dq[:, :heads].transpose(0, 1).unsqueeze(0), d_rows.unsqueeze(0).unsqueeze(2), d_sink
@@ -99,10 +76,10 @@ def _queries(x: Tensor, value_dim: int) -> Tensor:
     return _pad(x.mT, _heads(x.size(1)) - x.size(1)).mT.contiguous()
 
 
-def _keys(rows: Tensor, indices: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Return (S, 512 or 576) and (T, a multiple of 128) of rows (1, S, 1, D) and indices (1, T, 1, K)."""
-    index = _pad(indices[0, :, 0].int(), -indices.size(3) % _KEYS, -1)
-    return _padded(rows[0, :, 0], value_dim).contiguous(), index.contiguous()
+def _keys(chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Return rows (S, 512 or 576) and indices (T, a multiple of 128)."""
+    index = _pad(chosen.indices[0, :, 0].int(), -chosen.indices.size(3) % _KEYS, -1)
+    return _padded(chosen.rows[0, :, 0], chosen.value_dim).contiguous(), index.contiguous()
 
 
 def _padded_sink(sink: Tensor, heads: int) -> Tensor:
@@ -118,18 +95,14 @@ def _heads(count: int) -> int:
     return next(each for each in _HEADS if count <= each)
 
 
-def _module(direction: str) -> Any:
-    name = {"forward": "flash_mla", "backward": "cudnn.deepseek_sparse_attention"}[direction]
-    return importlib.import_module(name)
-
-
-def _serves(direction: str, q: Tensor, indices: Tensor, sink: Tensor | None, value_dim: int) -> bool:
+def serves(direction: str, q: Tensor, chosen: Chosen) -> bool:
     """Return whether the kernel of a package computes a direction; at first use a small problem is compared."""
+    value_dim, count, has_sink = chosen.value_dim, chosen.indices.size(3), chosen.sink is not None
     rotary, refusal = q.size(3) - value_dim, hopper_or_blackwell(q)
     if q.dtype != torch.bfloat16 or q.size(1) > _HEADS[-1] or value_dim > _VALUES or rotary > _ROTARY:
         refusal = f"they need bfloat16, {_HEADS[-1]} heads, latents of {_VALUES} and {_ROTARY} rotary dims at most"
-    kernel = q.size(1), value_dim, rotary, indices.size(3), "sink" if sink is not None else ""
-    check = partial(_small_error, direction, q, indices.size(3), sink is not None, value_dim)
+    kernel = q.size(1), value_dim, rotary, count, "sink" if has_sink else ""
+    check = partial(_small_error, direction, q, count, has_sink, value_dim)
     return _KERNELS[direction].serve(q, refusal, kernel, check, adds_in_any_order=direction == "backward")
 
 
@@ -147,12 +120,5 @@ def _small_error(direction: str, q: Tensor, count: int, has_sink: bool, value_di
     index = torch.rand(1, tokens, 1, keys, generator=generator, device=q.device).argsort(3)[..., :count].int()
     index[:, 3, :, 5:] = -1
     index[:, 4] = -1
-    scale = q.size(3) ** -0.5
-    wide = q.double(), rows.double(), index, None if sink is None else sink.double()
-    out, lse = attend_chosen_reference(*wide, value_dim, scale)
-    if direction == "forward":
-        return wrong_result(("out", "lse"), _forward(q, rows, index, sink, value_dim, scale), (out, lse))
-    got = _backward(grad_out, q, rows, index, sink, out.to(q.dtype), lse.float(), scale)
-    expected = chosen_gradients_reference(grad_out.double(), *wide, out, lse, scale)
-    names, count = ("dq", "d_rows", "d_sink"), 2 + has_sink
-    return wrong_result(names[:count], got[:count], expected[:count])  # type: ignore[arg-type]
+    chosen = Chosen(rows, index, sink, value_dim, q.size(3) ** -0.5)
+    return error_of_kernels(direction, forward, backward, q, grad_out, chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -202,15 +203,9 @@ def no_maps(batch: int, heads: int, width: int, columns: int, is_delta: bool, ar
 
 def _grid(lengths: Sequence[int], chunk: int, device: torch.device) -> tuple[Tensor, Tensor, tuple[range, ...]]:
     """Return the tokens of each chunk (chunks, C), padding as the number of tokens; the inverse; chunks by piece."""
-    places: list[Tensor] = []
-    rows: list[Tensor] = []
-    chunks: list[range] = []
-    first, last, total = 0, 0, sum(lengths)
-    for length in lengths:
-        count = -(-length // chunk)
-        tokens = torch.arange(count * chunk, device=device)
-        rows.append(tokens[:length] + chunk * last)
-        places.append(torch.where(tokens < length, tokens + first, total))
-        chunks.append(range(last, last + count))
-        first, last = first + length, last + count
-    return torch.cat(places).view(-1, chunk), torch.cat(rows), tuple(chunks)
+    ends = [*accumulate((-(-length // chunk) for length in lengths), initial=0)]
+    starts = zip(lengths, ends, strict=False)
+    rows = torch.cat([torch.arange(length, device=device) + chunk * first for length, first in starts])
+    places = torch.full((ends[-1] * chunk,), len(rows), device=device)
+    places[rows] = torch.arange(len(rows), device=device)
+    return places.view(-1, chunk), rows, tuple(range(*each) for each in pairwise(ends))

@@ -115,8 +115,7 @@ def _longest(sequence: SequenceLayout, run: int) -> int:
 
 def _runs(sequence: SequenceLayout, rank: int) -> tuple[int, int]:
     """Return the number of a rank's runs, about, and the length of the longest."""
-    segments = sequence.layout.segments(sequence.seq_len, rank, sequence.world_size, sequence.group)
-    filled = [each for each in segments if each.length]
+    filled = [each for each in sequence.segments(rank) if each.length]
     count = sum(1 if each.is_contiguous else -(-each.length // each.block) for each in filled)
     return count, max((each.length if each.is_contiguous else each.block for each in filled), default=0)
 

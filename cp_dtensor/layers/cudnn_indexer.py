@@ -9,10 +9,8 @@ Source: github.com/NVIDIA/cudnn-frontend, `deepseek_sparse_attention`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +30,8 @@ _FEWEST_COLUMNS = 8192
 _FEW = 148
 """Up to so many queries, the package's top-k is another kernel."""
 _SCORES, _TOP_K = (
-    PackageKernels("nvidia-cudnn-frontend", "cudnn", f"{part} of select_keys") for part in ("scores", "best keys")
+    PackageKernels("nvidia-cudnn-frontend", "cudnn.deepseek_sparse_attention", f"{part} of select_keys")
+    for part in ("scores", "best keys")
 )
 
 
@@ -99,19 +98,16 @@ def _blocks(seen: Tensor, topk: int, keys: int) -> Iterator[tuple[int, int, bool
 def _scores(q: Tensor, k: Tensor, weights: Tensor, offset: Tensor) -> Tensor:
     """Return the scores (T, S) of queries (T, H, D), weights (T, H) and keys (S, D), -inf behind key `offset` + t."""
     given = q.unsqueeze(0), k.unsqueeze(0).unsqueeze(2), weights.float().unsqueeze(0)
-    found: Tensor = _module().indexer_forward_wrapper(*given, ratio=1, sm_scale=1.0, q_causal_offsets=offset)["scores"]
+    compute = _SCORES.load().indexer_forward_wrapper
+    found: Tensor = compute(*given, ratio=1, sm_scale=1.0, q_causal_offsets=offset)["scores"]
     return found[0]
 
 
 def _top_k(scores: Tensor, ends: Tensor, topk: int) -> Tensor:
     """Return `largest_seen` of the first `ends` (T,) columns."""
     lengths = ends.clamp(min=0)
-    found: Tensor = _module().indexer_top_k_wrapper(scores, lengths, topk, **TOP_K)["indices"]
+    found: Tensor = _TOP_K.load().indexer_top_k_wrapper(scores, lengths, topk, **TOP_K)["indices"]
     return found
-
-
-def _module() -> Any:
-    return importlib.import_module("cudnn.deepseek_sparse_attention")
 
 
 def _serves(q: Tensor, weights: Tensor) -> bool:

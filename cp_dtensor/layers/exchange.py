@@ -28,8 +28,6 @@ from cp_dtensor.spec.layouts import Span
 
 Tables = TypeVar("Tables", bound="tuple[Tensor, ...]")
 Map = Callable[[Tensor], Tensor]
-Sizes = tuple[Sequence[int], Sequence[Passed]]
-"""Rows to each rank, and those that arrive over each axis (see `RowRoute`)."""
 _ROWS = "an exchange of rows"
 
 
@@ -72,7 +70,7 @@ def rows_of(
         transposed: True for the transpose, which brings gradients of the result to the rows of x.
     """
     route = row_route(row_map, sequence, ranks.rank, ranks.sizes)
-    there, back = (partial(each, route=route, dim=dim, ranks=ranks) for each in (_moved, _moved_back))
+    there, back = (partial(_moved, route=route, dim=dim, ranks=ranks, back=each) for each in (False, True))
     result: Tensor = _Linear.apply(x, back, there) if transposed else _Linear.apply(x, there, back)
     return result
 
@@ -107,34 +105,35 @@ def gathered(x: Tensor, ranks: SequenceRanks) -> Tensor:
     return result
 
 
-def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
-    """Return rows of x along `dim`, each at its place by the route, from this and other ranks; zeros elsewhere."""
-    out, table = _zeros(x, dim, route.rows_out), _tables_of(route, x.device)
-    out.index_copy_(dim, table.own_target, x.index_select(dim, table.own_source))
-    sizes = route.rows_sent, route.passed
-    if route.moves:
-        out.index_copy_(dim, table.received, _exchanged(x, dim, table.sent, sizes, ranks))
-    return out
+def _moved(x: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks, back: bool) -> Tensor:
+    """Return rows of x along `dim`, each at its place by the route, from this and other ranks; zeros elsewhere.
 
-
-def _moved_back(grad: Tensor, route: RowRoute, dim: int, ranks: SequenceRanks) -> Tensor:
-    """Return the gradient of x in `_moved`, whose result has the gradient `grad`: rows go back where they came from.
-
-    A row that was copied to several places gets the sum of their gradients, in float32 or wider, rounded once.
+    Gradients go `back` where rows came from. A row that was copied to several places gets the sum of theirs, in float32
+    or wider, rounded once.
     """
-    table = _tables_of(route, grad.device)
-    dtype = wide_dtype(grad) if route.has_several_copies else grad.dtype
-    total = _zeros(grad, dim, route.rows_in, dtype)
-    total.index_add_(dim, table.own_source, grad.index_select(dim, table.own_target).to(dtype))
-    sizes = route.rows_received, route.passed_back
+    source, target, sent, received = _tables_of(route, x.device)
+    rows, counts, passed, dtype, put = route.rows_out, route.rows_sent, route.passed, x.dtype, Tensor.index_copy_
+    if back:
+        source, target, sent, received = target, source, received, sent
+        rows, counts, passed, put = route.rows_in, route.rows_received, route.passed_back, Tensor.index_add_
+        dtype = wide_dtype(x) if route.has_several_copies else x.dtype
+    out = x.new_zeros((*x.shape[:dim], rows, *x.shape[dim + 1 :]), dtype=dtype)
+    put(out, dim, target, x.index_select(dim, source).to(dtype))
     if route.moves:
-        total.index_add_(dim, table.sent, _exchanged(grad, dim, table.received, sizes, ranks).to(dtype))
-    return total.to(grad.dtype)
+        put(out, dim, received, _exchanged(x, dim, sent, counts, passed, ranks).to(dtype))
+    return out.to(x.dtype)
 
 
-def _exchanged(x: Tensor, dim: int, rows: Tensor, sizes: Sizes, ranks: SequenceRanks) -> Tensor:
-    """Send `rows` of x; return those that arrive, in the order of ranks."""
-    (counts, passed), mine = sizes, x.index_select(dim, rows).movedim(dim, 0)
+def _exchanged(
+    x: Tensor, dim: int, rows: Tensor, counts: Sequence[int], passed: Sequence[Passed], ranks: SequenceRanks
+) -> Tensor:
+    """Send `rows` of x; return those that arrive, in the order of ranks.
+
+    Args:
+        counts: of rows to each rank.
+        passed: rows that arrive over each axis (see `RowRoute`).
+    """
+    mine = x.index_select(dim, rows).movedim(dim, 0)
     # First to the right place of the inner axis, then along the outer ones.
     for group, come in zip(ranks.groups, passed, strict=True):
         places, beyond = len(come), len(come[0])  # rows are in the order of places beyond the axis, then along it
@@ -154,10 +153,6 @@ def _transposed(x: Tensor, counts: Sequence[int], outer: int) -> Tensor:
     return torch.cat([parts[o * inner + i] for i in range(inner) for o in range(outer)])
 
 
-def _zeros(like: Tensor, dim: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_zeros((*like.shape[:dim], rows, *like.shape[dim + 1 :]), dtype=dtype)
-
-
 # Tables on devices
 
 _tables: LRUCache[Shared[Any]] = LRUCache(128 << 20, pins=capturing)  # those that captured CUDA graphs read stay
@@ -166,7 +161,7 @@ _tables: LRUCache[Shared[Any]] = LRUCache(128 << 20, pins=capturing)  # those th
 def tables_on(device: torch.device, key: Hashable, make: Callable[[], Tables]) -> Tables:
     """Return tensors on a device from an LRU cache, at first `make()`, before launches on the current stream read them.
 
-    `key` is of a class of its own for each use. Tensors on the CPU may be among them.
+    `key` is of a class of its own for each use, or has the name of the use. Tensors on the CPU may be among them.
     """
     shared = _tables.get((key, device))
     if shared is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,20 +24,18 @@ from cp_dtensor.api.extension import (
     seconds,
     shortened,
 )
-from cp_dtensor.layers.call import document_edges
+from cp_dtensor.layers.call import SequenceCall, document_edges
 from cp_dtensor.layers.chunked import Rows
 from cp_dtensor.layers.cost import busiest_of_axes, counted_recurrence, recurrence_estimates
-from cp_dtensor.layers.rows import SequenceLayout, Whole, rows_over_axes
+from cp_dtensor.layers.rows import Whole, rows_over_axes
 from cp_dtensor.spec.layouts import Layout, shard_lengths
 
-RECURRENCES: Mapping[str, tuple[bool, str, bool]] = MappingProxyType(
-    {
-        "gated_delta_rule": (True, "by head", False),
-        "kda": (True, "by channel", False),
-        "linear_attention": (False, "by head", False),
-        "mamba2": (False, "by head", True),  # its values are x dt
-    }
-)
+RECURRENCES = {
+    "gated_delta_rule": (True, "by head", False),
+    "kda": (True, "by channel", False),
+    "linear_attention": (False, "by head", False),
+    "mamba2": (False, "by head", True),  # its values are x dt
+}
 """By name of a layer: whether maps are matrices, its decays, and whether its values are float32."""
 
 
@@ -79,10 +76,7 @@ def explain_recurrence(
     check_numbers(dtype, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim, batch_size=batch_size)
     if heads % key_heads:
         raise ValueError(f"expected heads to be a multiple of key_heads, got {heads} and {key_heads}")
-    checked_length(seq_len)
-    call = inherited("explain_recurrence", Call.of(mesh, layout=layout), layout=layout is None, mask=False)
-    ranks, edges = call.ranks, document_edges("explain_recurrence", cu_seqlens)
-    refuse_other_lengths(call.layout, seq_len, "explain_recurrence")
+    call = _call("explain_recurrence", mesh, layout, seq_len, cu_seqlens)
     is_delta, decays, wide_values = RECURRENCES[layer]
 
     def rows(batch: int) -> Rows:
@@ -94,10 +88,8 @@ def explain_recurrence(
         values = of(torch.float32 if wide_values else dtype, heads, value_dim)
         return Rows(values, keys, keys, g, of(dtype, heads) if is_delta else None)
 
-    groups = [
-        (rows(stop - start), SequenceLayout(call.layout, seq_len, ranks.size, group, edges))
-        for group, (start, stop) in enumerate(call.layout.batch_groups(batch_size))
-    ]
+    ranks = call.ranks
+    groups = [(rows(stop - start), sequence) for (start, stop), sequence in call.sequences(batch_size)]
     cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
     found = recurrence_estimates(rows(batch_size), groups[0][1], cluster, one_axis=ranks.inner is None)
     of_keys = "" if key_heads == heads else f":{key_heads}"
@@ -141,15 +133,10 @@ def explain_sparse(
         explain_sparse(mesh, seq_len=131072, hardware="H100").methods["indexed_attention"].outer_bytes
     """
     check_numbers(dtype, row_dim=row_dim, index_dim=index_dim, batch_size=batch_size)
-    checked_length(seq_len)
-    call = inherited("explain_sparse", Call.of(mesh, layout=layout), layout=layout is None, mask=False)
+    call = _call("explain_sparse", mesh, layout, seq_len, None)
     ranks, size = call.ranks, call.ranks.size
-    refuse_other_lengths(call.layout, seq_len, "explain_sparse")
     cluster, names, assumption = cluster_of_mesh(mesh, ranks, hardware, dtype.itemsize)
-    groups = [
-        (stop - start, SequenceLayout(call.layout, seq_len, size, group))
-        for group, (start, stop) in enumerate(call.layout.batch_groups(batch_size))
-    ]
+    groups = [(stop - start, sequence) for (start, stop), sequence in call.sequences(batch_size)]
     lengths = shard_lengths(call.layout, seq_len, size)
 
     def received(there: int, back: int) -> tuple[int, ...]:
@@ -180,3 +167,11 @@ def explain_sparse(
     if ranks.rank == 0 and not quiet:
         print(explanation, flush=True)
     return explanation
+
+
+def _call(owner: str, mesh: Mesh, layout: Layout | None, seq_len: int, cu_seqlens: Any) -> SequenceCall:
+    """Return the call of a prediction, with the layout of the context around it if `layout` is None."""
+    checked_length(seq_len)
+    call = inherited(owner, Call.of(mesh, layout=layout), layout=layout is None, mask=False)
+    refuse_other_lengths(call.layout, seq_len, owner)
+    return SequenceCall(call.ranks, call.layout, seq_len=seq_len, edges=document_edges(owner, cu_seqlens))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cp_dtensor.api.extension import autograd_recorded, first_use, quiet, wrong_result
+from cp_dtensor.api.extension import autograd_recorded, quiet, wrong_result
 from cp_dtensor.layers.chunked import ChunkedRecurrence, Maps, Rows, no_maps
 from cp_dtensor.layers.exchange import tables_on
+from cp_dtensor.layers.package_kernels import PackageKernels
 
-_FLA_AVAILABLE = find_spec("fla") is not None
+_PACKAGE = PackageKernels("fla-core", "fla.ops", "recurrent layers", extra="hybrid")
 LARGEST_ERROR = 3e-2
 """Relative to the largest element; rounding to bfloat16 explains a third of it."""
 CHECKED = (1948, 100)
@@ -216,27 +216,19 @@ def _edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def fla_serves(rows: Rows, lengths: Sequence[int]) -> bool:
     """Return whether kernels of the package compute a recurrence in q's dtype; at first use a small one is compared."""
     v, q, _, g, beta = rows
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.size(-1) > 256:
+    if not all(lengths):  # a rank with few tokens
         return False
-    if not all(lengths) or not _FLA_AVAILABLE:
-        return False
-    decays = "" if g is None else "by channel" if rows.decays_by_channel else "by head"
-    key = ("fla", beta is not None, decays, q.dtype, q.size(-1), v.size(-2), v.size(-1))
-    return first_use(key, q.device, lambda: _small_error(q, v, decays, beta is not None), _warn) == ""
+    is_served = q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) <= 256
+    refusal = None if is_served else "they need bfloat16 or float16, and K up to 256"
+    decays, is_delta = "" if g is None else "by channel" if rows.decays_by_channel else "by head", beta is not None
+    kernel = is_delta, decays, q.dtype, q.size(-1), v.size(-2), v.size(-1)
+    return _PACKAGE.serve(q, refusal, kernel, partial(_small_error, q, v, decays, is_delta))
 
 
 def _kernel(is_delta: bool, by_channel: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:
     module, name = _KERNELS[is_delta, by_channel]
     function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(module), name)
     return function
-
-
-def _warn(reason: str) -> None:
-    advice = " (torch 2.13 is the first that installs this version)" if "upgrade Triton to >= 3.7.1" in reason else ""
-    warnings.warn(
-        f"flash-linear-attention's kernels are not used for a recurrent layer, torch operations are: {reason}{advice}",
-        stacklevel=2,
-    )
 
 
 @quiet()  # the package is imported and compiles

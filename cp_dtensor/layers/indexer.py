@@ -39,7 +39,7 @@ class SelectKeys(MaskedLayer):
     The tensors are q (B, T, H, D), k (B, T, D), and weights (B, T, H) or None.
     """
 
-    of_tokens = 3
+    dims = "BTHD", "BTE", "BTH"
     is_sparse = True
     topk: int
     mask: Mask | None
@@ -57,15 +57,19 @@ class SelectKeys(MaskedLayer):
         keys, out = whole_rows(k, call.sequences(q.size(0)), call.ranks), self.empty_output(tensors, -1)
         for row, (positions, seen, on_device) in enumerate(self.queries(call, q.size(0), q.device)):
             if weights is not None:
-                given = out[row], q[row], keys[row], weights[row]
-                if not select_by_kernel(*given, seen, on_device):
-                    select_reference(*given, seen)
+                select(out[row], q[row], keys[row], weights[row], seen, on_device)
                 continue
             for head in range(q.size(2)):
                 local = positions // self.block_size, self.local_blocks
                 of_head = q[row, :, head : head + 1]
                 select_reference(out[row, :, head], of_head, keys[row], None, seen, self.block_size, local)
         return out, None
+
+
+def select(out: Tensor, q: Tensor, k: Tensor, weights: Tensor, seen: Tensor, on_device: Tensor) -> None:
+    """Select keys as `select_reference` does, by kernels where they serve; `on_device` is `seen` on the device of q."""
+    if not select_by_kernel(out, q, k, weights, seen, on_device):
+        select_reference(out, q, k, weights, seen)
 
 
 def select_reference(
@@ -83,7 +87,9 @@ def select_reference(
         local: each query's own block, (T,) on the CPU, and the number of blocks up to it that are selected first.
     """
     rows, heads, dim = q.shape
-    step, columns = _block_shape(heads, k.size(0))
+    # The shape of a product depends on what is equal on all ranks alone.
+    step = max(1, min(_ROWS, _BYTES // (4 * max(k.size(0), 1))))
+    columns = max(1, min(k.size(0), _BYTES // (8 * step * heads)))
     key_numbers = torch.arange(k.size(0), dtype=torch.int32, device=q.device)
     for start in range(0, rows, step):
         at = slice(start, min(start + step, rows))
@@ -104,12 +110,6 @@ def select_reference(
             numbers, own = key_numbers[: scores.size(1)], local[0][at].to(q.device).unsqueeze(1)
             scores.masked_fill_((numbers <= own) & (numbers > own - local[1]), float("inf"))
         out[at] = largest_seen(scores, is_seen, numbers, out.size(1))
-
-
-def _block_shape(heads: int, keys: int) -> tuple[int, int]:
-    """Return the numbers of queries and of keys in a product, which depend on what is equal on all ranks alone."""
-    block = max(1, min(_ROWS, _BYTES // (4 * max(keys, 1))))
-    return block, max(1, min(keys, _BYTES // (8 * block * heads)))
 
 
 def _blocks_of_keys(ends: Tensor, columns: int) -> Sequence[int]:

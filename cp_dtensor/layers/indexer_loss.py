@@ -40,7 +40,7 @@ class IndexerLoss(MaskedLayer):
     indices (B, T, N) or None. The last three have no gradient.
     """
 
-    of_tokens = 6
+    dims = "BTHD", "BTE", "BTH", "BTJF", "BTGI", "BTK"
     mask: Mask | None
     scale: float
 
@@ -50,8 +50,7 @@ class IndexerLoss(MaskedLayer):
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
         super().check(call, tensors)
-        assert call.seq_len is not None
-        check_numbers(call, tensors[5], call.seq_len, "tokens")
+        check_numbers(call, tensors[5], call.length, "tokens")
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         q_index, k_index, weights, q, k, indices, *_ = tensors
@@ -68,7 +67,7 @@ class PooledIndexerLoss(LayerOfBlocks):
     pooled index keys (B, n, D) and pooled keys (B, n, E).
     """
 
-    of_tokens = 6
+    dims = "BTHD", "BTH", "BTJE", "BTK", "BND", "BNE"
     size: int
     scale: float
 
@@ -79,7 +78,7 @@ class PooledIndexerLoss(LayerOfBlocks):
         q_index, weights, q, indices, pooled_index, pooled = tensors
         blocks, tables = self.blocks(call, q.size(0), q.device)
         place = [((0, q.size(0)), blocks)], call.ranks
-        seen = [] if indices is not None else [tables.seen(self.size)] * q.size(0)
+        seen = [] if indices is not None else [tables.seen] * q.size(0)
         target = q, pooled.unsqueeze(2), indices, self.scale, seen
         return _Loss.apply(q_index, pooled_index, weights, *place, *target), None
 
@@ -98,7 +97,7 @@ class _Loss(RankFunction):
         loss = q_index.new_empty(q_index.shape[:2], dtype=wide_dtype(q_index))
         for block in _blocks(q_index, index_keys, weights, q, keys, indices, scale, seen):
             wanted = block.attention
-            loss[block.batch, block.at] = (torch.xlogy(wanted, wanted) - wanted * block.log_found).sum(1)
+            loss[block.at] = (torch.xlogy(wanted, wanted) - wanted * block.log_found).sum(1)
         return loss
 
     @staticmethod
@@ -110,17 +109,17 @@ class _Loss(RankFunction):
         d_keys = index_keys.new_zeros((index_keys.size(0), length + 1, index_keys.size(2)), dtype=wide)
         scale, seen = ctx.options
         for block in _blocks(q_index, index_keys, weights, q, keys, indices, scale, seen):
-            batch, at = block.batch, block.at
-            of_query, of_head = q_index[batch, at].to(wide), weights[batch, at].to(wide)
+            at = block.at
+            of_query, of_head = q_index[at].to(wide), weights[at].to(wide)
             found = block.log_found.exp().masked_fill_(~block.is_key, 0.0)
-            d_scores = (found - block.attention) * grad_loss[batch, at].unsqueeze(1)
-            d_weights[batch, at] = (block.products.relu() @ d_scores.unsqueeze(2)).squeeze(2)
+            d_scores = (found - block.attention) * grad_loss[at].unsqueeze(1)
+            d_weights[at] = (block.products.relu() @ d_scores.unsqueeze(2)).squeeze(2)
             d_products = d_scores.unsqueeze(1) * of_head.unsqueeze(2)
             d_products.masked_fill_(block.products <= 0, 0.0)
             keys_d, positions = f"{block.subscripts}d", block.positions
-            dq[batch, at] = torch.einsum(f"rhn,{keys_d}->rhd", d_products, block.index_keys)
+            dq[at] = torch.einsum(f"rhn,{keys_d}->rhd", d_products, block.index_keys)
             of_keys = torch.einsum(f"rhn,rhd->{keys_d}", d_products, of_query)
-            d_keys[batch].index_add_(0, positions.flatten(), of_keys.flatten(0, -2))
+            d_keys[at[0]].index_add_(0, positions.flatten(), of_keys.flatten(0, -2))
         d_index_keys = None
         if ctx.needs_input_grad[1]:
             d_index_keys = whole_rows(d_keys[:, :-1], *ctx.place, transposed=True).to(q_index.dtype)
@@ -128,10 +127,10 @@ class _Loss(RankFunction):
 
 
 class _Block(NamedTuple):
-    """r queries `at` of a batch row, and n keys: all, or those chosen by each query."""
+    """r queries of a batch row, and n keys: all, or those chosen by each query."""
 
-    batch: int
-    at: slice
+    at: tuple[int, slice]
+    """The batch row and the queries."""
     subscripts: str
     """Of keys in einsum: "n" if all queries have the same, else "rn"."""
     positions: Tensor
@@ -161,21 +160,21 @@ def _blocks(
     everything = torch.arange(length, device=q.device)
     padded = F.pad(index_keys, (0, 0, 0, 1)), F.pad(keys, (0, 0, 0, 0, 0, 1))
     for batch, start in product(range(batch_size), range(0, count, step)):
-        at = slice(start, min(start + step, count))
+        at = batch, slice(start, min(start + step, count))
         if indices is None:
             subscripts, positions = "n", everything
-            is_key = in_intervals(seen[batch][:, :, at], positions)
+            is_key = in_intervals(seen[batch][:, :, at[1]], positions)
         else:
-            subscripts, is_key = "rn", indices[batch, at] >= 0
-            positions = indices[batch, at].long().masked_fill(~is_key, length)
+            subscripts, is_key = "rn", indices[at] >= 0
+            positions = indices[at].long().masked_fill(~is_key, length)
         of_index, of_attention = (
             x[batch].index_select(0, positions.flatten()).unflatten(0, positions.shape).to(wide) for x in padded
         )
-        products = torch.einsum(f"rhd,{subscripts}d->rhn", q_index[batch, at].to(wide), of_index)
-        scores = (weights[batch, at].to(wide).unsqueeze(1) @ products.relu()).squeeze(1)
+        products = torch.einsum(f"rhd,{subscripts}d->rhn", q_index[at].to(wide), of_index)
+        scores = (weights[at].to(wide).unsqueeze(1) @ products.relu()).squeeze(1)
         log_found = scores.masked_fill_(~is_key, float("-inf")).log_softmax(1).masked_fill_(~is_key, 0.0)
-        q_block = q[batch, at].to(wide).unflatten(1, (groups, -1))
+        q_block = q[at].to(wide).unflatten(1, (groups, -1))
         logits = torch.einsum(f"rghd,{subscripts}gd->rghn", q_block, of_attention).flatten(1, 2).mul_(scale)
         attention = logits.masked_fill_(~is_key.unsqueeze(1), float("-inf")).softmax(2).mean(1)
         attention.masked_fill_(~is_key, 0.0)
-        yield _Block(batch, at, subscripts, positions, is_key, of_index, products, log_found, attention)
+        yield _Block(at, subscripts, positions, is_key, of_index, products, log_found, attention)

@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from string import ascii_letters
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from cp_dtensor.api.extension import (
     fastest,
     indexable,
     no_autocast,
+    refuse_first_dim,
     wide_dtype,
 )
 from cp_dtensor.layers.call import SequenceCall, operation_of, sequence_call_of
@@ -27,10 +29,9 @@ from cp_dtensor.layers.chunked import ChunkedRecurrence, Rows
 from cp_dtensor.layers.cost import recurrence_estimates
 from cp_dtensor.layers.exchange import rows_of
 from cp_dtensor.layers.fla import FlaRecurrence, fla_serves
-from cp_dtensor.layers.methods import METHODS, axis_of_heads
 from cp_dtensor.layers.rows import Extended, Relayout, RowMap, SequenceLayout
-from cp_dtensor.layers.scan import scan_plan, scanned
-from cp_dtensor.spec.layouts import Layout, Span
+from cp_dtensor.layers.scan import METHODS, axis_of_heads, scan_plan, scanned
+from cp_dtensor.spec.layouts import Span
 from cp_dtensor.spec.logs import log_once
 
 Inputs = Sequence[Any]
@@ -44,8 +45,8 @@ MOST_TENSORS = 6
 class SequenceLayer(ABC):
     """An operation whose first tensor is (B, this rank's tokens, ...). Its `repr` names it in compiled code."""
 
-    of_tokens: ClassVar[int] = 1
-    """The number of tensors, the first ones, that have these dims."""
+    dims: ClassVar[tuple[str, ...]]
+    """For each tensor, its dims as letters, which tensors share: "B" batch, "T" this rank's tokens, "N" its blocks."""
     saves_tensors: ClassVar[bool] = True
     """False if gradients in compiled code need no tensors of the forward."""
     dim: int = 1
@@ -56,11 +57,6 @@ class SequenceLayer(ABC):
     """True if the operation has a field `mask`, the keys of each query: of contexts it takes masks, not documents."""
     is_sparse: ClassVar[bool] = False
     """True if it selects keys or reads selected ones, whose gradients kernels add in any order."""
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Layouts besides that of the tokens."""
-        return ()
 
     @abstractmethod
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
@@ -98,6 +94,7 @@ class SequenceLayer(ABC):
 class Moved(SequenceLayer):
     """The rows of this rank by a row map; in eager code differentiable any number of times."""
 
+    dims = (ascii_letters,)
     saves_tensors = False
     row_map: RowMap
     dim: int
@@ -106,9 +103,10 @@ class Moved(SequenceLayer):
     def keeps_rows(self) -> bool:  # type: ignore[override]
         return self.row_map.keeps_rows
 
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return (self.row_map.target,) if isinstance(self.row_map, Relayout) else ()
+    def check(self, call: SequenceCall, tensors: Inputs) -> None:
+        target = (self.row_map.target,) if isinstance(self.row_map, Relayout) else ()
+        for each in (call.layout, *target) if self.dim == 0 else ():
+            refuse_first_dim(call.owner, each)
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         x = tensors[0]
@@ -143,6 +141,7 @@ class Moved(SequenceLayer):
 class CausalConv1d(SequenceLayer):
     """Depthwise convolution of x (B, T, C) by weight (C, K) and bias."""
 
+    dims = "BTC", "CK", "C"
     activation: str | None
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
@@ -150,36 +149,20 @@ class CausalConv1d(SequenceLayer):
         rows, outs = Extended(weight.size(1) - 1), []
         for (start, stop), sequence in call.sequences(x.size(0)):
             extended = rows_of(x[start:stop], 1, rows, sequence, call.ranks)
-            tokens = list(rows.tokens(sequence, call.ranks.rank))
-            outs.append(_causal_convolution(extended, tokens, weight, bias, self.activation))
+            outs.append(self._convolution(extended, [*rows.tokens(sequence, call.ranks.rank)], weight, bias))
         return outs[0] if len(outs) == 1 else torch.cat(outs), None
 
-
-def _causal_convolution(
-    extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    """Return act(bias + sum_k weight[:, k] x[t - K + 1 + k]) of some rows t.
-
-    Args:
-        extended: (B, E, C), rows with at least K - 1 rows before each of `tokens`.
-        tokens: ranges of rows of `extended`.
-        weight: (C, K).
-        bias: (C,) or None.
-        activation: None or "silu".
-
-    Returns:
-        (B, rows of all ranges, C).
-    """
-    before = weight.size(1) - 1
-    count = sum(stop - start for start, stop in tokens)
-    if not count:  # torch refuses fewer rows than K; the gradients are zeros
-        out = extended[:, :0] * weight[:, 0]
-        out = out if bias is None else out + bias
-        return out * out  # saves a tensor: a checkpoint recomputes up to here, past the exchange
-    out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
-    if out.size(1) > count:
-        out = torch.cat([out[:, start - before : stop - before] for start, stop in tokens], 1)
-    return out if activation is None else F.silu(out)
+    def _convolution(self, extended: Tensor, tokens: list[Span], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution at ranges of rows, each after at least K - 1 rows, of extended (B, E, C)."""
+        before, count = weight.size(1) - 1, sum(stop - start for start, stop in tokens)
+        if not count:  # torch refuses fewer rows than K; the gradients are zeros
+            out = extended[:, :0] * weight[:, 0]
+            out = out if bias is None else out + bias
+            return out * out  # saves a tensor: a checkpoint recomputes up to here, past the exchange
+        out = F.conv1d(extended.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.size(0)).transpose(1, 2)
+        if out.size(1) > count:
+            out = torch.cat([out[:, start - before : stop - before] for start, stop in tokens], 1)
+        return out if self.activation is None else F.silu(out)
 
 
 @dataclass(frozen=True)
@@ -190,7 +173,7 @@ class LinearRecurrence(SequenceLayer):
     documents (documents, H, K, V), in float32 or float64.
     """
 
-    of_tokens = 5  # all but the initial state
+    dims = "BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"
     scale: float | None
     """None for 1 / sqrt(K), which is a symbol where compiled code has dynamic shapes."""
     normalizes: bool
@@ -200,8 +183,21 @@ class LinearRecurrence(SequenceLayer):
     """Key of `METHODS`, or "auto"."""
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
-        self._check_states(call, tensors[0], tensors[-1])
-        self._check_heads(call.owner, tensors[0], call.ranks)
+        v, initial, owner, edges = tensors[0], tensors[-1], call.owner, call.edges
+        if edges and v.size(0) != 1 and (initial is not None or self.returns_state):
+            raise ValueError(f"{owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
+        states = len(edges) - 1 if edges else v.size(0)
+        if initial is not None and initial.size(0) != states:
+            raise ValueError(
+                f"{owner} expects an initial state of each {'document' if edges else 'batch row'}, {states}, got "
+                f"{tuple(initial.shape)}"
+            )
+        axis, size = axis_of_heads(call.ranks), call.ranks.size
+        if self.method == "heads" and (axis is None or v.size(2) % size):
+            raise ValueError(
+                f'{owner} with method "heads" expects ranks along one mesh axis and a multiple of their number as '
+                f'heads, got {v.size(2)} heads and {size} ranks along {1 + (axis is None)}: use method="auto"'
+            )
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:
         *given, initial = tensors
@@ -252,37 +248,16 @@ class LinearRecurrence(SequenceLayer):
         rows = v.size(0) if documents is None else documents
         return ((rows, v.size(2), q.size(3), v.size(3)), wide_dtype(v)) if self.returns_state else None
 
-    def _check_heads(self, owner: str, v: Tensor, ranks: SequenceRanks) -> None:
-        """Refuse the exchange of heads where these do not divide, and over several axes."""
-        axis = axis_of_heads(ranks)
-        if self.method == "heads" and (axis is None or v.size(2) % ranks.size):
-            raise ValueError(
-                f'{owner} with method "heads" expects ranks along one mesh axis and a multiple of their number as '
-                f'heads, got {v.size(2)} heads and {ranks.size} ranks along {1 + (axis is None)}: use method="auto"'
-            )
-
-    def _check_states(self, call: SequenceCall, v: Tensor, initial: Tensor | None) -> None:
-        """Refuse states of documents in several batch rows, and another number of them."""
-        owner, edges = call.owner, call.edges
-        if edges and v.size(0) != 1 and (initial is not None or self.returns_state):
-            raise ValueError(f"{owner} with documents and states expects one batch row, got v {tuple(v.shape)}")
-        states = len(edges) - 1 if edges else v.size(0)
-        if initial is not None and initial.size(0) != states:
-            raise ValueError(
-                f"{owner} expects an initial state of each {'document' if edges else 'batch row'}, {states}, got "
-                f"{tuple(initial.shape)}"
-            )
-
 
 @dataclass(frozen=True)
 class AffineScan(SequenceLayer):
     """The states (pieces, ..., K, V) that enter this rank's pieces. Tensors: state, transition, initial state."""
 
+    dims = "", "", ""
     returns_state: bool
 
     def agreed(self, call: SequenceCall, tensors: Inputs) -> SequenceCall:
-        assert call.seq_len is not None
-        call.check_edges(call.seq_len)
+        call.check_edges(call.length)
         return call
 
     def forward(self, call: SequenceCall, tensors: Inputs) -> Result:

@@ -11,7 +11,6 @@ from cp_dtensor.api.extension import positions_of, seen_positions
 from cp_dtensor.layers.call import SequenceCall
 from cp_dtensor.layers.exchange import tables_on
 from cp_dtensor.layers.layer import Inputs, SequenceLayer
-from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Full, Mask, interval_sets_of
 
 
@@ -22,20 +21,17 @@ class MaskedLayer(SequenceLayer):
     mask: Mask | None
 
     def check(self, call: SequenceCall, tensors: Inputs) -> None:
-        assert call.seq_len is not None
-        interval_sets_of(self.mask or Full(), call.seq_len, call.seq_len, tensors[0].size(0))
+        interval_sets_of(self.mask or Full(), call.length, call.length, tensors[0].size(0))
 
     def queries(self, call: SequenceCall, batch_size: int, device: torch.device) -> list[Queries]:
         """Return this rank's queries for each batch row."""
-        assert call.seq_len is not None
-        seq_len, ranks = call.seq_len, call.ranks
-        key = _Key(self.mask, call.layout, seq_len, ranks.rank, ranks.size, batch_size)
+        seq_len, ranks = call.length, call.ranks
+        key = "queries", self.mask, call.layout, seq_len, ranks.rank, ranks.size, batch_size
 
         def made() -> tuple[Tensor, ...]:
             intervals, found = interval_sets_of(self.mask or Full(), seq_len, seq_len, batch_size), list[Tensor]()
             for (start, stop), sequence in call.sequences(batch_size):
-                segments = sequence.layout.segments(seq_len, ranks.rank, ranks.size, sequence.group)
-                positions = positions_of(segments, "cpu")
+                positions = positions_of(sequence.segments(ranks.rank), "cpu")
                 for row in range(start, stop):
                     sets = intervals[row % len(intervals)] or ((),)  # one without keys for a mask of none
                     seen = torch.stack([seen_positions(bands, positions) for bands in sets])
@@ -56,17 +52,6 @@ class Queries(NamedTuple):
     CPU."""
     on_device: Tensor
     """`seen` on the device of the tensors."""
-
-
-class _Key(NamedTuple):
-    """All that decides about `MaskedLayer.queries`."""
-
-    mask: Mask | None
-    layout: Layout
-    seq_len: int
-    rank: int
-    ranks: int
-    batch_size: int
 
 
 def in_intervals(ends: Tensor, keys: Tensor) -> Tensor:

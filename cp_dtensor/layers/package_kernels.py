@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,10 +26,16 @@ class PackageKernels:
 
     distribution: str
     """Its name in package registries."""
-    package: str
-    """What is imported."""
+    module: str
+    """What is imported at first use."""
     operation: str
     """The public function, and a part of it."""
+    extra: str = "sparse"
+    """That of this library which installs it."""
+
+    def load(self) -> Any:
+        """Return the module."""
+        return importlib.import_module(self.module)
 
     def serve(
         self, x: Tensor, refusal: str | None, kernel: tuple[Any, ...], check: Callable[[], str], *,
@@ -49,10 +55,15 @@ class PackageKernels:
         reason = refusal
         if reason is None and adds_in_any_order and torch.are_deterministic_algorithms_enabled():
             reason = "they add in any order, and deterministic algorithms are asked for"
-        if reason is None and find_spec(self.package) is None:
-            reason = f"{self.distribution} is not installed: pip install '.[sparse]' in a clone of cp_dtensor"
+        if reason is None and find_spec(self.module.split(".")[0]) is None:
+            reason = f"{self.distribution} is not installed: pip install '.[{self.extra}]' in a clone of cp_dtensor"
         if reason is None:
-            if first_use((self.operation, *kernel), x.device, check, partial(self._warn, kernel)) == "":
+
+            def warn(wrong: str) -> None:
+                what = f"{self.distribution} is not used for {self.operation}, {kernel}"
+                warnings.warn(f"{what}: {wrong}; torch operations are", RuntimeWarning, stacklevel=2)
+
+            if first_use((self.operation, *kernel), x.device, check, warn) == "":
                 log_once("attention", logging.INFO, f"{self.distribution} computes {self.operation}")
                 return True
             reason = "their first results were wrong, or a CUDA graph is captured before their first use"
@@ -61,13 +72,6 @@ class PackageKernels:
             f"torch operations compute {self.operation}, many times slower than kernels of a package: {reason}",
         )  # fmt: skip
         return False
-
-    def _warn(self, kernel: tuple[Any, ...], reason: str) -> None:
-        warnings.warn(
-            f"{self.distribution} is not used for {self.operation}, {kernel}: {reason}; torch operations are",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def refuse_equal_bits(owner: str) -> None:

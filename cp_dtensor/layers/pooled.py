@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.extension import Mesh, cast_by_autocast, never_compiled
-from cp_dtensor.layers.arguments import check_dims, checked_number, layer
+from cp_dtensor.layers.arguments import check_given, checked_number, layer, refuse_dtensors
 from cp_dtensor.layers.blocks import PoolBlocks, SelectPooled
 from cp_dtensor.spec.layouts import Layout
 
@@ -60,20 +58,14 @@ def pool_blocks(
     gate = others[0] if others else None
     size = checked_number(owner, "size", size, least=1)
     given = {"x": x, "gate": gate, "bias": bias}
-    check_dims(owner, _DIMS, given)
+    check_given(owner, _DIMS, given, "x gate", "bias")
     refuse_dtensors(owner, given)
-    fits = x.is_floating_point() and (gate is None or gate.dtype == x.dtype)
-    if not fits or (bias is not None and (gate is None or bias.size(0) != size or not bias.is_floating_point())):
-        raise ValueError(
-            f"{owner} expects x and gate of one floating dtype, and with a gate possibly a floating bias of {size} "
-            f"rows; got x {x.dtype}, gate {_shown(gate)}, bias {_shown(bias)}"
-        )
+    if bias is not None and (gate is None or bias.size(0) != size):
+        raise ValueError(f"{owner} expects a bias of {size} rows, with a gate only; got {tuple(bias.shape)}")
     if overlap and (gate is None or x.size(2) % 2):
-        raise ValueError(f"{owner} with overlap expects a gate, and 2 D channels; got x {_shown(x)}")
-    pooled, positions = layer(
-        owner, [x, gate, bias], ["BTC", "BTC", "SC"], (PoolBlocks, (size, bool(overlap))), mesh, layout, cu_seqlens,
-        seq_len,
-    )  # fmt: skip
+        raise ValueError(f"{owner} with overlap expects a gate, and 2 D channels; got x {tuple(x.shape)}")
+    operation = PoolBlocks, (size, bool(overlap))
+    pooled, positions = layer(owner, [x, gate, bias], operation, mesh, layout, cu_seqlens, seq_len)
     assert positions is not None
     return pooled, positions
 
@@ -116,30 +108,14 @@ def select_pooled(
     owner = "select_pooled"
     size, topk = (checked_number(owner, *each, least=1) for each in (("size", size), ("topk", topk)))
     given = {"q_index": q_index, "pooled": pooled, "weights": weights}
-    check_dims(owner, _DIMS, given)
+    check_given(owner, _DIMS, given, "q_index pooled", "weights")
     refuse_dtensors(owner, given)
-    if q_index.dtype != pooled.dtype or not (q_index.is_floating_point() and weights.is_floating_point()):
-        raise ValueError(
-            f"{owner} expects q_index and pooled of one floating dtype, and floating weights; got q_index "
-            f"{q_index.dtype}, pooled {pooled.dtype}, weights {weights.dtype}"
-        )
     tensors = [q_index.detach(), weights.detach(), pooled.detach()]
     operation = SelectPooled, (size, topk, bool(expanded))
-    return layer(owner, tensors, ["BTHD", "BTH", "BND"], operation, mesh, layout, cu_seqlens, seq_len)[0]
+    return layer(owner, tensors, operation, mesh, layout, cu_seqlens, seq_len)[0]
 
 
 _DIMS = {
     "x": "batch tokens channels", "gate": "?batch tokens channels", "bias": "?size channels",
     "q_index": "batch tokens heads dims", "pooled": "batch blocks dims", "weights": "batch tokens heads",
 }  # fmt: skip
-
-
-def refuse_dtensors(owner: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse DTensors, which have no numbers of rows that differ between ranks as those of blocks do."""
-    for name, each in tensors.items():
-        if isinstance(each, DTensor):
-            raise TypeError(f"{owner} expects {name} to be a plain tensor, got a DTensor placed {each.placements}")
-
-
-def _shown(x: torch.Tensor | None) -> str:
-    return "None" if x is None else f"{x.dtype} {tuple(x.shape)}"

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_dtensor.api.extension import Mesh, check_devices, softmax_scale
-from cp_dtensor.layers.arguments import check_dims, layer
+from cp_dtensor.layers.arguments import check_given, layer
 from cp_dtensor.layers.layer import LinearRecurrence
-from cp_dtensor.layers.methods import METHODS
+from cp_dtensor.layers.scan import METHODS
 from cp_dtensor.spec.layouts import Layout
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -197,8 +197,7 @@ def mamba2(
     Source: Mamba-2 (arXiv 2405.21060). Arguments as `mamba_chunk_scan_combined` of mamba_ssm.
     """
     given = {"x": x, "B": B, "C": C, "dt": dt, "A": A, "dt_bias": dt_bias, "D": D, "initial_states": initial_states}
-    check_dims("mamba2", _DIMS_OF_MAMBA2, given)
-    _check_kinds("mamba2", {"B": B, "C": C}, {"x": x}, "N")
+    check_given("mamba2", _DIMS_OF_MAMBA2, given, "x B C")
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2 or not dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"mamba2 expects dt_limit to be a smallest and a largest dt, got {dt_limit!r}")
     for name, parameter in (("A", A), ("dt_bias", dt_bias), ("D", D)) if isinstance(x, DTensor) else ():
@@ -235,23 +234,6 @@ _DIMS_OF_MAMBA2 = {
 }  # fmt: skip
 
 
-def _check_kinds(owner: str, keys: dict[str, torch.Tensor], values: dict[str, torch.Tensor], channels: str) -> None:
-    """Refuse tensors of several dtypes or integers, heads of values that keys do not divide, and keys of no channel."""
-    tensors = {**keys, **values}
-    (key, *_), (value,) = keys.values(), values.values()
-    if len({each.dtype for each in tensors.values()}) > 1 or not key.is_floating_point():
-        raise ValueError(f"{owner} expects {', '.join(tensors)} of one floating dtype, got {_shown(tensors)}")
-    if not key.size(2) or value.size(2) % key.size(2) or not key.size(3):
-        raise ValueError(
-            f"{owner} expects heads of {', '.join(values)} to be a multiple of groups of {' and '.join(keys)}, and at "
-            f"least one channel ({channels}); got {_shown(tensors)}"
-        )
-
-
-def _shown(tensors: dict[str, torch.Tensor]) -> str:
-    return ", ".join([f"{name} {each.dtype} {tuple(each.shape)}" for name, each in tensors.items()])
-
-
 def _divided_as(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return q or k, its heads repeated to those of v if v's are sharded over ranks that do not divide them."""
     if not isinstance(x, DTensor) or not isinstance(v, DTensor):
@@ -270,8 +252,7 @@ def _recurrence(
 ) -> Result:  # fmt: skip
     if owner in _DIMS:  # mamba2 has checked arguments of other names
         given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial}
-        check_dims(owner, _DIMS[owner], given)
-        _check_kinds(owner, {"q": q, "k": k}, {"v": v}, "K")
+        check_given(owner, _DIMS[owner], given, "q k v")
     if method not in ("auto", *METHODS):
         raise ValueError(f"{owner} expects method to be one of {('auto', *METHODS)}, got {method!r}")
     if isinstance(v, DTensor) and (initial is not None or returns_state):
@@ -279,8 +260,5 @@ def _recurrence(
     factor = None if scale is None else softmax_scale(q.size(-1), scale)
     operation = LinearRecurrence, (factor, bool(normalizes), bool(returns_state), method)
     q, k = _divided_as(v, q), _divided_as(v, k)
-    out, final = layer(
-        owner, [v, q, k, g, beta, initial], ["BTHV", "BTHK", "BTHK", "BTHK", "BTH", "BHKV"], operation, mesh, layout,
-        cu_seqlens, seq_len,
-    )  # fmt: skip
+    out, final = layer(owner, [v, q, k, g, beta, initial], operation, mesh, layout, cu_seqlens, seq_len)
     return out if final is None else (out, final)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -12,7 +12,7 @@ from operator import mul
 from typing import ClassVar, NamedTuple
 
 from cp_dtensor.spec.cache import lru_cached
-from cp_dtensor.spec.layouts import CachedHash, Layout, Span
+from cp_dtensor.spec.layouts import CachedHash, Layout, Segment, Span
 
 Edges = tuple[int, ...]
 """Ascending positions where documents begin and end; () for one document."""
@@ -39,6 +39,10 @@ class SequenceLayout(CachedHash):
         start = self.edges[index - 1] if index else 0
         return start, self.edges[index] if index < len(self.edges) else max(self.seq_len, start)
 
+    def segments(self, rank: int) -> Sequence[Segment]:
+        """Return the positions of a rank, in local order."""
+        return self.layout.segments(self.seq_len, rank, self.world_size, self.group)
+
     def runs(self, rank: int) -> list[Span]:
         """Return the longest ranges of consecutive positions of a rank, in local order.
 
@@ -49,7 +53,7 @@ class SequenceLayout(CachedHash):
         [[(0, 2), (6, 8)], [(2, 6)]]
         """
         found: list[Span] = []
-        for segment in self.layout.segments(self.seq_len, rank, self.world_size, self.group):
+        for segment in self.segments(rank):
             for start, stop in segment.spans():
                 if found and found[-1][1] == start:
                     found[-1] = found[-1][0], stop

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor.api.extension import Mesh, cast_by_autocast, check_tensors, checked_length, parts_of
-from cp_dtensor.layers.arguments import check_dims, checked_number, layer, moved_rows, runs_of_rank
+from cp_dtensor.layers.arguments import check_given, checked_number, layer, moved_rows, refuse_dtensors, runs_of_rank
 from cp_dtensor.layers.layer import AffineScan, CausalConv1d
 from cp_dtensor.layers.rows import Halo, Relayout, Shift
 from cp_dtensor.spec.layouts import Layout
@@ -146,24 +146,17 @@ def causal_conv1d(
 
     Source: Mamba (arXiv 2312.00752), section 3.4; Qwen3-Next and LFM2 have it too.
     """
-    check_dims("causal_conv1d", _DIMS_OF_CONVOLUTION, {"x": x, "weight": weight, "bias": bias})
-    if 0 in weight.shape:
-        raise ValueError(f"causal_conv1d expects a weight of at least one channel and width, got {tuple(weight.shape)}")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"causal_conv1d expects activation to be one of {_ACTIVATIONS}, got {activation!r}")
     x, weight = cast_by_autocast(x, weight)
     bias = bias if bias is None else cast_by_autocast(bias)[0]
-    dtypes = [each.dtype for each in (x, weight, bias) if each is not None]
-    if len({*dtypes}) > 1:
-        raise ValueError(f"causal_conv1d expects x, weight and bias of one dtype, got {', '.join(map(str, dtypes))}")
-    return layer(
-        "causal_conv1d", [x, weight, bias], ["BTC", "CK", "C"], (CausalConv1d, (activation,)), mesh, layout, cu_seqlens,
-        seq_len,
-    )[0]  # fmt: skip
+    dims = {"x": "batch tokens channels", "weight": "channels width", "bias": "?channels"}
+    check_given("causal_conv1d", dims, {"x": x, "weight": weight, "bias": bias}, "x weight bias")
+    operation = CausalConv1d, (activation,)
+    return layer("causal_conv1d", [x, weight, bias], operation, mesh, layout, cu_seqlens, seq_len)[0]
 
 
 _ACTIVATIONS = (None, "silu", "swish")
-_DIMS_OF_CONVOLUTION = {"x": "batch tokens channels", "weight": "channels width", "bias": "?channels"}
 
 
 def local_runs(
@@ -232,16 +225,14 @@ def affine_scan(
             "affine_scan expects state (runs, ..., K, V), and transition (runs, ..., K, K), (runs, ..., K) or "
             f"(runs, ...); got transition {tuple(transition.shape)}, state {tuple(state.shape)}"
         )
+    refuse_dtensors("affine_scan", tensors)
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"affine_scan expects {name} to be a plain tensor, got a DTensor")
         if tensor.dtype != state.dtype:
             raise ValueError(f"affine_scan expects one dtype, got {name} {tensor.dtype}, state {state.dtype}")
     if initial_state is not None and initial_state.shape[1:] != state.shape[1:]:
         raise ValueError(f"affine_scan expects initial_state (documents, ..., K, V), got {tuple(initial_state.shape)}")
     checked_length(seq_len)
-    out, final = layer(
-        "affine_scan", [state, transition, initial_state], ["", "", ""],
-        (AffineScan, (bool(output_final_state),)), mesh, layout, cu_seqlens, seq_len,
-    )  # fmt: skip
+    operation = AffineScan, (bool(output_final_state),)
+    given = [state, transition, initial_state]
+    out, final = layer("affine_scan", given, operation, mesh, layout, cu_seqlens, seq_len)
     return out if final is None else (out, final)

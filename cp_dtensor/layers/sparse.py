@@ -13,17 +13,18 @@ from cp_dtensor.api.extension import (
     Mesh,
     cast_by_autocast,
     check_latents,
+    check_tensors,
     checked_bools,
     checked_mask,
     parts_of,
     softmax_scale,
 )
-from cp_dtensor.layers.arguments import check_dims, checked_number, layer
+from cp_dtensor.layers.arguments import check_given, checked_number, layer, refuse_dtensors
 from cp_dtensor.layers.blocks import PooledAttention
 from cp_dtensor.layers.chosen import BlockAttention, IndexedAttention
 from cp_dtensor.layers.indexer import SelectKeys
 from cp_dtensor.layers.indexer_loss import IndexerLoss, PooledIndexerLoss
-from cp_dtensor.layers.pooled import eager, refuse_dtensors
+from cp_dtensor.layers.pooled import eager
 from cp_dtensor.spec.layouts import Layout
 from cp_dtensor.spec.masks import Mask
 
@@ -72,9 +73,8 @@ def select_keys(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
     """
     topk = checked_number("select_keys", "topk", topk, least=1)
-    place = mesh, is_causal, mask, layout, seq_len
-    check_dims("select_keys", _DIMS, {"q_index": q_index, "k_index": k_index, "weights": weights})
-    return _selected("select_keys", q_index, k_index, weights, (topk, 1, 0), *place)
+    check_tensors("select_keys", weights=weights)
+    return _selected("select_keys", q_index, k_index, weights, (topk, 1, 0), mesh, is_causal, mask, layout, seq_len)
 
 
 def indexer_loss(
@@ -124,25 +124,13 @@ def indexer_loss(
     owner = "indexer_loss"
     q_index, k_index = cast_by_autocast(q_index, k_index)
     q, k = cast_by_autocast(q, k)
-    given = {"q_index": q_index, "k_index": k_index, "weights": weights}
-    check_dims(owner, _DIMS, given)
-    _check_index(owner, q_index, k_index, weights)
-    check_dims(owner, _DIMS_OF_TARGET, {"q": q, "k": k, "indices": indices})
-    fits = (q.size(0), q.size(2)) == q_index.shape[:2] and k.size(1) and q.size(1) % k.size(1) == 0
-    if not fits or q.dtype != k.dtype or not q.is_floating_point():
-        raise ValueError(
-            f"{owner} expects q of the batch and the tokens of q_index, {tuple(q_index.shape[:2])}, with a multiple of "
-            f"the heads of k, both of one floating dtype; got q {q.dtype} {tuple(q.shape)}, k {k.dtype} "
-            f"{tuple(k.shape)}"
-        )
-    _check_indices(owner, "indices", indices, None)
+    given = {"q_index": q_index, "k_index": k_index, "weights": weights, "q": q, "k": k, "indices": indices}
+    check_given(owner, _DIMS_OF_TARGET, given, "q_index k_index", "weights", "q k", integers="indices")
     checked_bools(is_causal=is_causal)
     _check_placements(owner, q_index, (0, 1))
     operation = IndexerLoss, (parts_of(checked_mask(mask, is_causal)), softmax_scale(q.size(3), float(scale)))
     tensors = [q_index, k_index, weights, q.detach().transpose(1, 2), k.detach().transpose(1, 2), indices]
-    edges = None if mask is None else (0,)
-    dims = ["BTHD", "BTE", "BTH", "BTJF", "BTGI", "BTK"]
-    return layer(owner, tensors, dims, operation, mesh, layout, edges, seq_len)[0]
+    return layer(owner, tensors, operation, mesh, layout, None if mask is None else (0,), seq_len)[0]
 
 
 @eager
@@ -180,23 +168,14 @@ def pooled_indexer_loss(
     size = checked_number(owner, "size", size, least=1)
     q_index, pooled_index = cast_by_autocast(q_index, pooled_index)
     q, pooled = cast_by_autocast(q, pooled)
-    index, target = {"q_index": q_index, "weights": weights, "pooled": pooled_index}, {"q": q, "pooled": pooled}
-    check_dims(owner, _DIMS_OF_POOLED, index)
-    _check_index(owner, q_index, pooled_index, weights)
-    check_dims(owner, _DIMS_OF_POOLED, {**target, "indices": indices})
-    refuse_dtensors(owner, {**index, **target, "indices": indices})
-    fits = (q.size(0), q.size(2)) == q_index.shape[:2] and pooled.size(1) == pooled_index.size(1)
-    if not fits or q.dtype != pooled.dtype or not q.is_floating_point():
-        raise ValueError(
-            f"{owner} expects q of the batch and the tokens of q_index, {tuple(q_index.shape[:2])}, and as many pooled "
-            f"keys as pooled index keys, {pooled_index.size(1)}, both of one floating dtype; got q {q.dtype} "
-            f"{tuple(q.shape)}, pooled {pooled.dtype} {tuple(pooled.shape)}"
-        )
-    _check_indices(owner, "indices", indices, None)
+    of_index = {"q_index": q_index, "weights": weights, "pooled_index": pooled_index}
+    given = {**of_index, "q": q, "pooled": pooled, "indices": indices}
+    one_dtype = "q_index pooled_index", "weights", "q pooled"
+    check_given(owner, _DIMS_OF_POOLED, given, *one_dtype, integers="indices")
+    refuse_dtensors(owner, given)
     tensors = [q_index, weights, q.detach().transpose(1, 2), indices, pooled_index, pooled.detach()]
     operation = PooledIndexerLoss, (size, softmax_scale(q.size(3), float(scale)))
-    dims = ["BTHD", "BTH", "BTJE", "BTK", "BND", "BNE"]
-    return layer(owner, tensors, dims, operation, mesh, layout, cu_seqlens, seq_len)[0]
+    return layer(owner, tensors, operation, mesh, layout, cu_seqlens, seq_len)[0]
 
 
 def indexed_attention(
@@ -248,8 +227,8 @@ def indexed_attention(
     owner = "indexed_attention"
     q, latent, k_rope, up = cast_by_autocast(q, latent, k_rope, up)
     check_latents(q, latent, k_rope, up)
-    check_dims(owner, _DIMS, {"q": q, "latent": latent, "k_rope": k_rope, "indices": indices, "sinks": sinks})
-    _check_indices(owner, "indices", indices, sinks)
+    given = {"q": q, "latent": latent, "k_rope": k_rope, "indices": indices, "sinks": sinks}
+    check_given(owner, _DIMS, given, "sinks", integers="indices")
     _check_placements(owner, q, (0, 1, 2))
     if q.size(1) % _parts_along(up, 0):
         raise ValueError(
@@ -257,10 +236,8 @@ def indexed_attention(
             "replicated"
         )
     factor = None if scale is None else softmax_scale(q.size(3), scale)
-    return layer(
-        owner, [q, latent, k_rope, indices, up.unflatten(0, (q.size(1), -1)), sinks],
-        ["BHTD", "BTR", "BTE", "BTK", "HNR", "H"], (IndexedAttention, (factor,)), mesh, layout, (0,), seq_len, dim=2,
-    )[0]  # fmt: skip
+    tensors = [q, latent, k_rope, indices, up.unflatten(0, (q.size(1), -1)), sinks]
+    return layer(owner, tensors, (IndexedAttention, (factor,)), mesh, layout, (0,), seq_len)[0]
 
 
 def select_blocks(
@@ -296,7 +273,6 @@ def select_blocks(
     owner = "select_blocks"
     topk, block_size = (checked_number(owner, *each, least=1) for each in (("topk", topk), ("block_size", block_size)))
     numbers = topk, block_size, checked_number(owner, "local_blocks", local_blocks, least=0)
-    check_dims(owner, _DIMS, {"q_index": q_index, "k_index": k_index})
     return _selected(owner, q_index, k_index, None, numbers, mesh, is_causal, mask, layout, seq_len)
 
 
@@ -305,14 +281,14 @@ def _selected(
     mesh: Mesh | None, is_causal: bool, mask: Mask | None, layout: Layout | None, seq_len: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the result of `SelectKeys`; `numbers` are its topk, block_size and local_blocks."""
-    _check_index(owner, q, k, weights)
+    given = {"q_index": q, "k_index": k, "weights": weights}
+    check_given(owner, {**_DIMS, "weights": "?batch tokens index_heads"}, given, "q_index k_index", "weights")
     checked_bools(is_causal=is_causal)
     _check_placements(owner, q, (0, 1, 2) if weights is None else (0, 1))
     topk, block_size, local_blocks = numbers
     operation = SelectKeys, (topk, parts_of(checked_mask(mask, is_causal)), block_size, local_blocks)
     tensors = [q.detach(), k.detach(), None if weights is None else weights.detach()]
-    edges = None if mask is None else (0,)
-    return layer(owner, tensors, ["BTHD", "BTE", "BTH"], operation, mesh, layout, edges, seq_len)[0]
+    return layer(owner, tensors, operation, mesh, layout, None if mask is None else (0,), seq_len)[0]
 
 
 def block_attention(
@@ -353,25 +329,19 @@ def block_attention(
     block_size = checked_number(owner, "block_size", block_size, least=1)
     q, k, v = cast_by_autocast(q, k, v)
     given = {"q": q, "k": k, "v": v, "block_indices": block_indices, "sinks": sinks}
-    check_dims(owner, _DIMS, given)
-    _check_indices(owner, "block_indices", block_indices, sinks)
-    shown = f"got q {q.dtype} {tuple(q.shape)}, k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}"
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or not q.is_floating_point() or 0 in (*q.shape[1::2], v.size(3)):
-        raise ValueError(f"{owner} expects q, k and v of one floating dtype, with at least one head and dim; {shown}")
+    check_given(owner, _DIMS, given, "q k v", "sinks", integers="block_indices")
     parts = _parts_along(q, 1)
-    if not k.size(1) or q.size(1) % k.size(1) or k.size(1) % parts:
+    if k.size(1) % parts:
         raise ValueError(
-            f"{owner} expects heads of q to be a multiple of those of k, and these of the {parts} ranks over which "
-            f"they are sharded; {shown}"
+            f"{owner} expects heads of k to be a multiple of the {parts} ranks over which those of q are sharded, got "
+            f"{k.size(1)}"
         )
     checked_bools(is_causal=is_causal)
     _check_placements(owner, q, (0, 1, 2))
     factor = None if scale is None else softmax_scale(q.size(3), scale)
     operation = BlockAttention, (block_size, parts_of(checked_mask(mask, is_causal)), factor)
-    return layer(
-        owner, [q, k.transpose(1, 2), v.transpose(1, 2), block_indices, sinks], ["BHTD", "BTHE", "BTHF", "BTHN", "H"],
-        operation, mesh, layout, None if mask is None else (0,), seq_len, dim=2,
-    )[0]  # fmt: skip
+    tensors = [q, k.transpose(1, 2), v.transpose(1, 2), block_indices, sinks]
+    return layer(owner, tensors, operation, mesh, layout, None if mask is None else (0,), seq_len)[0]
 
 
 @eager
@@ -419,50 +389,24 @@ def pooled_attention(
     size, window = (checked_number(owner, *each, least=1) for each in (("size", size), ("window", window)))
     q, kv, pooled = cast_by_autocast(q, kv, pooled)
     given = {"q": q, "kv": kv, "pooled": pooled, "indices": indices, "sinks": sinks}
-    check_dims(owner, _DIMS_OF_POOLED, given)
+    check_given(owner, _DIMS_OF_POOLED, given, "q kv pooled", "sinks", integers="indices")
     refuse_dtensors(owner, given)
-    if len({q.dtype, kv.dtype, pooled.dtype}) > 1 or not q.is_floating_point():
-        raise ValueError(
-            f"{owner} expects q, kv and pooled of one floating dtype, got {q.dtype}, {kv.dtype} and {pooled.dtype}"
-        )
-    _check_indices(owner, "indices", indices, sinks)
-    factor = None if scale is None else softmax_scale(q.size(3), scale)
-    return layer(
-        owner, [q, kv, indices, pooled, sinks], ["BHTD", "BTD", "BTK", "BND", "H"],
-        (PooledAttention, (size, window, factor)), mesh, layout, cu_seqlens, seq_len, dim=2,
-    )[0]  # fmt: skip
+    operation = PooledAttention, (size, window, None if scale is None else softmax_scale(q.size(3), scale))
+    return layer(owner, [q, kv, indices, pooled, sinks], operation, mesh, layout, cu_seqlens, seq_len)[0]
 
 
 _DIMS = {
-    "q_index": "batch tokens heads dims", "k_index": "batch tokens dims", "weights": "batch tokens heads",
+    "q_index": "batch tokens index_heads index_dims", "k_index": "batch tokens index_dims",
+    "weights": "batch tokens index_heads",
     "q": "batch heads tokens dims", "latent": "batch tokens R", "k_rope": "batch tokens Dr",
     "indices": "batch tokens keys", "sinks": "?heads", "k": "batch groups tokens dims", "v": "batch groups tokens Dv",
-    "block_indices": "batch tokens groups blocks",
+    "block_indices": "batch tokens groups chosen",
 }  # fmt: skip
 _DIMS_OF_TARGET = {**_DIMS, "indices": "?batch tokens keys"}
-_DIMS_OF_POOLED = {**_DIMS_OF_TARGET, "kv": "batch tokens dims", "pooled": "batch blocks dims"}
-
-
-def _check_index(owner: str, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor | None) -> None:
-    """Refuse dtypes and sizes of no indexer."""
-    floating = q if weights is None else weights
-    if q.dtype != k.dtype or not (q.is_floating_point() and floating.is_floating_point()) or 0 in q.shape[2:]:
-        raise ValueError(
-            f"{owner} expects q_index and k_index of one floating dtype, at least one head and dim, and floating "
-            f"weights; got q_index {q.dtype} {tuple(q.shape)}, k_index {k.dtype}"
-            + ("" if weights is None else f", weights {weights.dtype}")
-        )
-
-
-def _check_indices(owner: str, name: str, numbers: torch.Tensor | None, sinks: torch.Tensor | None) -> None:
-    """Refuse numbers of keys that are no integers or none at all, and sinks that are integers."""
-    if numbers is not None and (numbers.dtype not in (torch.int32, torch.int64) or not numbers.size(-1)):
-        raise ValueError(
-            f"{owner} expects {name} of int32 or int64 and at least one of each query, got {numbers.dtype} "
-            f"{tuple(numbers.shape)}"
-        )
-    if sinks is not None and not sinks.is_floating_point():
-        raise ValueError(f"{owner} expects sinks of a floating dtype, got {sinks.dtype}")
+_DIMS_OF_POOLED = {
+    **_DIMS_OF_TARGET, "pooled_index": "batch blocks index_dims", "kv": "batch tokens dims",
+    "pooled": "batch blocks dims",
+}  # fmt: skip
 
 
 def _parts_along(x: torch.Tensor, dim: int) -> int:

@@ -23,6 +23,7 @@ from cp_dtensor import (
     select_keys,
 )
 from cp_dtensor.layers import block_kernels, chosen_kernels, cudnn_indexer
+from cp_dtensor.layers.chosen_reference import Chosen
 from cp_dtensor.layers.cudnn_indexer import _scores_error, _top_k_error
 
 one_setting_of_autotuners()  # before the package is imported
@@ -250,9 +251,9 @@ def test_random_rows_of_a_long_sequence(two_gpus: Processes) -> None:
 @needs_cudnn
 def test_deterministic_gradients_are_left_to_torch_operations() -> None:
     q = torch.zeros(1, 16, 1, 576, device="cuda", dtype=torch.bfloat16)
-    index = torch.zeros(1, 1, 1, 4, device="cuda", dtype=torch.int32)
+    rows, index = torch.zeros_like(q), torch.zeros(1, 1, 1, 4, device="cuda", dtype=torch.int32)
     torch.use_deterministic_algorithms(True)
     try:
-        assert not chosen_kernels._serves("backward", q, index, None, 512)
+        assert not chosen_kernels.serves("backward", q, Chosen(rows, index, None, 512, 1.0))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -21,7 +21,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cp_dtensor import Causal, Contiguous, HeadTail
+from cp_dtensor import Causal, Contiguous
 from cp_dtensor.integrations import torchtitan
 from cp_dtensor.integrations.torch_experimental import redirect_imports
 
@@ -261,8 +261,8 @@ def test_layouts_of_permutations() -> None:
         return metadata.layout
 
     assert layout(None) == Contiguous()
-    assert layout(torch.tensor([HEAD_TAIL])) == HeadTail()
-    assert layout(torch.tensor([OTHER])).only_length == TOKENS
+    for order in (HEAD_TAIL, OTHER):
+        assert layout(torch.tensor([order])).only_length == TOKENS
     for wrong in (torch.tensor(HEAD_TAIL), torch.tensor([HEAD_TAIL] * 2), torch.tensor([[1, 0, 2]])):
         with pytest.raises(ValueError, match=r"expected permutation of shape \(1, tokens\)"):
             layout(wrong)

@@ -183,14 +183,14 @@ def _loss(**changed: Any) -> Callable[[Any], object]:
 
 
 BAD = [
-    (r"k_index \(batch, tokens, dims\), where .*; got \(1, 3, 3\)", _loss(k_index=GIVEN[2])),
+    (r"k_index \(batch, tokens, index_dims\), where .*; got \(1, 3, 3\)", _loss(k_index=GIVEN[2])),
     ("got q_index torch.float64 .*, k_index torch.float32", _loss(k_index=GIVEN[1].float())),
-    (r"the tokens of q_index, \(1, 3\), .*; got q torch.float64 \(1, 4, 2, 3\)",
+    (r"q \(batch, heads, tokens, dims\), where batch 1, tokens 3, .*; got \(1, 4, 2, 3\)",
      _loss(q=Q[:, :2].transpose(1, 2), k=KEYS[:, :2].transpose(1, 2), indices=CHOSEN[:, :2])),
-    (r"multiple of the heads of k, .*; got q torch.float64 \(1, 3, 3, 3\)", _loss(q=Q[:, :, :3].transpose(1, 2))),
+    (r"a multiple of the 2 groups as heads; got .* q .* \(1, 3, 3, 3\)", _loss(q=Q[:, :, :3].transpose(1, 2))),
     ("k torch.float32", _loss(k=KEYS.float().transpose(1, 2))),
     (r"k \(batch, groups, tokens, dims\), where .*; got \(1, 2, 3, 2\)", _loss(k=KEYS[..., :2].transpose(1, 2))),
-    ("indices of int32 or int64 .*, got torch.float32", _loss(indices=CHOSEN.float())),
+    ("indices of int32 or int64; got .* indices torch.float32", _loss(indices=CHOSEN.float())),
     ("indices from -1 to the last of 6 tokens, got .* to 6", _loss(indices=torch.full_like(CHOSEN, 6))),
     ("expected a finite scale, got nan", _loss(scale=float("nan"))),
     ("NoneType", _loss(scale=None)),

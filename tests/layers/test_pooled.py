@@ -335,23 +335,23 @@ def _loss(**changed: Any) -> Callable[[Any], object]:
 
 
 BAD = [
-    ("as many pooled keys as pooled index keys, 1, .*", _loss(pooled=X[:, :2])),
-    (r"the tokens of q_index, \(1, 3\), .*; got q torch.float64 \(1, 2, 2, 4\)", _loss(q=Q[:, :, :2])),
-    ("one floating dtype; got q torch.float64 .*, pooled torch.float32", _loss(pooled=X[:, :1].float())),
+    (r"pooled \(batch, blocks, dims\), where .* blocks 1, .*; got \(1, 2, 4\)", _loss(pooled=X[:, :2])),
+    (r"q \(batch, heads, tokens, dims\), where batch 1, tokens 3, .*; got \(1, 2, 2, 4\)", _loss(q=Q[:, :, :2])),
+    ("q, pooled of one floating dtype; got .* q torch.float64 .*, pooled .*32", _loss(pooled=X[:, :1].float())),
     ("expected a finite scale", _loss(scale=float("inf"))),
     ("size to be an integer >= 1, got 0", _pool(size=0)),
     (r"gate \(batch, tokens, channels\), where .*; got \(1, 3, 2\)", _pool(X, X[..., :2])),
-    ("x and gate of one floating dtype, .*; got x torch.float64, gate torch.float32", _pool(X, X.float())),
-    (r"a floating bias of 2 rows; got .* bias torch.float64 \(3, 4\)", _pool(X, X, X[0])),
-    ("bias torch.float64", _pool(X, None, X[0, :2])),
+    ("x, gate of one floating dtype; got x torch.float64 .*, gate torch.float32", _pool(X, X.float())),
+    (r"a bias of 2 rows, with a gate only; got \(3, 4\)", _pool(X, X, X[0])),
+    ("a bias of 2 rows, with a gate only", _pool(X, None, X[0, :2])),
     ("with overlap expects a gate, and 2 D channels; got x", _pool(overlap=True)),
     ("window to be an integer >= 1, got 0", _attend(window=0)),
     (r"kv \(batch, tokens, dims\), where .*; got \(1, 2, 4\)", _attend(kv=X[:, :2])),
-    ("one floating dtype, got torch.float64, torch.float64 and torch.float32", _attend(pooled=X[:, :1].float())),
-    ("indices of int32 or int64 .*, got torch.float64", _attend(indices=X)),
-    ("sinks of a floating dtype, got torch.int64", _attend(sinks=torch.ones(2).long())),
+    ("q, kv, pooled of one floating dtype; got .*, pooled torch.float32", _attend(pooled=X[:, :1].float())),
+    ("indices of int32 or int64; got .* indices torch.float64", _attend(indices=X)),
+    ("sinks of one floating dtype; got .* sinks torch.int64", _attend(sinks=torch.ones(2).long())),
     ("topk to be an integer >= 1, got 0", _select(topk=0)),
-    ("one floating dtype, and floating weights; got .* torch.int64", _select(weights=X[..., :2].long())),
+    ("weights of one floating dtype; got .* torch.int64", _select(weights=X[..., :2].long())),
 ]  # fmt: skip
 
 

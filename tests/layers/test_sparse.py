@@ -316,7 +316,7 @@ def test_dtensors() -> None:
         got = block_attention(*heads, sinks=distribute_tensor(logits, mesh, [Replicate(), Shard(0)]), **of_blocks)
         equal(got.full_tensor().transpose(1, 2), dense_blocks(numbers, 2, seen, *blocks, logits))  # type: ignore[attr-defined]
         one = distribute_tensor(blocks[1].transpose(1, 2)[:, :1], mesh, [Shard(2), Replicate()])
-        with pytest.raises(ValueError, match="these of the 2 ranks over which they are sharded"):
+        with pytest.raises(ValueError, match="the 2 ranks over which those of q are sharded"):
             block_attention(heads[0], one, one, block_size=2, block_indices=of_blocks["block_indices"][:, :, :1])
         placed = [distribute_tensor(x, mesh, [Shard(1), Replicate()]) for x in index_tensors]
         assert torch.equal(select_keys(*placed, topk=3).full_tensor(), best)  # type: ignore[attr-defined]
@@ -393,13 +393,13 @@ def _blocks(**changed: Any) -> Callable[[Any], object]:
 
 
 BAD = [
-    (r"q_index \(batch, tokens, heads, dims\); got \(1, 3, 4\)", _select(q=K)),
-    (r"k_index \(batch, tokens, dims\), where batch 1, tokens 3, .*; got \(1, 3, 2\)", _select(k=W)),
+    (r"q_index \(batch, tokens, index_heads, index_dims\); got \(1, 3, 4\)", _select(q=K)),
+    (r"k_index \(batch, tokens, index_dims\), where batch 1, tokens 3, .*; got \(1, 3, 2\)", _select(k=W)),
     ("topk to be an integer >= 1, got 0", _select(topk=0)),
-    ("q_index and k_index of one floating dtype, .* got q_index torch.float64 .*, k_index torch.float32",
+    ("q_index, k_index of one floating dtype; got q_index torch.float64 .*, k_index torch.float32",
      _select(k=K.float())),
-    ("floating weights; got .*, weights torch.int64", _select(weights=W.long())),
-    (r"at least one head and dim, .* got q_index torch.float64 \(1, 3, 0, 4\)",
+    ("weights of one floating dtype; got .*, weights torch.int64", _select(weights=W.long())),
+    (r"at least one of index_heads; got q_index torch.float64 \(1, 3, 0, 4\)",
      _select(q=Q[:, :, :0], weights=W[..., :0])),
     ("expected is_causal to be True or False, got 1", _select(is_causal=1)),
     ("expected mask to be a Mask such as .*, got Tensor", _select(mask=W)),
@@ -409,12 +409,12 @@ BAD = [
     ("got tensors on cpu and meta", _select(k=K.to("meta"))),
     ("indices to be a torch.Tensor, got list", _attend(indices=[0])),
     (r"indices \(batch, tokens, keys\), where .*; got \(1, 2, 2\)", _attend(indices=INDICES[:, :2])),
-    (r"indices of int32 or int64 .*, got torch.float32 \(1, 3, 2\)", _attend(indices=INDICES.float())),
-    (r"at least one of each query, got torch.int32 \(1, 3, 0\)", _attend(indices=INDICES[..., :0])),
+    (r"indices of int32 or int64; got .* indices torch.float32 \(1, 3, 2\)", _attend(indices=INDICES.float())),
+    (r"at least one of keys; got .* indices torch.int32 \(1, 3, 0\)", _attend(indices=INDICES[..., :0])),
     ("indices from -1 to the last of 6 tokens, got .* to 6", _attend(indices=torch.full_like(INDICES, 6))),
     ("indices from -1 to the last of 6 tokens, got -2 to", _attend(indices=torch.full_like(INDICES, -2))),
     (r"sinks \(heads\), where .* heads 2, .*; got \(3,\)", _attend(sinks=torch.ones(3))),
-    ("sinks of a floating dtype, got torch.int64", _attend(sinks=torch.ones(2).long())),
+    ("sinks of one floating dtype; got .* sinks torch.int64", _attend(sinks=torch.ones(2).long())),
     ("expected one dtype for q, latent, k_rope and up; got", _attend(latent=TOKENS[1].float())),
     (r"latent \(batch, tokens, R\), where .*; got \(1, 2, 5\)",
      _attend(latent=TOKENS[1][:, :2], k_rope=TOKENS[2][:, :2])),
@@ -422,13 +422,13 @@ BAD = [
     ("block_size to be an integer >= 1, got 0", lambda mesh: select_blocks(Q, K, block_size=0, topk=1, mesh=mesh)),
     ("local_blocks to be an integer >= 0, got -1",
      lambda mesh: select_blocks(Q, K, block_size=1, topk=1, local_blocks=-1, mesh=mesh)),
-    ("one floating dtype, at least one head",
+    ("q_index, k_index of one floating dtype",
      lambda mesh: select_blocks(Q, K.half(), block_size=1, topk=1, mesh=mesh)),
-    (r"block_indices \(batch, tokens, groups, blocks\), where .*", _blocks(block_indices=INDICES)),
+    (r"block_indices \(batch, tokens, groups, chosen\), where .*", _blocks(block_indices=INDICES)),
     ("block_indices of int32 or int64", _blocks(block_indices=normal(1, 3, 2, 4))),
     ("from -1 to the last of 3 blocks, got 3 to 3", _blocks(block_indices=torch.full((1, 3, 2, 1), 3))),
-    ("heads of q to be a multiple of those of k", _blocks(q=normal(1, 3, 3, 3))),
-    ("one floating dtype, with at least one head", _blocks(v=normal(1, 2, 3, 5).half())),
+    ("a multiple of the 2 groups as heads; got q", _blocks(q=normal(1, 3, 3, 3))),
+    ("q, k, v of one floating dtype", _blocks(v=normal(1, 2, 3, 5).half())),
 ]  # fmt: skip
 
 

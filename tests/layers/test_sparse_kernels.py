@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,8 +32,8 @@ from cp_dtensor import (
     select_pooled,
 )
 from cp_dtensor.layers import block_kernels, chosen, chosen_kernels, cudnn_indexer
-from cp_dtensor.layers.chosen_reference import attend_chosen_reference, chosen_gradients_reference
-from cp_dtensor.layers.masked import largest_seen
+from cp_dtensor.layers.chosen_reference import Chosen, attend_chosen_reference, chosen_gradients_reference
+from cp_dtensor.layers.masked import Queries, largest_seen
 from cp_dtensor.layers.package_kernels import PackageKernels
 
 INFINITY = float("inf")
@@ -49,8 +49,8 @@ def flash_mla(factor: float = 1.0) -> Any:
         check_shapes(q, kv.squeeze(1), indices.squeeze(1))
         assert use_legacy
         out, lse = attend_chosen_reference(
-            q.transpose(0, 1)[None], kv[None], indices[None], attn_sink, d_v, sm_scale
-        )  # fmt: skip
+            q.transpose(0, 1)[None], Chosen(kv[None], indices[None], attn_sink, d_v, sm_scale)
+        )
         return out[0].transpose(0, 1).contiguous() * factor, lse, lse[0].T.masked_fill(lse[0].T == -INFINITY, INFINITY)
 
     return SimpleNamespace(flash_mla_sparse_fwd=flash_mla_sparse_fwd)
@@ -75,10 +75,9 @@ def cudnn() -> Any:
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         check_shapes(q, kv, topk_idxs)
         assert all(x.is_contiguous() for x in (out, dout, lse))
-        dq, d_rows, d_sink = chosen_gradients_reference(
-            dout.transpose(0, 1)[None], q.transpose(0, 1)[None], kv[None, :, None], topk_idxs[None, :, None],
-            attn_sink, out.transpose(0, 1)[None], lse.T[None], softmax_scale,
-        )  # fmt: skip
+        chosen = Chosen(kv[None, :, None], topk_idxs[None, :, None], attn_sink, out.size(2), softmax_scale)
+        of_queries = [x.transpose(0, 1)[None] for x in (dout, q, out)]
+        dq, d_rows, d_sink = chosen_gradients_reference(*of_queries, lse.T[None], chosen)
         assert d_sink is not None
         return {"dq": dq[0].transpose(0, 1).contiguous(), "dkv": d_rows[0, :, 0], "d_sink": d_sink}
 
@@ -115,17 +114,17 @@ def fla(factor: float = 1.0) -> Any:
         assert counts == blocks.size(3) == 1 << (counts - 1).bit_length()
         assert all(x.is_contiguous() for x in (q, k, v, blocks))
 
-    def seen_of(q: torch.Tensor) -> list[torch.Tensor]:
-        return [block_kernels._causal(torch.arange(q.size(1)))]
+    def chosen(k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, scale: float, size: int) -> Chosen:
+        positions = torch.arange(k.size(1))
+        seen = block_kernels._causal(positions)
+        queries = [Queries(positions, seen, seen)]
+        return Chosen(torch.cat((v, k), 3), blocks, None, v.size(3), scale, size, queries)
 
     def parallel_nsa_fwd(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, counts: int, size: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_call(q, k, v, blocks, counts)
-        padded = F.pad(q.transpose(1, 2), (v.size(3), 0))
-        out, lse = attend_chosen_reference(
-            padded, torch.cat((v, k), 3), blocks, None, v.size(3), scale, size, seen_of(q)
-        )  # fmt: skip
+        out, lse = attend_chosen_reference(q.transpose(1, 2), chosen(k, v, blocks, scale, size))
         out = out.masked_fill(lse.unsqueeze(3) == -INFINITY, float("nan"))
         return out.transpose(1, 2) * factor, lse.transpose(1, 2)
 
@@ -134,24 +133,22 @@ def fla(factor: float = 1.0) -> Any:
         blocks: torch.Tensor, counts: int, size: int, scale: float,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         check_call(q, k, v, blocks, counts)
-        padded = F.pad(q.transpose(1, 2), (v.size(3), 0))
-        dq, d_rows, _ = chosen_gradients_reference(
-            do.transpose(1, 2), padded, torch.cat((v, k), 3), blocks, None, o.transpose(1, 2), lse.transpose(1, 2),
-            scale, size, seen_of(q),
-        )  # fmt: skip
+        given = [x.transpose(1, 2) for x in (do, q, o, lse)]
+        dq, d_rows, _ = chosen_gradients_reference(*given, chosen(k, v, blocks, scale, size))
         dv, dk = d_rows.split((v.size(3), k.size(3)), 3)
-        return dq[..., v.size(3) :].transpose(1, 2) * factor, dk, dv
+        return dq.transpose(1, 2) * factor, dk, dv
 
     return SimpleNamespace(parallel_nsa_fwd=parallel_nsa_fwd, parallel_nsa_bwd=parallel_nsa_bwd)
 
 
 @contextmanager
-def kernels_used(**patches: Any) -> Iterator[None]:
-    """Pretends that packages serve attention."""
-    modules = {"forward": flash_mla(), "backward": cudnn(), **patches}
+def kernels_used(changed: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+    """Pretends that packages serve attention; `changed` are other modules by package."""
+    modules = {"sgl-flash-mla": flash_mla(), "nvidia-cudnn-frontend": cudnn(), "fla-core": fla(), **changed}
     with (
-        mock.patch.object(chosen_kernels, "_serves", return_value=True),
-        mock.patch.object(chosen_kernels, "_module", modules.__getitem__),
+        mock.patch.object(chosen_kernels, "serves", return_value=True),
+        mock.patch.object(block_kernels, "serves", return_value=True),
+        mock.patch.object(PackageKernels, "load", lambda self: modules[self.distribution]),
     ):
         yield
 
@@ -176,7 +173,8 @@ def test_padding_of_queries_and_keys(dims: tuple[int, int]) -> None:
     value_dim, dim = dims[0], sum(dims)
     q, rows, indices = normal(1, 64, 4, dim), normal(1, 9, 1, dim, seed=1), torch.zeros(1, 4, 1, 128, dtype=torch.int32)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    made = chosen_kernels._queries(q, value_dim), *chosen_kernels._keys(rows, indices, value_dim)
+    chosen = Chosen(rows, indices, None, value_dim, 1.0)
+    made = chosen_kernels._queries(q, value_dim), *chosen_kernels._keys(chosen)
     check_shapes(*made)
     is_same = [x.data_ptr() == y.data_ptr() for x, y in zip(made, (q, rows, indices), strict=True)]
     assert is_same == [value_dim == 512, value_dim == 512, True]
@@ -194,7 +192,7 @@ def test_first_use_of_attention(direction: str, has_sink: bool) -> None:
     wrong = cudnn()
     found = wrong.sparse_attention_backward_wrapper
     wrong.sparse_attention_backward_wrapper = lambda *x, **y: {**found(*x, **y), "dkv": found(*x, **y)["dkv"] * 1.1}
-    with kernels_used(forward=flash_mla(1.1), backward=wrong):
+    with kernels_used({"sgl-flash-mla": flash_mla(1.1), "nvidia-cudnn-frontend": wrong}):
         assert ("out" if direction == "forward" else "d_rows") in check()
 
 
@@ -215,10 +213,7 @@ def test_attention_over_blocks_by_kernels(with_sinks: bool) -> None:
         sinks = given[3] if with_sinks else torch.full((4,), -1e30, dtype=torch.float64)
         return dense_blocks(numbers, size, seen, *given[:3], sinks)
 
-    with (
-        mock.patch.object(block_kernels, "_serves", return_value=True),
-        mock.patch.object(block_kernels, "_module", fla),
-    ):
+    with kernels_used():
         check_layer(sequence, ours, reference, tokens, [normal(4, seed=4)] if with_sinks else [])
 
 
@@ -226,9 +221,9 @@ def test_attention_over_blocks_by_kernels(with_sinks: bool) -> None:
 def test_first_use_of_attention_over_blocks(direction: str) -> None:
     check = partial(block_kernels._small_error, direction, torch.float64, 3, 8, 5, 16, 4, torch.device("cpu"))
     with mock.patch.object(block_kernels, "_CHECKED", 300):
-        with mock.patch.object(block_kernels, "_module", fla):
+        with kernels_used():
             assert check() == ""
-        with mock.patch.object(block_kernels, "_module", return_value=fla(1.1)):
+        with kernels_used({"fla-core": fla(1.1)}):
             assert ("out" if direction == "forward" else "dq") in check()
 
 
@@ -270,9 +265,9 @@ def selected(sequence: Sequence, given: list[torch.Tensor], topk: int, **options
 def indexer_used(serves_top_k: bool, step: int) -> Iterator[None]:
     """Pretends that the package serves indexers."""
     with (
+        kernels_used(),
         mock.patch.object(cudnn_indexer, "_serves", return_value=True),
         mock.patch.object(cudnn_indexer, "_top_k_serves", return_value=serves_top_k),
-        mock.patch.object(cudnn_indexer, "_module", cudnn),
         mock.patch.object(cudnn_indexer, "_BYTES", step),
         mock.patch.object(cudnn_indexer, "_FEWEST_QUERIES", 1),
         mock.patch.object(cudnn_indexer, "_FEWEST_COLUMNS", 8),
@@ -345,6 +340,6 @@ def test_first_use_of_the_indexer(changed: str) -> None:
         "scores": lambda: cudnn_indexer._scores_error(normal(1, 2, 4).bfloat16()),
         "keys": lambda: cudnn_indexer._top_k_error(20, 90, 30, torch.device("cpu")),
     }
-    with mock.patch.object(cudnn_indexer, "_module", return_value=module), mock.patch.object(cudnn_indexer, "_DIM", 4):
+    with kernels_used({"nvidia-cudnn-frontend": module}), mock.patch.object(cudnn_indexer, "_DIM", 4):
         assert (said["scores"]() == "") == (changed in ("", "keys"))
         assert (said["keys"]() == "") == (changed != "keys")
