@@ -43,7 +43,7 @@ Prints the best way for each number of ranks that share the sequence, all ways f
 why, what is busy when on the slowest rank, and what to paste. Bytes are those of the slowest rank, received or sent.
 """
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_TRANSPORTS = ("auto", "allgather", "alltoall", "symm_mem")
+_GPU = "H100"
 _WIDTH = 96
 """Characters of a line of the timeline, each a part of the time."""
 _SHADES = " ░▒▓█"
@@ -136,23 +136,19 @@ def spec_of(mask: Mask, layout: Layout, tokens: int, ranks: int, heads: Heads, b
 
 
 def ways(
-    cluster: Cluster, mask: Mask, tokens: int, heads: Heads, layouts: Sequence[str], batch: int = 1,
-    transports: Sequence[str] = _TRANSPORTS[:1],
-) -> list[Planned]:  # fmt: skip
-    """Return every way to compute a call on all ranks of a cluster, each once; those that "auto" prefers come first."""
-    found: dict[tuple[str, str, str], Planned] = {}
+    cluster: Cluster, mask: Mask, tokens: int, heads: Heads, layouts: Sequence[str], batch: int = 1
+) -> list[Planned]:
+    """Return every way to compute a call on all ranks of a cluster; in each layout those that "auto" prefers first."""
+    found = list[Planned]()
     for name in layouts:
         layout = layout_by_name(name, mask, tokens)
         spec = spec_of(mask, layout, tokens, cluster.ranks, heads, batch)
         of_layout = imbalance(layout, mask, tokens, cluster.ranks)
-        for transport in transports:
-            for method, each in estimates(spec, cluster, ROTATE_METHODS[transport], one_axis=True).items():
-                is_flat = not method.startswith(SPLIT)
-                label = method.replace(SPLIT + "ring", "nested ring").replace(SPLIT, "")
-                links = cluster.flat if is_flat else cluster
-                planned = Planned(cluster.ranks, name, label, each, links, of_layout)
-                found.setdefault((name, label, each.transport), planned)
-    return list(found.values())
+        for method, each in estimates(spec, cluster, ROTATE_METHODS["auto"], one_axis=True).items():
+            label = method.replace(SPLIT + "ring", "nested ring").replace(SPLIT, "")
+            links = cluster if method.startswith(SPLIT) else cluster.flat
+            found.append(Planned(cluster.ranks, name, label, each, links, of_layout))
+    return found
 
 
 def chosen(found: Sequence[Planned], cluster: Cluster) -> Planned:
@@ -291,7 +287,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the plan of the command line."""
     parser = command_parser("plan", _DESCRIPTION)
     add = parser.add_argument
-    add("--gpu", default="H100", help=f"one of {', '.join(GPUS)}; default: H100")
+    add("--gpu", default=_GPU, help=f"one of {', '.join(GPUS)}; default: {_GPU}")
     add("--nodes", type=positive, default=1, help="default: 1")
     add("--pods", type=positive, default=1, help="of so many nodes each; default: 1")
     add("--gpus-per-node", type=positive, help="GPUs that NVLink connects; default: what is usual for the GPU")
@@ -304,7 +300,6 @@ def main(arguments: Sequence[str]) -> None:
     add("--heads", type=argument(Heads.parse), default=Heads(32, 8), metavar="Q:KV[:DIM]", help="default: 32:8:128")
     add("--mask", type=mask_argument, default="causal", metavar="MASK", help=f"{MASK_HELP}; default: causal")
     add("--layouts", nargs="+", help=f"of {', '.join(LAYOUTS)}; default: HeadTail, and Balanced for other masks")
-    add("--transports", nargs="+", choices=_TRANSPORTS, default=_TRANSPORTS[:1], help="of K/V in rings; default: auto")
     add("--degrees", nargs="+", type=positive, help="ranks that share the sequence; default: all that a mesh can have")
     add("-o", "--output", type=Path, metavar="FILE", help="picture of the timeline, such as plan.png")
     options = parser.parse_args(arguments)
@@ -323,7 +318,7 @@ def main(arguments: Sequence[str]) -> None:
                 f"expected --degrees that divide the GPUs, {sizes}, into neighbours; got {options.degrees}"
             )
         found = {
-            degree: ways(part, mask, options.seq_len, options.heads, layouts, options.batch, options.transports)
+            degree: ways(part, mask, options.seq_len, options.heads, layouts, options.batch)
             for degree, part in parts.items()
         }
     except (OSError, ValueError) as error:
@@ -353,22 +348,17 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _cluster(options: Any) -> Cluster:
+    network = {name: getattr(options, name) for name in ("nodes", "pods", "internode", "oversubscription")}
     if options.cluster is None:
-        return Cluster(
-            options.gpu, gpus_per_node=options.gpus_per_node, nodes=options.nodes, pods=options.pods,
-            internode=options.internode, oversubscription=options.oversubscription, packages=options.packages,
-        )  # fmt: skip
+        return Cluster(options.gpu, gpus_per_node=options.gpus_per_node, packages=options.packages, **network)
     measured = load_cluster(options.cluster)
     inner, *outer = measured.tiers
-    given = {"--gpus-per-node": options.gpus_per_node is not None, "--packages": options.packages}
+    usual: dict[str, object] = {"gpu": _GPU, "gpus_per_node": None, "packages": False}
     if outer:
-        of_network = {"nodes": 1, "pods": 1, "internode": NETWORK, "oversubscription": 1.0}
-        given |= {f"--{name}": getattr(options, name) != usual for name, usual in of_network.items()}
-    unread = ", ".join(name for name, is_given in given.items() if is_given)
+        usual |= {"nodes": 1, "pods": 1, "internode": NETWORK, "oversubscription": 1.0}
+    unread = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(options, name) != value]
     if unread:
-        raise ValueError(f"--cluster {options.cluster} has measured what {unread} would assume: leave it out")
-    network = Cluster(
-        "H100", nodes=options.nodes, pods=options.pods, internode=options.internode,
-        oversubscription=options.oversubscription,
-    )  # fmt: skip
-    return measured if outer else Cluster(measured.gpu, (inner, *network.tiers[1:]))
+        raise ValueError(
+            f"--cluster {options.cluster} has measured what {', '.join(unread)} would assume: leave it out"
+        )
+    return measured if outer else Cluster(measured.gpu, (inner, *Cluster(_GPU, **network).tiers[1:]))
