@@ -11,7 +11,7 @@ from typing import Any
 from cp_dtensor.tools.cases import PASSES, Heads
 from cp_dtensor.tools.command import cases_and_methods, measure_all, measuring_parser, parsed
 from cp_dtensor.tools.methods import OURS
-from cp_dtensor.tools.parsing import argument, positive, positive_number, probability
+from cp_dtensor.tools.parsing import argument, positive, positive_number
 from cp_dtensor.tools.report import ERROR, REFUSED, Row
 
 _DESCRIPTION = """\
@@ -29,7 +29,7 @@ Columns: median, 20th and 80th percentile (low, high) of the calls of the slowes
 TFLOP/s of a GPU: masked pairs do not count, backward counts as 2.5 times the operations of forward. percent_of_ideal:
 `ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks, by torch;
 `ideal-installed` by the kernels that this library chooses; the fastest counts. times_others: speedup over the fastest
-method that is neither ours nor ideal. predicted_ms: by the cost model of method="auto". host_us: the host's time to
+method that is neither ours nor ideal. host_us: the host's time to
 launch a call. mib: peak memory above inputs and grad_out, with results and symmetric memory (of a graph, when it is
 captured). kernels: those that take a tenth or more of a GPU's time. Errors are relative (Frobenius, over the whole
 tensors) to float64; error_ratio: the largest one, over that of `ideal`. A second word of a method is its layout
@@ -69,7 +69,6 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     about = "numbers, and dims if not 128: 16:16:192/128"
     add("--heads", type=argument(Heads.parse), nargs="+", metavar="Q:KV", help=about)
-    add("--dropout", type=probability, nargs="+", default=[0.0], metavar="P", help="each a table; results are random")
     add("--passes", choices=PASSES, nargs="+", default=PASSES)
     add("--backend", choices=("auto", *_BACKENDS), nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     add("--graph", action="store_true", help="measure ours under CUDA graph replay too")
@@ -85,9 +84,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     errors_only = {} if options.errors is None else _ERRORS if options.use_gpu else _ERRORS | _ERRORS_ON_CPUS
     options = parsed(parser, arguments, **of_nodes | small | errors_only)
     options.passes = [name for name in PASSES if name in options.passes]
-    options.cases = cases_and_methods(
-        parser, options, compiled=OURS, heads=options.heads, backend=options.backend, dropout=options.dropout
-    )  # fmt: skip
+    options.cases = cases_and_methods(parser, options, compiled=OURS, heads=options.heads, backend=options.backend)
     return options
 
 

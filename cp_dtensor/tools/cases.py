@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import BalancedBlocks, Layout, Mask, local_positions
+from cp_dtensor.attention.masked import seen_positions
 from cp_dtensor.plan.partition import BACKWARD_FLOPS
 from cp_dtensor.spec.masks import clipped_interval_sets
 from cp_dtensor.tools.parsing import layout_by_name, mask_by_name
@@ -79,15 +80,13 @@ class Case:
     """Name of a torch dtype."""
     backend: str = "auto"
     """Name of a `torch.nn.attention.SDPBackend`, or "auto"."""
-    dropout: float = 0.0
-    """Probability to drop a softmax weight. Results are random then, and have no errors."""
 
     def columns(self) -> dict[str, object]:
         """Return the case as columns of a row, named as in docs/benchmarks/measured.csv."""
         return {
             "tokens": self.seq_len, "mask": self.mask, "q_heads": self.heads.q, "kv_heads": self.heads.kv,
             "head_dim": "/".join(map(str, dict.fromkeys(self.heads.dims))), "batch": self.batch, "dtype": self.dtype,
-            "backend": self.backend, "dropout": self.dropout,
+            "backend": self.backend,
         }  # fmt: skip
 
     @property
@@ -95,7 +94,7 @@ class Case:
         """The case in words."""
         words = [f"{self.seq_len:,} tokens", f"{self.heads} heads", self.mask, self.dtype]
         words += [f"batch {self.batch}"] * (self.batch > 1) + [self.backend] * (self.backend != "auto")
-        return ", ".join(words + [f"dropout {self.dropout:g}"] * (self.dropout > 0))
+        return ", ".join(words)
 
     @property
     def mask_value(self) -> Mask:
@@ -146,10 +145,7 @@ class Case:
         interval_sets = clipped_interval_sets(self.mask_value, self.seq_len, self.seq_len)
         if len(interval_sets) > 1:
             raise ValueError(f"expected a mask with one interval of keys for each query, got {self.mask}")
-        spans = [(0, 0)] * self.seq_len
-        for band in itertools.chain(*interval_sets):
-            spans[band.first : band.last] = map(band.keys, range(band.first, band.last))
-        return torch.tensor(spans).T.contiguous()
+        return seen_positions(tuple(itertools.chain(*interval_sets)), torch.arange(self.seq_len))
 
 
 def grid(**options: Sequence[Any]) -> list[Case]:
@@ -188,10 +184,6 @@ class Inputs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     grad_out: torch.Tensor
-
-    def contiguous(self) -> Inputs:
-        """Return these numbers in (B, heads, S, D) memory."""
-        return Inputs(*(tensor.contiguous() for tensor in self))
 
 
 def head_of(case: Case, name: str, head: int, device: torch.device) -> torch.Tensor:
@@ -250,8 +242,6 @@ class Method:
     """The context of all calls."""
     shards: Callable[[Case, torch.device, list[torch.Tensor]], AbstractContextManager[object]] | None = None
     """The context of a training step, in which (B, S) tensors are this rank's shards, also after it."""
-    predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
-    """The time of a case and pass that the library's cost model predicts, on the slowest rank."""
     by_default: bool = True
     """True if the method is measured when no methods are named."""
     captured: bool = False

@@ -35,12 +35,13 @@ from cp_dtensor.attention.backends.select import (
 )
 from cp_dtensor.comm.groups import sequence_ranks
 from cp_dtensor.comm.links import cluster_of, link_speed
+from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
 from cp_dtensor.tools.measure import Suite
-from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
+from cp_dtensor.tools.methods import OURS, methods_by_name
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.plan import chosen, reasons, save_cluster, snippet, ways
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, links_of_nodes, start
@@ -208,8 +209,6 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
     mesh = init_device_mesh(device.torch_device.type, (size,), mesh_dim_names=("cp",))
     over_nodes = mesh_of_ranks(device.torch_device.type, size // hosts) if 1 < hosts < size else None
 
-    obstacle = partial(obstacle_to_shared_memory, device.torch_device)
-
     def each(findings: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
         """Make a check on every rank; of ranks other than 0 return what is not well, what several found once."""
         own, *others = ranks.together(lambda: list(findings()))
@@ -219,7 +218,9 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
         "GPU memory": lambda: each(memory),
         "GPU speed": lambda: speed(ranks.together(timings)),
         "NCCL": lambda: each(lambda: exchange(mesh.get_group(), device.torch_device, hosts)),
-        "symmetric memory": lambda: symmetric_memory(ranks.together(obstacle)[0], size, hosts),
+        "symmetric memory": lambda: symmetric_memory(
+            ranks.together(lambda: p2p_obstacle(mesh.get_group(), device.torch_device))[0], size, hosts
+        ),
     }
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": lambda: each(packages),

@@ -149,7 +149,6 @@ def number(kind: type[N], expected: str, fits: Callable[[N], bool]) -> Callable[
 
 positive = number(int, "a positive integer", lambda value: value > 0)
 positive_number = number(float, "a positive number", lambda value: 0 < value < math.inf)
-probability = number(float, "a probability from 0 to less than 1", lambda value: 0 <= value < 1)
 
 
 @argument

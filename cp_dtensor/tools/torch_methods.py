@@ -79,7 +79,7 @@ def sdpa(case: Case, device: torch.device) -> Attention:
             k, v = k.repeat_interleave(expanded, 1), v.repeat_interleave(expanded, 1)
         # The attribute is looked up at each call, since torch's context parallel replaces it.
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=case.dropout, is_causal=case.mask == "causal", enable_gqa=q.size(1) != k.size(1)
+            q, k, v, is_causal=case.mask == "causal", enable_gqa=q.size(1) != k.size(1)
         )
 
     return attention
@@ -114,7 +114,6 @@ def torch_context_parallel(case: Case, device: torch.device, buffers: list[torch
 def _ring_options(ring: str, case: Case, device: torch.device) -> Iterator[None]:
     """Set torch's rotation, load balance and kernels for a ring such as "allgather" or "alltoall FA4"."""
     require(case.is_plain, f"torch's context parallel of SDPA has no mask such as {case.mask}")
-    require(not case.dropout, "torch's context parallel of SDPA has no dropout")
     pieces = 2 * dist.get_world_size()
     require(case.seq_len % pieces == 0, f"the length is not a multiple of {pieces}")
     from torch.distributed.tensor.experimental import _attention
@@ -189,8 +188,7 @@ def compiled_flex(attention: Attention, device: torch.device) -> Attention:
 def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.Tensor:
     """Return the positions of this rank's part of the sequence as one of torch's load balancers rearranges it."""
     require(device.type != "cpu", _NO_BACKWARD)
-    fits = case.batch == 1 and case.mask != "full" and not case.dropout
-    require(fits, "the method is for masks of one batch row, without dropout")
+    require(case.batch == 1 and case.mask != "full", "the method is for masks of one batch row")
     aligned = case.seq_len % (BLOCK * dist.get_world_size()) == 0
     require(aligned, f"the length is not a multiple of {BLOCK} for each rank")
     indices = _balancer(layout.removeprefix("torch "), case, device)._generate_indices(restore=False)
@@ -263,7 +261,7 @@ def _gathered(x: torch.Tensor) -> Any:
 
 def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:
     """Return attention of (S, H, D) queries to (T, Hkv, D) keys and values, and the range of these keys."""
-    require(case.batch == 1 and not case.dropout, "the method is for one batch row, without dropout")
+    _require_one_row(case)
     ranks = dist.get_world_size()
     require(case.seq_len % ranks == 0, f"the length is not a multiple of {ranks}")
     documents, window = [(0, case.seq_len)], (-1, 0)  # keys before and after a query, -1 for all
@@ -323,7 +321,7 @@ def _titan_flex(blocks: Any) -> Attention:
 
 
 def _require_one_row(case: Case) -> None:
-    require(case.batch == 1 and not case.dropout, "the method is for one batch row, without dropout")
+    require(case.batch == 1, "the method is for one batch row")
 
 
 def _exchanged(x: torch.Tensor, to_heads: bool) -> torch.Tensor:

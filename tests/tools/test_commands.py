@@ -48,7 +48,6 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         ("bench --seq-lens 0", "expected a positive integer, got 0"),
         ("bench --seq-lens 64 --mask documents:0,96", "the documents of a mask end at 96"),
         ("bench --errors nan", "expected a positive number, got nan"),
-        ("bench --dropout 0 1", "expected a probability from 0 to less than 1, got 1"),
         ("train-bench --methods ours-fastest", "unknown method 'ours-fastest': expected some of ideal"),
         ("train-bench --methods ours-auto ideal", "--methods: ideal is attention alone, without a context for models"),
         ("train-bench --mask documents:0,96 --seq-lens 64", "the documents of a mask end at 96"),
