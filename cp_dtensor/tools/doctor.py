@@ -144,10 +144,7 @@ def main(arguments: Sequence[str]) -> None:
             print(json.dumps(rows, indent=1) if options.json else "\n".join(lines))
         return
     if rank is None:
-        problem = _run_on_this_host(arguments, gpus or _CPU_RANKS)
-        if isinstance(problem, Finding):
-            tell([problem])
-        sys.exit(problem is not None)
+        sys.exit(_run_on_this_host(arguments, gpus or _CPU_RANKS, tell))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // (options.nodes or 1)
     if 0 < gpus < local:
         text = f"{local} ranks on this host for {gpus} GPU{'s' * (gpus > 1)}: no two ranks can share one with NCCL"
@@ -169,10 +166,10 @@ def main(arguments: Sequence[str]) -> None:
     os._exit(status)  # an orderly exit would wait for collectives that failed
 
 
-def _run_on_this_host(arguments: Sequence[str], count: int) -> Finding | bool | None:
-    """Run the command on ranks of this host; return None, True if problems were printed, or how they ended.
+def _run_on_this_host(arguments: Sequence[str], count: int, tell: Callable[[list[Finding]], int]) -> bool:
+    """Run the command on ranks of this host; return True if there are problems.
 
-    Ranks are processes of their own, so that a crash or a hang is a finding as well.
+    Ranks are processes of their own, so that a crash or a hang is a finding as well, which is told here.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     processes = mp.spawn(_run_rank, (arguments, count, store.port), nprocs=count, join=False)
@@ -182,7 +179,7 @@ def _run_on_this_host(arguments: Sequence[str], count: int) -> Finding | bool | 
             if time.monotonic() > deadline:
                 hanging = [rank for rank, each in enumerate(processes.processes) if each.is_alive()]
                 raise TimeoutError(f"ranks {hanging} did not end within {_SECONDS} s")
-        return None
+        return False
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as ended:
         if ended.error_index == 0 and getattr(ended, "exit_code", 0) == _PROBLEMS:
             return True
@@ -191,7 +188,8 @@ def _run_on_this_host(arguments: Sequence[str], count: int) -> Finding | bool | 
         text = str(late)
         for each in processes.processes:
             each.kill()
-    return Finding("ranks", PROBLEM, text, _REMEDY)
+    tell([Finding("ranks", PROBLEM, text, _REMEDY)])
+    return True
 
 
 def _run_rank(rank: int, arguments: Sequence[str], count: int, port: int) -> None:

@@ -40,23 +40,27 @@ def torch_methods() -> list[Method]:
     Rings have torch's choice of kernels, or FlashAttention-4 in the place of its flash. The balancer PTRR balances
     blocks by the number of keys that they see.
     """
+
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
-    rings = {name: partial(_ring_options, name) for each in ("allgather", "alltoall") for name in (each, f"{each} FA4")}
     own: dict[str, Any] = {"shards": torch_context_parallel, "contiguous": True}
-    methods = [
-        Method(f"torch-{name}", context=context, by_default="FA4" not in name, **own) for name, context in rings.items()
+    rings = [
+        Method(f"torch-{name}", context=partial(_ring_options, name), by_default="FA4" not in name, **own)
+        for name in ("allgather", "allgather FA4", "alltoall", "alltoall FA4")
     ]
-    others: dict[str, tuple[Any, str]] = {
-        "llama3-varlen": (partial(varlen, False), "Contiguous"),
-        "torch-kv-allgather-flex": (lambda case, device: _kv_allgather_flex(case, device, dist.get_rank()), "HeadTail"),
-        "torch-ulysses-flex": (_ulysses_flex, "Contiguous"),
-        "torch-ulysses-varlen": (_ulysses_varlen, "Contiguous"),
-    }
-    methods += [Method(name, *each, by_default=False) for name, each in others.items()]
+
+    def kv_allgather_flex(case: Case, device: torch.device) -> Attention:
+        return _kv_allgather_flex(case, device, dist.get_rank())
+
     own = {"positions": _balanced_positions, "contiguous": True, "by_default": False}
-    balanced = {name: partial(_flex, name) for name in ("HeadTail", "PTRR")}
-    return methods + [Method(f"torch-flex {name}", flex, f"torch {name}", **own) for name, flex in balanced.items()]
+    return [
+        *rings,
+        Method("llama3-varlen", partial(varlen, False), "Contiguous", by_default=False),
+        Method("torch-kv-allgather-flex", kv_allgather_flex, by_default=False),
+        Method("torch-ulysses-flex", _ulysses_flex, "Contiguous", by_default=False),
+        Method("torch-ulysses-varlen", _ulysses_varlen, "Contiguous", by_default=False),
+        *(Method(f"torch-flex {name}", partial(_flex, name), f"torch {name}", **own) for name in ("HeadTail", "PTRR")),
+    ]
 
 
 @lru_cache
