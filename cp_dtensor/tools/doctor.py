@@ -417,7 +417,7 @@ def nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks, seq_len: int, heads:
         cluster = cluster_of(sequence_ranks(flat), torch.device("cuda", torch.cuda.current_device()), 2)
     else:
         cluster = Cluster("H200", gpus_per_node=mesh.size(1), nodes=mesh.size(0))
-    found = ways(cluster, Causal(), seq_len, heads, ["HeadTail"])
+    found = ways(cluster, Case(seq_len, heads), ["HeadTail"])
     best = chosen(found, cluster)
     yield Finding("mesh", OK, "\n".join([*reasons(best, found, cluster), snippet(best, flat.size())]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import random
 import re
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, reduce, wraps
 from operator import and_
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cp_dtensor import (
     Balanced,
@@ -27,6 +29,9 @@ from cp_dtensor import (
     SlidingWindow,
     Striped,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -119,6 +124,18 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     name = f"python -m cp_dtensor {command}"
     usage = f"{name} [options]"  # without the list of options, which would hide an error
     return argparse.ArgumentParser(prog=name, usage=usage, description=description, formatter_class=formatter)
+
+
+def save_picture(parser: argparse.ArgumentParser, path: Path, draw: Callable[[], Figure]) -> None:
+    """Write what `draw` draws to a file; exit with a message without matplotlib, or if the file cannot be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("a picture needs matplotlib: pip install matplotlib")
+    figure = draw()
+    try:
+        figure.savefig(path, dpi=110, facecolor="white")
+    except (OSError, ValueError) as error:
+        parser.error(f"--output {path}: {error}")
+    print(f"wrote {path}")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,14 +9,13 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cp_dtensor import GPUS, LINKS, Cluster, Hardware, Layout, Mask, imbalance
+from cp_dtensor import GPUS, LINKS, Cluster, Hardware, Layout, imbalance
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import SPLIT, Estimate, estimates, fastest
 from cp_dtensor.plan.cluster import NETWORK, Kernels, Tier
 from cp_dtensor.plan.cost import Drawn, Work, seconds
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
-from cp_dtensor.spec.masks import Causal, Full
-from cp_dtensor.tools.cases import Heads
+from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.parsing import (
     LAYOUTS,
     MASK_HELP,
@@ -25,9 +23,9 @@ from cp_dtensor.tools.parsing import (
     command_parser,
     layout_by_name,
     mask_argument,
-    mask_by_name,
     positive,
     positive_number,
+    save_picture,
 )
 
 if TYPE_CHECKING:
@@ -126,24 +124,22 @@ def _alone(work: Work) -> Work:
     return tuple(replace(step, received=(), sent=()) for step in work)
 
 
-def spec_of(mask: Mask, layout: Layout, tokens: int, ranks: int, heads: Heads, batch: int = 1) -> CallSpec:
-    """Return the call of all ranks, in bfloat16."""
-    partition = LayoutPartition(layout, tokens, tokens, batch, ranks)
-    masking = masking_of(partition, mask)
+def spec_of(case: Case, layout: Layout, ranks: int) -> CallSpec:
+    """Return the call of all ranks."""
+    partition = LayoutPartition(layout, case.seq_len, case.seq_len, case.batch, ranks)
+    masking = masking_of(partition, case.mask_value)
     return CallSpec(
-        partition, mask, batch, heads.q, heads.kv, heads.dim, heads.v_dim or heads.dim, "bfloat16", masking
-    )  # fmt: skip
+        partition, case.mask_value, case.batch, case.heads.q, case.heads.kv, *case.heads.dims, case.dtype, masking
+    )
 
 
-def ways(
-    cluster: Cluster, mask: Mask, tokens: int, heads: Heads, layouts: Sequence[str], batch: int = 1
-) -> list[Planned]:
+def ways(cluster: Cluster, case: Case, layouts: Sequence[str]) -> list[Planned]:
     """Return every way to compute a call on all ranks of a cluster; in each layout those that "auto" prefers first."""
     found = list[Planned]()
     for name in layouts:
-        layout = layout_by_name(name, mask, tokens)
-        spec = spec_of(mask, layout, tokens, cluster.ranks, heads, batch)
-        of_layout = imbalance(layout, mask, tokens, cluster.ranks)
+        layout = layout_by_name(name, case.mask_value, case.seq_len)
+        spec = spec_of(case, layout, cluster.ranks)
+        of_layout = imbalance(layout, case.mask_value, case.seq_len, cluster.ranks)
         for method, each in estimates(spec, cluster, ROTATE_METHODS["auto"], one_axis=True).items():
             label = method.replace(SPLIT + "ring", "nested ring").replace(SPLIT, "")
             links = cluster if method.startswith(SPLIT) else cluster.flat
@@ -305,9 +301,9 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     try:
         cluster = _cluster(options)
-        mask = mask_by_name(options.mask, options.seq_len)
-        pairs = mask.pairs(options.seq_len, options.seq_len)  # refuses masks that do not fit the length
-        layouts = options.layouts or ["HeadTail"] + ["Balanced"] * (mask not in (Causal(), Full()))
+        case = Case(options.seq_len, options.heads, options.mask, options.batch)
+        flops = case.flops("fwdbwd")  # refuses masks that do not fit the length
+        layouts = options.layouts or ["HeadTail"] + ["Balanced"] * (not case.is_plain)
         parts = {
             degree: part for degree in options.degrees or range(1, cluster.ranks + 1)
             if (part := cluster.part(degree)) is not None
@@ -317,34 +313,20 @@ def main(arguments: Sequence[str]) -> None:
             raise ValueError(
                 f"expected --degrees that divide the GPUs, {sizes}, into neighbours; got {options.degrees}"
             )
-        found = {
-            degree: ways(part, mask, options.seq_len, options.heads, layouts, options.batch)
-            for degree, part in parts.items()
-        }
+        found = {degree: ways(part, case, layouts) for degree, part in parts.items()}
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    heads = options.heads
-    flops = 3.5 * 2.0 * options.batch * heads.q * pairs * (heads.dim + (heads.v_dim or heads.dim))
     best = {degree: chosen(each, parts[degree]) for degree, each in found.items()}
     most = max(found)
     links = "; ".join(f"{tier.ranks:,} at {tier.speed / 1e9:.3g} GB/s" for tier in cluster.tiers)
-    print(
-        f"{options.seq_len:,} tokens, {heads} heads, batch {options.batch}, {options.mask}, bfloat16, on "
-        f"{cluster.ranks:,} GPUs ({options.cluster or options.gpu}): {links}\n"
-    )
+    print(f"{case.title}, on {cluster.ranks:,} GPUs ({options.cluster or options.gpu}): {links}\n")
     print(f"the best way for each number of ranks\n{table(list(best.values()), flops)}\n")
     print(f"{most:,} ranks\n{table(found[most], flops)}\n")
     print("\n".join(reasons(best[most], found[most], parts[most])), end="\n\n")
     print(f"{timeline(best[most])}\n\n{snippet(best[most], cluster.ranks)}")
     if options.output is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            parser.error("a picture needs matplotlib: pip install matplotlib")
         title = f"{best[most].method}, {most:,} ranks, {options.seq_len:,} tokens"
-        try:
-            picture(best[most], title).savefig(options.output, dpi=110, facecolor="white")
-        except (OSError, ValueError) as error:
-            parser.error(f"--output {options.output}: {error}")
-        print(f"\nwrote {options.output}")
+        save_picture(parser, options.output, lambda: picture(best[most], title))
 
 
 def _cluster(options: Any) -> Cluster:
