@@ -211,7 +211,8 @@ class Staging:
         tiling = spec.tiling
         groups, world_size, rows = tiling.groups, tiling.world_size, tiling.gathered_rows(0)
         # Limits of masks by shape were measured against the rows of all ranks, of which a rank gathers nearly all.
-        gathered = sum(map(sum, rows.lengths)) if spec.masking is Masking.BY_SHAPE else tiling.most_rows()
+        of_all, received = sum(map(sum, rows.lengths)), tiling.reading.received_rows()
+        gathered = of_all if spec.masking is Masking.BY_SHAPE else max(received)
         queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
         own, total = (count * spec.head_bytes * spec.kv_heads for count in (rows.longest, gathered))
         flops = spec.flops(groups) / world_size
