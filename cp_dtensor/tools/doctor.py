@@ -213,7 +213,6 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
         return dict.fromkeys([*own, *(found for of_rank in others for found in of_rank if found.status != OK)])
 
     of_gpus: dict[str, Callable[[], Iterable[Finding]]] = {
-        "GPU memory": lambda: each(memory),
         "GPU speed": lambda: speed(ranks.together(timings)),
         "NCCL": lambda: each(lambda: exchange(mesh.get_group(), device.torch_device, hosts)),
         "symmetric memory": lambda: symmetric_memory(
@@ -285,15 +284,6 @@ def environment() -> Iterator[Finding]:
         else:
             text = f"this host has GPUs, but torch cannot use them with CUDA {torch.version.cuda}"
             yield Finding("GPUs", PROBLEM, text, "update the driver: nvidia-smi names the CUDA that it supports")
-
-
-def memory() -> Iterator[Finding]:
-    """Yield a finding about memory that other processes hold on the current GPU."""
-    free, total = torch.cuda.mem_get_info()
-    held = total - free - torch.cuda.memory_reserved()
-    if held > 0.1 * total:
-        text = f"{held / 2**30:.0f} of {total / 2**30:.0f} GiB of GPU {torch.cuda.current_device()} are in use"
-        yield Finding("GPU memory", NOTE, text, "end other processes on this GPU: nvidia-smi lists them")
 
 
 # Checks of all ranks
