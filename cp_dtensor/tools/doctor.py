@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -434,9 +433,6 @@ def facts() -> Iterator[tuple[str, str]]:
         for each in map(torch.cuda.get_device_properties, range(count))
     )
     yield "devices", "; ".join(f"{n} x {name}" for name, n in gpus.items()) or f"CPU, {os.cpu_count()} cores"
-    pairs = list(permutations(range(count), 2))
-    able = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    yield "peer access", f"{able} of {len(pairs)} pairs of GPUs" if pairs else "needs two GPUs"
     for package in PACKAGES:
         yield package.title, package.version or f"not installed: {INSTALL}"
     yield from kernels()

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
-N = TypeVar("N", int, float)
 MASK_HELP = (
     "causal, full, window:LEFT,RIGHT (keys before and after a query, 'none' for no limit), window N (a query and the "
     "N - 1 keys before it), documents:0,40,64 (cumulative lengths), documents N (causal documents of lognormal "
@@ -151,21 +150,21 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-def number(kind: type[N], expected: str, fits: Callable[[N], bool]) -> Callable[[str], N]:
-    """Return the type of a number of a command line."""
-
-    @argument
-    def parse(text: str) -> N:
-        with suppress(ValueError):
-            if fits(value := kind(text)):
-                return value
-        raise ValueError(f"expected {expected}, got {text}")
-
-    return parse
+@argument
+def positive(text: str) -> int:
+    """Read a positive integer of a command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected a positive integer, got {text}")
+    return int(text)
 
 
-positive = number(int, "a positive integer", lambda value: value > 0)
-positive_number = number(float, "a positive number", lambda value: 0 < value < math.inf)
+@argument
+def positive_number(text: str) -> float:
+    """Read a positive number of a command line."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise ValueError(f"expected a positive number, got {text}")
 
 
 @argument
