@@ -228,14 +228,6 @@ def test_the_picture_has_one_kind_of_rows() -> None:
         speed.eager_times([*rows, {**rows[0], "head_dim": "64"}])
 
 
-def test_the_picture_has_the_method_that_auto_takes() -> None:
-    named = [(tokens, ours) for _, tokens, ours in docs_script("speed").TODAY_CASES if "auto" not in ours]
-    assert named == [(32768, "ours-ulysses")]
-    for tokens, ours in named:
-        found = explained(8, names=("cp",), seq_len=tokens, q_heads=32, kv_heads=8)
-        assert f"ours-{found.chosen}" == ours
-
-
 def test_tables_of_benchmarks_are_those_of_measured() -> None:
     """The first columns of a table choose rows of measured.csv; the others are methods, some with a layout."""
     measured, compared = docs_script("measured").read(), 0

@@ -124,6 +124,7 @@ def test_predicted_steps_are_those_of_the_page(tokens: int, gpus: int, gpu: str)
 
 
 def test_predicted_limits_are_those_of_the_page() -> None:
-    gib, _ = predicted(262144, 1, "H200", keep_attention=False)
+    gib, seconds = predicted(262144, 1, "H200", keep_attention=False)
     page = " ".join((ROOT / "docs" / "long_context.md").read_text().split())
+    assert f"| {seconds:.1f}, {gib:.1f} |" in page
     assert f"262,144 fit on one H200 only without kept attention ({gib:.0f} GiB)" in page

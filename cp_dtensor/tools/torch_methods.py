@@ -260,7 +260,10 @@ def _gathered(x: torch.Tensor) -> Any:
     """Return all ranks' (T, H, D) tokens, rank after rank. Backward adds gradients in their dtype."""
     # The first since torch 2.13, which deprecates the second.
     gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-    return gather(x.contiguous(), 0, dist.group.WORLD)
+    whole = gather(x.contiguous(), 0, dist.group.WORLD)
+    if whole.requires_grad:
+        whole.register_hook(torch.Tensor.contiguous)  # the reduce-scatter of its backward takes no other gradient
+    return whole
 
 
 def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:

@@ -2,7 +2,7 @@
 
 python docs/scripts/speed.py
 
-Draws docs/images/speed.png, of method="auto" beside what people run today on 8 GPUs, and the three pictures of
+Draws docs/images/speed.png, of method="auto" beside what people run today on 4 GPUs, and the three pictures of
 docs/benchmarks/README.md: causal calls by method, calls under masks, and training steps. The first has eager calls
 only: a CUDA graph of one side beside eager calls of the other would compare two things at once.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,19 +47,13 @@ class Bar(NamedTuple):
 
 TODAY = (
     Bar("torch: SDPA ring", LIGHT, ("torch-allgather", "torch-alltoall")),
-    Bar("torch: FlexAttention,\nall K/V gathered", LIGHT, ("torch-flex", "torch-flex PTRR")),
+    Bar("torch: FlexAttention,\nall K/V gathered", LIGHT, ("torch-flex", "torch-kv-allgather-flex")),
+    Bar("TorchTitan: Ulysses", LIGHT, ("torch-ulysses-flex", "torch-ulysses-varlen")),
     Bar("FlashAttention-2,\nall K/V gathered", LIGHT, ("llama3-varlen",)),
-    Bar("cp_dtensor", BLUE, ()),
+    Bar("cp_dtensor", BLUE, ("ours-auto",)),
 )
-"""Of each the fastest row of `TODAY_TABLES` is shown, of ours that of `TODAY_CASES`. The third is Llama 3's method."""
-TODAY_TABLES = ("8xH200-packages", "8xH200-packages-masks-flex", "8xH200-masks-flex")
-TODAY_CASES = (
-    ("causal", 8192, "ours-auto"),
-    ("causal", 32768, "ours-ulysses"),
-    ("causal", 131072, "ours-auto"),
-    ("documents 2048", 65536, "ours-auto Balanced"),
-)
-"""Masks, tokens and our method. At 32,768 tokens "auto" took the ring when this was measured, and takes Ulysses now."""
+"""Of each the fastest row of `TODAY_TABLE` is shown. The fourth is Llama 3's method."""
+TODAY_TABLE, TODAY_TOKENS = "4xH200-packages-today", (8192, 32768, 131072)
 CAUSAL = (
     Bar("torch, allgather", GREY, ("torch-allgather",)),
     Bar("ring, alltoall", PALE, ("ours-alltoall",)),
@@ -166,41 +159,25 @@ def draw_panels(
     save(figure, output)
 
 
-def today(mask: str, tokens: int, ours: str) -> tuple[list[float], float]:
-    """Return the milliseconds of both passes for each of `TODAY`, nan where there is no row, and one GPU's share."""
-    rows = [
-        row for name in TODAY_TABLES for row in table(name)
-        if (row["mask"], int(row["tokens"]), row["pass"]) == (mask, tokens, "fwdbwd")
-    ]  # fmt: skip
-    names = [bar.names or (ours,) for bar in TODAY]
-    times = [[float(row["median_ms"]) for row in rows if name_of(row) in each] for each in names]
-    ideal = min(float(row["median_ms"]) for row in rows if row["method"].startswith("ideal"))
-    return [min(each, default=nan) for each in times], ideal
-
-
 def draw_today(output: Path) -> None:
-    """Draw forward and backward of `TODAY_CASES`, a panel each; others are grey, so that ours is seen without colours.
-
-    The tables are of runs with the extra `kernels` and without it: of these methods it changes ours alone.
-    """
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots(2, 2)
-    for axis, (mask, tokens, ours) in zip(axes.flat, TODAY_CASES, strict=True):
-        times, ideal = today(mask, tokens, ours)
-        for place, (bar, ms) in enumerate(zip(TODAY, times, strict=True)):
-            missing = "not measured" if mask == "causal" else "no such mask"
-            width, text = (0.0, missing) if isnan(ms) else (ms, f"{significant(ms)} ms")
-            axis.barh(place, width, height=0.75, color=bar.colour)
-            _annotate(axis, width, place, text, 13)
-        axis.axvline(ideal, **IDEAL_LINE)
-        axis.set_title(f"{mask.replace('documents 2048', 'packed documents')}, {tokens:,} tokens", fontsize=12)
-        axis.set_xlim(0, 1.4 * max(ms for ms in times if not isnan(ms)))
+    """Draw forward and backward, a panel for each length; others are grey, so that ours is seen without colours."""
+    rows = [row for row in table(TODAY_TABLE) if (row["mask"], row["pass"]) == ("causal", "fwdbwd")]
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(TODAY_TOKENS))
+    for axis, tokens in zip(axes, TODAY_TOKENS, strict=True):
+        times = {row["method"]: float(row["median_ms"]) for row in rows if int(row["tokens"]) == tokens}
+        shown = [min(times[name] for name in bar.names if name in times) for bar in TODAY]
+        for place, (bar, ms) in enumerate(zip(TODAY, shown, strict=True)):
+            axis.barh(place, ms, height=0.75, color=bar.colour)
+            _annotate(axis, ms, place, f"{significant(ms)} ms", 12)
+        axis.axvline(min(ms for name, ms in times.items() if name.startswith("ideal")), **IDEAL_LINE)
+        axis.set_title(f"{tokens:,} tokens", fontsize=12)
+        axis.set_xlim(0, 1.6 * max(shown))
         _bare(axis)
         axis.set_xticks([])
-    for axis in axes[:, 0]:
-        axis.set_yticks(range(len(TODAY)), [bar.label for bar in TODAY], fontsize=12)
-    title = "Attention on 8 H200s, forward + backward, bfloat16,"
-    figure.suptitle(f"{title}\n32 query and 8 kv heads of 128; dashed: one GPU's time / 8", fontsize=13)
+    axes[0].set_yticks(range(len(TODAY)), [bar.label for bar in TODAY], fontsize=12)
+    title = "Causal attention on 4 H200s, forward + backward, bfloat16,"
+    figure.suptitle(f"{title}\n32 query and 8 kv heads of 128; dashed: one GPU's time / 4", fontsize=13)
     save(figure, output)
 
 

@@ -122,7 +122,8 @@ def test_measured_steps() -> None:
             int(ranks), model=QWEN3_8B, seq_len=int(row["tokens"]), hardware=hardware, tile=8192, offload=True,
             keep_attention=row["method"] == "ours",
         ).step  # fmt: skip
-        assert step.peak / 2**20 == pytest.approx(float(row["mib"]), rel=0.05), row
+        if row["mib"]:
+            assert step.peak / 2**20 == pytest.approx(float(row["mib"]), rel=0.05), row
         if "pinned" not in row["note"] and row["tokens"] != "4096":
             assert step.seconds * 1e3 == pytest.approx(float(row["median_ms"]), rel=0.1), row
 

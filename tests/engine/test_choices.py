@@ -79,7 +79,7 @@ def test_auto_is_nearly_the_fastest(case: Case, inner: int, kind: str) -> None:
 
 
 def test_the_cells() -> None:
-    assert [sum(each == kind for *_, each in cells()) for kind in ("", " graph")] == [82, 24]
+    assert [sum(each == kind for *_, each in cells()) for kind in ("", " graph")] == [85, 24]
     assert set(SLOWER) <= {f"{case}{kind}" for case, inner, kind in cells() if inner == 1}
 
 

@@ -234,10 +234,6 @@ def test_pictures_of_measured_times(tmp_path: Path) -> None:
     speed.draw_lengths(speed.table("8xH200-packages-graphs"), speed.CAUSAL, "", tmp_path / "causal.png")
     speed.draw_steps(tmp_path / "steps.png")
     speed.draw_today(tmp_path / "speed.png")
-    (ring, *others), ideal = speed.today("documents 2048", 65536, "ours-auto Balanced")
-    assert ring != ring
-    assert [*others, ideal] == [12.4199, 26.0651, 7.2120, 4.6479]
-    assert speed.today("causal", 8192, "ours-auto")[0][0] == 11.0777
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
