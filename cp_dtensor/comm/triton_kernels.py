@@ -75,7 +75,6 @@ def launch_copies(
 def _copy_launch(
     count: int, most_rows: int, most_row_bytes: int, programs: int, _targets: tuple[torch.dtype, ...]
 ) -> Launch:
-    """Make the launch for so many pieces and targets of these dtypes."""
     block_words = min(triton.next_power_of_2(max(most_row_bytes // _WORD, 1)), _BLOCK_BYTES // _WORD)
     block_rows = _BLOCK_BYTES // _WORD // block_words
     tasks = triton.cdiv(most_rows, block_rows)

@@ -237,9 +237,9 @@ def _plan(
 ) -> TilePlan:  # fmt: skip
     """Return a plan of the own shard and `remote` tiles, by the hop of their transfers, in these stages."""
     ranks = range(tiling.world_size)
-    rows, own = tiling.gathered_rows(rank), tiling.tiles_against(rank, rank)
-    recv_parts = tuple(tiling.recv_parts(rank, source) for source in ranks)
-    send_parts = tuple(tiling.recv_parts(reader, rank) for reader in ranks)
+    rows, own, reading = tiling.gathered_rows(rank), tiling.tiles_against(rank, rank), tiling.reading
+    recv_parts = tuple(reading.parts(rank, source) for source in ranks)
+    send_parts = tuple(reading.parts(reader, rank) for reader in ranks)
 
     def steps(counts: Stages, late: bool = False) -> Iterator[Step]:
         for local in head_spans(kv_heads, counts.local if remote else 1):
@@ -279,10 +279,10 @@ def _plan(
     return TilePlan(
         rank=rank,
         rows=rows,
-        most_rows=tiling.most_rows(),
+        most_rows=max(reading.received_rows()),
         recv_parts=recv_parts,
         send_parts=send_parts,
-        send_starts=tuple(tiling.recv_starts(reader, rank) for reader in ranks),
+        send_starts=tuple(reading.starts(reader, rank) for reader in ranks),
         forward=marked(
             replace(step, tiles=without_long_triangles(step.tiles, LONGEST_TRIANGLE)) for step in steps(forward)
         ),

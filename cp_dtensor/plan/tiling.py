@@ -185,7 +185,7 @@ class Tiling(ABC):
     def tiles_against(self, rank: int, source: int) -> tuple[Tile, ...]:
         """Return tiles of `rank`'s queries against the shard of `source` (maybe its own), in rows of that shard."""
         firsts = list(accumulate(self._lengths[source], initial=0))
-        parts = range(len(firsts) - 1) if rank == source else self.recv_parts(rank, source)
+        parts = range(len(firsts) - 1) if rank == source else self.reading.parts(rank, source)
         return tuple(self.tiles(rank, {(source, part): firsts[part] for part in parts}, source))
 
     def gathered_tiles(self, rank: int) -> tuple[Tile, ...]:
@@ -199,18 +199,6 @@ class Tiling(ABC):
         if rows is None:
             rows = self._rows.setdefault(rank, GatheredRows.of(self._lengths, self.reading.places(rank)))
         return rows
-
-    def recv_parts(self, rank: int, source: int) -> tuple[int, ...]:
-        """Return the parts of `source`'s shard that `rank`'s queries attend to; no parts of its own shard."""
-        return self.reading.parts(rank, source)
-
-    def recv_starts(self, rank: int, source: int) -> tuple[int, ...]:
-        """Return the first row of each of `recv_parts` in the gathered buffer of `rank`."""
-        return self.reading.starts(rank, source)
-
-    def most_rows(self) -> int:
-        """Return the rows of the longest of all ranks' gathered buffers."""
-        return max(self.reading.received_rows())
 
 
 # Tiles by shape

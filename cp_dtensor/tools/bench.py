@@ -11,7 +11,7 @@ from typing import Any
 from cp_dtensor.tools.cases import PASSES, Heads
 from cp_dtensor.tools.command import cases_and_methods, measure_all, measuring_parser, parsed
 from cp_dtensor.tools.methods import OURS
-from cp_dtensor.tools.parsing import argument, positive, positive_number, probability
+from cp_dtensor.tools.parsing import argument, positive, positive_number
 from cp_dtensor.tools.report import ERROR, REFUSED, Row
 
 _DESCRIPTION = """\
@@ -19,23 +19,19 @@ Measures context-parallel attention: the methods of this library, torch's own co
 ideal, on the same inputs in the same run. Prints a table for each case. Exits with status 1 if a row ended in an error.
 
     torchrun --nproc-per-node 8 -m cp_dtensor bench --output 8xH200.csv
-    torchrun --nproc-per-node 2 -m cp_dtensor bench --quick
     torchrun --nproc-per-node 2 -m cp_dtensor bench --errors
     torchrun --nproc-per-node 8 -m cp_dtensor bench --mask "documents 2048" "window 4096" \\
         --methods ideal-installed ideal-varlen "ours-auto Balanced" "torch-flex PTRR" llama3-varlen
     torchrun --nproc-per-node 4 -m cp_dtensor bench --nodes 2
 
-Columns: median, 20th and 80th percentile (low, high) of the calls of the slowest rank, after the clocks have settled.
-TFLOP/s of a GPU: masked pairs do not count, backward counts as 2.5 times the operations of forward. percent_of_ideal:
-`ideal` is one GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks, by torch;
+Columns are those of docs/benchmarks/README.md. Masked pairs do not count in TFLOP/s. percent_of_ideal: `ideal` is one
+GPU's attention over the whole sequence, alone on the machine, divided by the number of ranks, by torch;
 `ideal-installed` by the kernels that this library chooses; the fastest counts. times_others: speedup over the fastest
-method that is neither ours nor ideal. predicted_ms: by the cost model of method="auto". host_us: the host's time to
-launch a call. mib: peak memory above inputs and grad_out, with results and symmetric memory (of a graph, when it is
-captured). kernels: those that take a tenth or more of a GPU's time. Errors are relative (Frobenius, over the whole
-tensors) to float64; error_ratio: the largest one, over that of `ideal`. A second word of a method is its layout
-(default: HeadTail). With --nodes, ranks of one host stand for those of several, with TCP sockets between them; ranks of
-different nodes may share a GPU. torch's context parallel gets inputs that are contiguous as (B, H, S, D), since its
-backward fails with others; the other methods get (B, S, H, D) memory, as in models.
+method that is neither ours nor ideal. Errors are relative (Frobenius, over the whole tensors) to float64; error_ratio:
+the largest one, over that of `ideal`. A second word of a method is its layout (default: HeadTail). With --nodes, ranks
+of one host stand for those of several, with TCP sockets between them; ranks of different nodes may share a GPU. torch's
+context parallel gets inputs that are contiguous as (B, H, S, D), since its backward fails with others; the other
+methods get (B, S, H, D) memory, as in models.
 """
 _BACKENDS = ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "MATH"]
 # Options of the command line take precedence over all of these.
@@ -43,8 +39,8 @@ _DEFAULTS: dict[str, Any] = {
     "seq_lens": [2**n for n in (13, 15, 16, 17, 18)], "heads": [Heads(32, 8), Heads(32, 32), Heads(64, 8)],
     "repeats": 20, "check_up_to": 16384,
 }  # fmt: skip
-# A minute at most, also on a CPU.
-_QUICK = {"seq_lens": [1024, 2048], "heads": [Heads(8, 2, 64)], "repeats": 5, "check_up_to": 1024}
+# A minute at most.
+_ON_CPUS = {"seq_lens": [1024, 2048], "heads": [Heads(8, 2, 64)], "repeats": 5, "check_up_to": 1024}
 _LAYOUTS = [f"ours-alltoall {layout}" for layout in ("Contiguous", "Striped", "MirroredBatch")]
 _ERRORS: dict[str, Any] = {
     "mask": ["causal", "full"], "heads": [Heads(8, 8), Heads(8, 2)], "batch": 2, "passes": ["fwdbwd"],
@@ -69,25 +65,21 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     about = "numbers, and dims if not 128: 16:16:192/128"
     add("--heads", type=argument(Heads.parse), nargs="+", metavar="Q:KV", help=about)
-    add("--dropout", type=probability, nargs="+", default=[0.0], metavar="P", help="each a table; results are random")
     add("--passes", choices=PASSES, nargs="+", default=PASSES)
     add("--backend", choices=("auto", *_BACKENDS), nargs="+", default=["auto"], help="allowed by sdpa_kernel")
     add("--graph", action="store_true", help="measure ours under CUDA graph replay too")
     add("--compile", action="store_true", help="measure ours under torch.compile(fullgraph=True) too")
-    add("--quick", action="store_true", help="a small run, the default without GPUs; other options take precedence")
     errors = "every backend and KV transport once; status 1 if an error is over LIMIT (1.5) times that of `ideal`"
     add("--errors", type=positive_number, nargs="?", const=1.5, metavar="LIMIT", help=errors)
     about = "ranks stand for those of N nodes; by default the ways to use two axes, causal and under masks"
     add("--nodes", type=positive, metavar="N", help=about)
     options = parsed(parser, arguments, **_DEFAULTS)
     of_nodes = {} if options.nodes is None else _NODES
-    small = _QUICK if options.quick or not options.use_gpu else {}
+    small = {} if options.use_gpu else _ON_CPUS
     errors_only = {} if options.errors is None else _ERRORS if options.use_gpu else _ERRORS | _ERRORS_ON_CPUS
     options = parsed(parser, arguments, **of_nodes | small | errors_only)
     options.passes = [name for name in PASSES if name in options.passes]
-    options.cases = cases_and_methods(
-        parser, options, compiled=OURS, heads=options.heads, backend=options.backend, dropout=options.dropout
-    )  # fmt: skip
+    options.cases = cases_and_methods(parser, options, compiled=OURS, heads=options.heads, backend=options.backend)
     return options
 
 

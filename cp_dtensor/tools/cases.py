@@ -79,15 +79,13 @@ class Case:
     """Name of a torch dtype."""
     backend: str = "auto"
     """Name of a `torch.nn.attention.SDPBackend`, or "auto"."""
-    dropout: float = 0.0
-    """Probability to drop a softmax weight. Results are random then, and have no errors."""
 
     def columns(self) -> dict[str, object]:
         """Return the case as columns of a row, named as in docs/benchmarks/measured.csv."""
         return {
             "tokens": self.seq_len, "mask": self.mask, "q_heads": self.heads.q, "kv_heads": self.heads.kv,
             "head_dim": "/".join(map(str, dict.fromkeys(self.heads.dims))), "batch": self.batch, "dtype": self.dtype,
-            "backend": self.backend, "dropout": self.dropout,
+            "backend": self.backend,
         }  # fmt: skip
 
     @property
@@ -95,7 +93,7 @@ class Case:
         """The case in words."""
         words = [f"{self.seq_len:,} tokens", f"{self.heads} heads", self.mask, self.dtype]
         words += [f"batch {self.batch}"] * (self.batch > 1) + [self.backend] * (self.backend != "auto")
-        return ", ".join(words + [f"dropout {self.dropout:g}"] * (self.dropout > 0))
+        return ", ".join(words)
 
     @property
     def mask_value(self) -> Mask:
@@ -189,10 +187,6 @@ class Inputs(NamedTuple):
     v: torch.Tensor
     grad_out: torch.Tensor
 
-    def contiguous(self) -> Inputs:
-        """Return these numbers in (B, heads, S, D) memory."""
-        return Inputs(*(tensor.contiguous() for tensor in self))
-
 
 def head_of(case: Case, name: str, head: int, device: torch.device) -> torch.Tensor:
     """Draw all tokens of one head of "q", "k", "v" or "grad_out": (B, S, D or Dv), equal on every rank."""
@@ -250,8 +244,6 @@ class Method:
     """The context of all calls."""
     shards: Callable[[Case, torch.device, list[torch.Tensor]], AbstractContextManager[object]] | None = None
     """The context of a training step, in which (B, S) tensors are this rank's shards, also after it."""
-    predicted_ms: Callable[[Case, str, torch.device], float | None] = lambda case, pass_name, device: None
-    """The time of a case and pass that the library's cost model predicts, on the slowest rank."""
     by_default: bool = True
     """True if the method is measured when no methods are named."""
     captured: bool = False

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -35,12 +34,13 @@ from cp_dtensor.attention.backends.select import (
 )
 from cp_dtensor.comm.groups import sequence_ranks
 from cp_dtensor.comm.links import cluster_of, link_speed
+from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.plan.tiling import Masking
 from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.errors import ERRORS
 from cp_dtensor.tools.measure import Suite
-from cp_dtensor.tools.methods import OURS, methods_by_name, obstacle_to_shared_memory
+from cp_dtensor.tools.methods import OURS, methods_by_name
 from cp_dtensor.tools.parsing import argument, command_parser, positive
 from cp_dtensor.tools.plan import chosen, reasons, save_cluster, snippet, ways
 from cp_dtensor.tools.ranks import Device, Failed, Ranks, links_of_nodes, start
@@ -143,10 +143,7 @@ def main(arguments: Sequence[str]) -> None:
             print(json.dumps(rows, indent=1) if options.json else "\n".join(lines))
         return
     if rank is None:
-        problem = _run_on_this_host(arguments, gpus or _CPU_RANKS)
-        if isinstance(problem, Finding):
-            tell([problem])
-        sys.exit(problem is not None)
+        sys.exit(_run_on_this_host(arguments, gpus or _CPU_RANKS, tell))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // (options.nodes or 1)
     if 0 < gpus < local:
         text = f"{local} ranks on this host for {gpus} GPU{'s' * (gpus > 1)}: no two ranks can share one with NCCL"
@@ -168,10 +165,10 @@ def main(arguments: Sequence[str]) -> None:
     os._exit(status)  # an orderly exit would wait for collectives that failed
 
 
-def _run_on_this_host(arguments: Sequence[str], count: int) -> Finding | bool | None:
-    """Run the command on ranks of this host; return None, True if problems were printed, or how they ended.
+def _run_on_this_host(arguments: Sequence[str], count: int, tell: Callable[[list[Finding]], int]) -> bool:
+    """Run the command on ranks of this host; return True if there are problems.
 
-    Ranks are processes of their own, so that a crash or a hang is a finding as well.
+    Ranks are processes of their own, so that a crash or a hang is a finding as well, which is told here.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     processes = mp.spawn(_run_rank, (arguments, count, store.port), nprocs=count, join=False)
@@ -181,7 +178,7 @@ def _run_on_this_host(arguments: Sequence[str], count: int) -> Finding | bool | 
             if time.monotonic() > deadline:
                 hanging = [rank for rank, each in enumerate(processes.processes) if each.is_alive()]
                 raise TimeoutError(f"ranks {hanging} did not end within {_SECONDS} s")
-        return None
+        return False
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as ended:
         if ended.error_index == 0 and getattr(ended, "exit_code", 0) == _PROBLEMS:
             return True
@@ -190,7 +187,8 @@ def _run_on_this_host(arguments: Sequence[str], count: int) -> Finding | bool | 
         text = str(late)
         for each in processes.processes:
             each.kill()
-    return Finding("ranks", PROBLEM, text, _REMEDY)
+    tell([Finding("ranks", PROBLEM, text, _REMEDY)])
+    return True
 
 
 def _run_rank(rank: int, arguments: Sequence[str], count: int, port: int) -> None:
@@ -208,18 +206,17 @@ def check(ranks: Ranks, device: Device, seq_len: int, heads: Heads) -> Iterator[
     mesh = init_device_mesh(device.torch_device.type, (size,), mesh_dim_names=("cp",))
     over_nodes = mesh_of_ranks(device.torch_device.type, size // hosts) if 1 < hosts < size else None
 
-    obstacle = partial(obstacle_to_shared_memory, device.torch_device)
-
     def each(findings: Callable[[], Iterable[Finding]]) -> Iterable[Finding]:
         """Make a check on every rank; of ranks other than 0 return what is not well, what several found once."""
         own, *others = ranks.together(lambda: list(findings()))
         return dict.fromkeys([*own, *(found for of_rank in others for found in of_rank if found.status != OK)])
 
     of_gpus: dict[str, Callable[[], Iterable[Finding]]] = {
-        "GPU memory": lambda: each(memory),
         "GPU speed": lambda: speed(ranks.together(timings)),
         "NCCL": lambda: each(lambda: exchange(mesh.get_group(), device.torch_device, hosts)),
-        "symmetric memory": lambda: symmetric_memory(ranks.together(obstacle)[0], size, hosts),
+        "symmetric memory": lambda: symmetric_memory(
+            ranks.together(lambda: p2p_obstacle(mesh.get_group(), device.torch_device))[0], size, hosts
+        ),
     }
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "versions": lambda: each(packages),
@@ -286,15 +283,6 @@ def environment() -> Iterator[Finding]:
         else:
             text = f"this host has GPUs, but torch cannot use them with CUDA {torch.version.cuda}"
             yield Finding("GPUs", PROBLEM, text, "update the driver: nvidia-smi names the CUDA that it supports")
-
-
-def memory() -> Iterator[Finding]:
-    """Yield a finding about memory that other processes hold on the current GPU."""
-    free, total = torch.cuda.mem_get_info()
-    held = total - free - torch.cuda.memory_reserved()
-    if held > 0.1 * total:
-        text = f"{held / 2**30:.0f} of {total / 2**30:.0f} GiB of GPU {torch.cuda.current_device()} are in use"
-        yield Finding("GPU memory", NOTE, text, "end other processes on this GPU: nvidia-smi lists them")
 
 
 # Checks of all ranks
@@ -418,7 +406,7 @@ def nodes(mesh: DeviceMesh, flat: DeviceMesh, ranks: Ranks, seq_len: int, heads:
         cluster = cluster_of(sequence_ranks(flat), torch.device("cuda", torch.cuda.current_device()), 2)
     else:
         cluster = Cluster("H200", gpus_per_node=mesh.size(1), nodes=mesh.size(0))
-    found = ways(cluster, Causal(), seq_len, heads, ["HeadTail"])
+    found = ways(cluster, Case(seq_len, heads), ["HeadTail"])
     best = chosen(found, cluster)
     yield Finding("mesh", OK, "\n".join([*reasons(best, found, cluster), snippet(best, flat.size())]))
 
@@ -445,9 +433,6 @@ def facts() -> Iterator[tuple[str, str]]:
         for each in map(torch.cuda.get_device_properties, range(count))
     )
     yield "devices", "; ".join(f"{n} x {name}" for name, n in gpus.items()) or f"CPU, {os.cpu_count()} cores"
-    pairs = list(permutations(range(count), 2))
-    able = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    yield "peer access", f"{able} of {len(pairs)} pairs of GPUs" if pairs else "needs two GPUs"
     for package in PACKAGES:
         yield package.title, package.version or f"not installed: {INSTALL}"
     yield from kernels()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from cp_dtensor import Layout, Mask, imbalance
 from cp_dtensor.spec.intervals import IntervalSets, count_pairs
 from cp_dtensor.spec.masks import clipped_interval_sets, interval_sets_of
-from cp_dtensor.tools.parsing import LAYOUTS, MASK_HELP, command_parser, layout_by_name, mask_by_name, positive
+from cp_dtensor.tools.parsing import (
+    LAYOUTS,
+    MASK_HELP,
+    command_parser,
+    layout_by_name,
+    mask_by_name,
+    positive,
+    save_picture,
+)
 
 with suppress(ImportError):  # the text needs no numpy
     import numpy as np
@@ -136,11 +143,4 @@ def main(arguments: Sequence[str]) -> None:
     if options.output is None:
         print(f"{mask_as_text(mask, seq_len)}\n{title}")
         return
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("a picture needs matplotlib: pip install matplotlib")
-    figure = draw_owners(mask, layout, seq_len, ranks, title)
-    try:
-        figure.savefig(options.output, dpi=110, facecolor="white")
-    except (OSError, ValueError) as error:
-        parser.error(f"--output {options.output}: {error}")
-    print(f"wrote {options.output}")
+    save_picture(parser, options.output, lambda: draw_owners(mask, layout, seq_len, ranks, title))

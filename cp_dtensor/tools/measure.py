@@ -103,7 +103,7 @@ class Suite:
             Failed: ranks failed differently, so that no more can be measured. The rows so far are there.
         """
         first, outcomes = len(rows), dict[int, Outcome]()
-        checks = not case.dropout and case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
+        checks = case.pairs <= Causal().pairs(self.check_up_to, self.check_up_to)
         # Rank 0 frees the whole sequence before it draws shards, and shards before those of another layout.
         layouts = sorted(dict.fromkeys(each.layout for each in methods), key=WHOLE.__ne__)
         drawn: dict[str, Drawn | None] = {}
@@ -144,7 +144,9 @@ class Suite:
                 # From the second length on they would have dynamic shapes, which a training step of one length does not
                 # have.
                 attention = torch.compile(attention, fullgraph=True, dynamic=False)
-            return Work(attention, inputs.contiguous() if method.contiguous else inputs, name)
+            if method.contiguous:
+                inputs = Inputs(*(x.contiguous() for x in inputs))
+            return Work(attention, inputs, name)
 
         if method.layout not in drawn:
             drawn.clear()
@@ -160,8 +162,8 @@ class Suite:
             if keep is not None and of_rank is not None:
                 keep(Outcome(work.results(), of_rank[0]))
         tflops = case.flops(name) / self.ranks.world_size / numbers["median_ms"] / 1e9
-        numbers |= {"tflops": tflops, "percent_of_ideal": None, "times_others": None}  # the others: see `compare`
-        return {**numbers, "predicted_ms": method.predicted_ms(case, name, device)}
+        # `compare` computes the last two.
+        return {**numbers, "tflops": tflops, "percent_of_ideal": None, "times_others": None}
 
     def begin(self, method: Method) -> int:
         """Free what former methods have left, on all ranks; return the bytes that are still allocated."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_dtensor import context_parallel, context_parallel_attention, context_parallel_flex_attention, explain
+from cp_dtensor import context_parallel, context_parallel_attention, context_parallel_flex_attention
 from cp_dtensor.comm.symm_mem_workspace import p2p_obstacle
 from cp_dtensor.tools.cases import BLOCK, WHOLE, Attention, Case, Method, block_mask, require
 from cp_dtensor.tools.parsing import LAYOUTS
@@ -102,15 +102,8 @@ def _group_of_this_rank() -> dist.ProcessGroup:
 # This library
 
 
-def obstacle_to_shared_memory(device: torch.device) -> str | None:
-    """Return the reason why the ranks share no memory, None if they do; a collective."""
-    world = dist.group.WORLD
-    assert world is not None
-    return p2p_obstacle(world, device)
-
-
 def _attention(case: Case, **options: Any) -> Attention:
-    options |= {"seq_len": case.seq_len, "mask": case.mask_value, "dropout_p": case.dropout, "enable_gqa": True}
+    options |= {"seq_len": case.seq_len, "mask": case.mask_value, "enable_gqa": True}
     compute: Any = context_parallel_attention  # which returns out alone
     return lambda q, k, v: compute(q, k, v, **options)
 
@@ -124,9 +117,9 @@ def _ours(split: str, layout: str) -> Method:
         world_size = dist.get_world_size()
         fits = inner is None or (world_size % inner == 0 and inner < world_size)
         require(fits, f"it needs several times {inner} ranks")
-        if rotate_method == "symm_mem" and (obstacle := obstacle_to_shared_memory(device)):
-            raise NotImplementedError(obstacle)
         mesh = mesh_of_ranks(device.type, inner)
+        if rotate_method == "symm_mem" and (obstacle := p2p_obstacle(mesh.get_group(), device)):
+            raise NotImplementedError(obstacle)
         return {"mesh": mesh, "layout": case.layout(layout), "rotate_method": rotate_method}
 
     def attention(case: Case, device: torch.device) -> Attention:
@@ -138,22 +131,9 @@ def _ours(split: str, layout: str) -> Method:
             mask=None if case.is_plain else case.mask_value, **options(case, device),
         )  # fmt: skip
 
-    def predicted_ms(case: Case, pass_name: str, device: torch.device) -> float | None:
-        if device.type != "cuda" or case.dropout:
-            return None
-        dim, v_dim = case.heads.dims
-        explanation = explain(
-            seq_len=case.seq_len, q_heads=case.heads.q, kv_heads=case.heads.kv, head_dim=dim, v_head_dim=v_dim,
-            batch_size=case.batch, dtype=getattr(torch, case.dtype), mask=case.mask_value, quiet=True,
-            **options(case, device),
-        )  # fmt: skip
-        estimate = explanation.methods[explanation.chosen if method == "auto" else method]
-        return 1e3 * (estimate.seconds if pass_name == "fwdbwd" else estimate.forward)
-
     name = f"{OURS}{split} {given}".rstrip()
-    own: dict[str, Any] = {"context": _backend, "shards": shards, "predicted_ms": predicted_ms}
     by_default = not given and not split.startswith("auto-")
-    return Method(name, attention, layout, by_default=by_default, **own)
+    return Method(name, attention, layout, context=_backend, shards=shards, by_default=by_default)
 
 
 def _ours_flex(layout: str) -> Method:
@@ -162,7 +142,7 @@ def _ours_flex(layout: str) -> Method:
 
     @lru_cache(maxsize=1)  # compiled once for both passes, and for this length alone
     def attention(case: Case, device: torch.device) -> Attention:
-        require(case.mask != "full" and not case.dropout, "the method is for masks, without dropout")
+        require(case.mask != "full", "the method is for masks")
         require(case.seq_len % BLOCK == 0, f"the length is not a multiple of {BLOCK}")
         options: dict[str, Any] = {"mesh": mesh_of_ranks(device.type), "layout": case.layout(layout, device)}
         options |= {"block_mask": block_mask(case, device), "enable_gqa": True, "seq_len": case.seq_len}

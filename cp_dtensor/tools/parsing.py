@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import random
 import re
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, reduce, wraps
 from operator import and_
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cp_dtensor import (
     Balanced,
@@ -28,8 +30,10 @@ from cp_dtensor import (
     Striped,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 T = TypeVar("T")
-N = TypeVar("N", int, float)
 MASK_HELP = (
     "causal, full, window:LEFT,RIGHT (keys before and after a query, 'none' for no limit), window N (a query and the "
     "N - 1 keys before it), documents:0,40,64 (cumulative lengths), documents N (causal documents of lognormal "
@@ -121,6 +125,18 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=name, usage=usage, description=description, formatter_class=formatter)
 
 
+def save_picture(parser: argparse.ArgumentParser, path: Path, draw: Callable[[], Figure]) -> None:
+    """Write what `draw` draws to a file; exit with a message without matplotlib, or if the file cannot be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("a picture needs matplotlib: pip install matplotlib")
+    figure = draw()
+    try:
+        figure.savefig(path, dpi=110, facecolor="white")
+    except (OSError, ValueError) as error:
+        parser.error(f"--output {path}: {error}")
+    print(f"wrote {path}")
+
+
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     """Return `parse` as the type of a command-line argument: argparse shows the message of its ValueError."""
 
@@ -134,22 +150,21 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-def number(kind: type[N], expected: str, fits: Callable[[N], bool]) -> Callable[[str], N]:
-    """Return the type of a number of a command line."""
-
-    @argument
-    def parse(text: str) -> N:
-        with suppress(ValueError):
-            if fits(value := kind(text)):
-                return value
-        raise ValueError(f"expected {expected}, got {text}")
-
-    return parse
+@argument
+def positive(text: str) -> int:
+    """Read a positive integer of a command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected a positive integer, got {text}")
+    return int(text)
 
 
-positive = number(int, "a positive integer", lambda value: value > 0)
-positive_number = number(float, "a positive number", lambda value: 0 < value < math.inf)
-probability = number(float, "a probability from 0 to less than 1", lambda value: 0 <= value < 1)
+@argument
+def positive_number(text: str) -> float:
+    """Read a positive number of a command line."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise ValueError(f"expected a positive number, got {text}")
 
 
 @argument

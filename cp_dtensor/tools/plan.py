@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,14 +9,13 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cp_dtensor import GPUS, LINKS, Cluster, Hardware, Layout, Mask, imbalance
+from cp_dtensor import GPUS, LINKS, Cluster, Hardware, Layout, imbalance
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import SPLIT, Estimate, estimates, fastest
 from cp_dtensor.plan.cluster import NETWORK, Kernels, Tier
 from cp_dtensor.plan.cost import Drawn, Work, seconds
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition, masking_of
-from cp_dtensor.spec.masks import Causal, Full
-from cp_dtensor.tools.cases import Heads
+from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.parsing import (
     LAYOUTS,
     MASK_HELP,
@@ -25,9 +23,9 @@ from cp_dtensor.tools.parsing import (
     command_parser,
     layout_by_name,
     mask_argument,
-    mask_by_name,
     positive,
     positive_number,
+    save_picture,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ Prints the best way for each number of ranks that share the sequence, all ways f
 why, what is busy when on the slowest rank, and what to paste. Bytes are those of the slowest rank, received or sent.
 """
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-_TRANSPORTS = ("auto", "allgather", "alltoall", "symm_mem")
+_GPU = "H100"
 _WIDTH = 96
 """Characters of a line of the timeline, each a part of the time."""
 _SHADES = " ░▒▓█"
@@ -126,33 +124,27 @@ def _alone(work: Work) -> Work:
     return tuple(replace(step, received=(), sent=()) for step in work)
 
 
-def spec_of(mask: Mask, layout: Layout, tokens: int, ranks: int, heads: Heads, batch: int = 1) -> CallSpec:
-    """Return the call of all ranks, in bfloat16."""
-    partition = LayoutPartition(layout, tokens, tokens, batch, ranks)
-    masking = masking_of(partition, mask)
+def spec_of(case: Case, layout: Layout, ranks: int) -> CallSpec:
+    """Return the call of all ranks."""
+    partition = LayoutPartition(layout, case.seq_len, case.seq_len, case.batch, ranks)
+    masking = masking_of(partition, case.mask_value)
     return CallSpec(
-        partition, mask, batch, heads.q, heads.kv, heads.dim, heads.v_dim or heads.dim, "bfloat16", masking
-    )  # fmt: skip
+        partition, case.mask_value, case.batch, case.heads.q, case.heads.kv, *case.heads.dims, case.dtype, masking
+    )
 
 
-def ways(
-    cluster: Cluster, mask: Mask, tokens: int, heads: Heads, layouts: Sequence[str], batch: int = 1,
-    transports: Sequence[str] = _TRANSPORTS[:1],
-) -> list[Planned]:  # fmt: skip
-    """Return every way to compute a call on all ranks of a cluster, each once; those that "auto" prefers come first."""
-    found: dict[tuple[str, str, str], Planned] = {}
+def ways(cluster: Cluster, case: Case, layouts: Sequence[str]) -> list[Planned]:
+    """Return every way to compute a call on all ranks of a cluster; in each layout those that "auto" prefers first."""
+    found = list[Planned]()
     for name in layouts:
-        layout = layout_by_name(name, mask, tokens)
-        spec = spec_of(mask, layout, tokens, cluster.ranks, heads, batch)
-        of_layout = imbalance(layout, mask, tokens, cluster.ranks)
-        for transport in transports:
-            for method, each in estimates(spec, cluster, ROTATE_METHODS[transport], one_axis=True).items():
-                is_flat = not method.startswith(SPLIT)
-                label = method.replace(SPLIT + "ring", "nested ring").replace(SPLIT, "")
-                links = cluster.flat if is_flat else cluster
-                planned = Planned(cluster.ranks, name, label, each, links, of_layout)
-                found.setdefault((name, label, each.transport), planned)
-    return list(found.values())
+        layout = layout_by_name(name, case.mask_value, case.seq_len)
+        spec = spec_of(case, layout, cluster.ranks)
+        of_layout = imbalance(layout, case.mask_value, case.seq_len, cluster.ranks)
+        for method, each in estimates(spec, cluster, ROTATE_METHODS["auto"], one_axis=True).items():
+            label = method.replace(SPLIT + "ring", "nested ring").replace(SPLIT, "")
+            links = cluster if method.startswith(SPLIT) else cluster.flat
+            found.append(Planned(cluster.ranks, name, label, each, links, of_layout))
+    return found
 
 
 def chosen(found: Sequence[Planned], cluster: Cluster) -> Planned:
@@ -291,7 +283,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the plan of the command line."""
     parser = command_parser("plan", _DESCRIPTION)
     add = parser.add_argument
-    add("--gpu", default="H100", help=f"one of {', '.join(GPUS)}; default: H100")
+    add("--gpu", default=_GPU, help=f"one of {', '.join(GPUS)}; default: {_GPU}")
     add("--nodes", type=positive, default=1, help="default: 1")
     add("--pods", type=positive, default=1, help="of so many nodes each; default: 1")
     add("--gpus-per-node", type=positive, help="GPUs that NVLink connects; default: what is usual for the GPU")
@@ -304,15 +296,14 @@ def main(arguments: Sequence[str]) -> None:
     add("--heads", type=argument(Heads.parse), default=Heads(32, 8), metavar="Q:KV[:DIM]", help="default: 32:8:128")
     add("--mask", type=mask_argument, default="causal", metavar="MASK", help=f"{MASK_HELP}; default: causal")
     add("--layouts", nargs="+", help=f"of {', '.join(LAYOUTS)}; default: HeadTail, and Balanced for other masks")
-    add("--transports", nargs="+", choices=_TRANSPORTS, default=_TRANSPORTS[:1], help="of K/V in rings; default: auto")
     add("--degrees", nargs="+", type=positive, help="ranks that share the sequence; default: all that a mesh can have")
     add("-o", "--output", type=Path, metavar="FILE", help="picture of the timeline, such as plan.png")
     options = parser.parse_args(arguments)
     try:
         cluster = _cluster(options)
-        mask = mask_by_name(options.mask, options.seq_len)
-        pairs = mask.pairs(options.seq_len, options.seq_len)  # refuses masks that do not fit the length
-        layouts = options.layouts or ["HeadTail"] + ["Balanced"] * (mask not in (Causal(), Full()))
+        case = Case(options.seq_len, options.heads, options.mask, options.batch)
+        flops = case.flops("fwdbwd")  # refuses masks that do not fit the length
+        layouts = options.layouts or ["HeadTail"] + ["Balanced"] * (not case.is_plain)
         parts = {
             degree: part for degree in options.degrees or range(1, cluster.ranks + 1)
             if (part := cluster.part(degree)) is not None
@@ -322,53 +313,34 @@ def main(arguments: Sequence[str]) -> None:
             raise ValueError(
                 f"expected --degrees that divide the GPUs, {sizes}, into neighbours; got {options.degrees}"
             )
-        found = {
-            degree: ways(part, mask, options.seq_len, options.heads, layouts, options.batch, options.transports)
-            for degree, part in parts.items()
-        }
+        found = {degree: ways(part, case, layouts) for degree, part in parts.items()}
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    heads = options.heads
-    flops = 3.5 * 2.0 * options.batch * heads.q * pairs * (heads.dim + (heads.v_dim or heads.dim))
     best = {degree: chosen(each, parts[degree]) for degree, each in found.items()}
     most = max(found)
     links = "; ".join(f"{tier.ranks:,} at {tier.speed / 1e9:.3g} GB/s" for tier in cluster.tiers)
-    print(
-        f"{options.seq_len:,} tokens, {heads} heads, batch {options.batch}, {options.mask}, bfloat16, on "
-        f"{cluster.ranks:,} GPUs ({options.cluster or options.gpu}): {links}\n"
-    )
+    print(f"{case.title}, on {cluster.ranks:,} GPUs ({options.cluster or options.gpu}): {links}\n")
     print(f"the best way for each number of ranks\n{table(list(best.values()), flops)}\n")
     print(f"{most:,} ranks\n{table(found[most], flops)}\n")
     print("\n".join(reasons(best[most], found[most], parts[most])), end="\n\n")
     print(f"{timeline(best[most])}\n\n{snippet(best[most], cluster.ranks)}")
     if options.output is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            parser.error("a picture needs matplotlib: pip install matplotlib")
         title = f"{best[most].method}, {most:,} ranks, {options.seq_len:,} tokens"
-        try:
-            picture(best[most], title).savefig(options.output, dpi=110, facecolor="white")
-        except (OSError, ValueError) as error:
-            parser.error(f"--output {options.output}: {error}")
-        print(f"\nwrote {options.output}")
+        save_picture(parser, options.output, lambda: picture(best[most], title))
 
 
 def _cluster(options: Any) -> Cluster:
+    network = {name: getattr(options, name) for name in ("nodes", "pods", "internode", "oversubscription")}
     if options.cluster is None:
-        return Cluster(
-            options.gpu, gpus_per_node=options.gpus_per_node, nodes=options.nodes, pods=options.pods,
-            internode=options.internode, oversubscription=options.oversubscription, packages=options.packages,
-        )  # fmt: skip
+        return Cluster(options.gpu, gpus_per_node=options.gpus_per_node, packages=options.packages, **network)
     measured = load_cluster(options.cluster)
     inner, *outer = measured.tiers
-    given = {"--gpus-per-node": options.gpus_per_node is not None, "--packages": options.packages}
+    usual: dict[str, object] = {"gpu": _GPU, "gpus_per_node": None, "packages": False}
     if outer:
-        of_network = {"nodes": 1, "pods": 1, "internode": NETWORK, "oversubscription": 1.0}
-        given |= {f"--{name}": getattr(options, name) != usual for name, usual in of_network.items()}
-    unread = ", ".join(name for name, is_given in given.items() if is_given)
+        usual |= {"nodes": 1, "pods": 1, "internode": NETWORK, "oversubscription": 1.0}
+    unread = [f"--{name.replace('_', '-')}" for name, value in usual.items() if getattr(options, name) != value]
     if unread:
-        raise ValueError(f"--cluster {options.cluster} has measured what {unread} would assume: leave it out")
-    network = Cluster(
-        "H100", nodes=options.nodes, pods=options.pods, internode=options.internode,
-        oversubscription=options.oversubscription,
-    )  # fmt: skip
-    return measured if outer else Cluster(measured.gpu, (inner, *network.tiers[1:]))
+        raise ValueError(
+            f"--cluster {options.cluster} has measured what {', '.join(unread)} would assume: leave it out"
+        )
+    return measured if outer else Cluster(measured.gpu, (inner, *Cluster(_GPU, **network).tiers[1:]))

@@ -8,7 +8,6 @@ for a collective that the other rank never joined.
 from __future__ import annotations
 
 import os
-import pickle
 import shlex
 import socket
 import statistics
@@ -22,10 +21,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
+from cp_dtensor.comm.groups import SequenceRanks
 from cp_dtensor.comm.links import link_speed
 from cp_dtensor.comm.symm_mem_workspace import allocated_bytes, release
 
@@ -144,17 +143,11 @@ class Ranks:
     """This rank, and its exchange of values with the other ranks through a group of their host processes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.world_size, self._group = group.rank(), group.size(), group
+        self.rank, self.world_size, self._ranks = group.rank(), group.size(), SequenceRanks(group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. Waits on the host; values must be picklable."""
-        # torch's collectives of objects need NumPy, which torch does not install.
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = list(torch.empty(self.world_size, dtype=torch.long).split(1))
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
-        rows = list(torch.empty(self.world_size, int(max(sizes)), dtype=torch.uint8))
-        dist.all_gather(rows, F.pad(mine, (0, len(rows[0]) - len(mine))), group=self._group)
-        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+        return self._ranks.gather_objects(value, torch.device("cpu"))
 
     def together(self, function: Callable[[], T], taking_part: bool = True) -> list[T]:
         """Call a function on the ranks that take part, wait for all, and return the results in rank order.

@@ -40,23 +40,27 @@ def torch_methods() -> list[Method]:
     Rings have torch's choice of kernels, or FlashAttention-4 in the place of its flash. The balancer PTRR balances
     blocks by the number of keys that they see.
     """
+
     # With q, k, v and grad_out as models have them, its backward with cuDNN fails on all ranks but the last: out is
     # contiguous wherever half of it was merged, and halves of differing strides trip an assertion.
-    rings = {name: partial(_ring_options, name) for each in ("allgather", "alltoall") for name in (each, f"{each} FA4")}
     own: dict[str, Any] = {"shards": torch_context_parallel, "contiguous": True}
-    methods = [
-        Method(f"torch-{name}", context=context, by_default="FA4" not in name, **own) for name, context in rings.items()
+    rings = [
+        Method(f"torch-{name}", context=partial(_ring_options, name), by_default="FA4" not in name, **own)
+        for name in ("allgather", "allgather FA4", "alltoall", "alltoall FA4")
     ]
-    others: dict[str, tuple[Any, str]] = {
-        "llama3-varlen": (partial(varlen, False), "Contiguous"),
-        "torch-kv-allgather-flex": (lambda case, device: _kv_allgather_flex(case, device, dist.get_rank()), "HeadTail"),
-        "torch-ulysses-flex": (_ulysses_flex, "Contiguous"),
-        "torch-ulysses-varlen": (_ulysses_varlen, "Contiguous"),
-    }
-    methods += [Method(name, *each, by_default=False) for name, each in others.items()]
+
+    def kv_allgather_flex(case: Case, device: torch.device) -> Attention:
+        return _kv_allgather_flex(case, device, dist.get_rank())
+
     own = {"positions": _balanced_positions, "contiguous": True, "by_default": False}
-    balanced = {name: partial(_flex, name) for name in ("HeadTail", "PTRR")}
-    return methods + [Method(f"torch-flex {name}", flex, f"torch {name}", **own) for name, flex in balanced.items()]
+    return [
+        *rings,
+        Method("llama3-varlen", partial(varlen, False), "Contiguous", by_default=False),
+        Method("torch-kv-allgather-flex", kv_allgather_flex, by_default=False),
+        Method("torch-ulysses-flex", _ulysses_flex, "Contiguous", by_default=False),
+        Method("torch-ulysses-varlen", _ulysses_varlen, "Contiguous", by_default=False),
+        *(Method(f"torch-flex {name}", partial(_flex, name), f"torch {name}", **own) for name in ("HeadTail", "PTRR")),
+    ]
 
 
 @lru_cache
@@ -79,7 +83,7 @@ def sdpa(case: Case, device: torch.device) -> Attention:
             k, v = k.repeat_interleave(expanded, 1), v.repeat_interleave(expanded, 1)
         # The attribute is looked up at each call, since torch's context parallel replaces it.
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=case.dropout, is_causal=case.mask == "causal", enable_gqa=q.size(1) != k.size(1)
+            q, k, v, is_causal=case.mask == "causal", enable_gqa=q.size(1) != k.size(1)
         )
 
     return attention
@@ -114,7 +118,6 @@ def torch_context_parallel(case: Case, device: torch.device, buffers: list[torch
 def _ring_options(ring: str, case: Case, device: torch.device) -> Iterator[None]:
     """Set torch's rotation, load balance and kernels for a ring such as "allgather" or "alltoall FA4"."""
     require(case.is_plain, f"torch's context parallel of SDPA has no mask such as {case.mask}")
-    require(not case.dropout, "torch's context parallel of SDPA has no dropout")
     pieces = 2 * dist.get_world_size()
     require(case.seq_len % pieces == 0, f"the length is not a multiple of {pieces}")
     from torch.distributed.tensor.experimental import _attention
@@ -189,8 +192,7 @@ def compiled_flex(attention: Attention, device: torch.device) -> Attention:
 def _balanced_positions(case: Case, layout: str, device: torch.device) -> torch.Tensor:
     """Return the positions of this rank's part of the sequence as one of torch's load balancers rearranges it."""
     require(device.type != "cpu", _NO_BACKWARD)
-    fits = case.batch == 1 and case.mask != "full" and not case.dropout
-    require(fits, "the method is for masks of one batch row, without dropout")
+    require(case.batch == 1 and case.mask != "full", "the method is for masks of one batch row")
     aligned = case.seq_len % (BLOCK * dist.get_world_size()) == 0
     require(aligned, f"the length is not a multiple of {BLOCK} for each rank")
     indices = _balancer(layout.removeprefix("torch "), case, device)._generate_indices(restore=False)
@@ -266,7 +268,7 @@ def _gathered(x: torch.Tensor) -> Any:
 
 def _varlen(case: Case, queries: Span, device: torch.device) -> tuple[Callable[..., torch.Tensor], Span]:
     """Return attention of (S, H, D) queries to (T, Hkv, D) keys and values, and the range of these keys."""
-    require(case.batch == 1 and not case.dropout, "the method is for one batch row, without dropout")
+    _require_one_row(case)
     ranks = dist.get_world_size()
     require(case.seq_len % ranks == 0, f"the length is not a multiple of {ranks}")
     documents, window = [(0, case.seq_len)], (-1, 0)  # keys before and after a query, -1 for all
@@ -326,7 +328,7 @@ def _titan_flex(blocks: Any) -> Attention:
 
 
 def _require_one_row(case: Case) -> None:
-    require(case.batch == 1 and not case.dropout, "the method is for one batch row, without dropout")
+    require(case.batch == 1, "the method is for one batch row")
 
 
 def _exchanged(x: torch.Tensor, to_heads: bool) -> torch.Tensor:

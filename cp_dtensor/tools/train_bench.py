@@ -37,12 +37,10 @@ measured.
         --mask "documents 2048" --methods "ours-auto Balanced" "ours-ulysses Balanced"
     torchrun --nproc-per-node 2 -m cp_dtensor train-bench --preset toy --seq-lens 256 --device cpu --dtype float32
 
-Columns: median, 20th and 80th percentile (low, high) of whole steps (forward, backward, update) of the slowest rank.
 Each method trains a new model with the same weights and tokens. Parameters, gradients and optimizer state are sharded
-by FSDP2 over the ranks that share the sequence. host_us: the host's time to launch a step. kernels: those that take a
-tenth or more of a GPU's time. mib: peak memory of a step on the rank that needs most, with parameters and workspaces.
-tokens_per_second: of all ranks. tflops: model FLOPs of a GPU (6 for each token and matrix parameter, 12 for each pair
-that the mask allows, head, layer and head dim; nothing that is computed again), mfu_percent: of its peak. times_others:
+by FSDP2 over the ranks that share the sequence. Columns are those of docs/benchmarks/README.md, for whole steps
+(forward, backward, update). tflops: model FLOPs of a GPU (6 for each token and matrix parameter, 12 for each pair that
+the mask allows, head, layer and head dim; nothing that is computed again), mfu_percent: of its peak. times_others:
 speedup over the fastest of torch's. Losses are the means over all tokens. difference: the largest relative one of the
 losses of all steps, and of the norm of the first gradient, from those of the first method. torch's context parallel
 gets attention inputs that are contiguous as (B, H, S, D), since its backward fails with others, and has no mask of

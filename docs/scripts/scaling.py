@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from cp_dtensor import Cluster
 from cp_dtensor.comm.collective import AllGather
 from cp_dtensor.plan.cost import ring_work, seconds
-from cp_dtensor.tools.cases import Heads
-from cp_dtensor.tools.parsing import layout_by_name, lognormal_documents, mask_by_name
+from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.plan import Planned, chosen, spec_of, ways
 
 PAGE = Path(__file__).resolve().parents[1] / "scaling.md"
@@ -29,10 +29,9 @@ Row = list[str]
 
 def predicted(cluster: Cluster, mask: str, tokens: int) -> tuple[dict[str, Planned], Planned, float]:
     """Return the ways by method, the one that "auto" takes, and the FLOPs of forward on one GPU."""
-    shown = mask_by_name(mask, tokens)
-    found = ways(cluster, shown, tokens, HEADS, ["HeadTail" if mask == "causal" else "Balanced"])
-    flops = 4.0 * HEADS.q * HEADS.dim * shown.pairs(tokens, tokens) / cluster.ranks
-    return {each.method: each for each in found}, chosen(found, cluster), flops
+    case = Case(tokens, HEADS, mask)
+    found = ways(cluster, case, ["HeadTail" if mask == "causal" else "Balanced"])
+    return {each.method: each for each in found}, chosen(found, cluster), case.flops("fwd") / cluster.ranks
 
 
 def small() -> Iterator[Row]:
@@ -82,8 +81,9 @@ def planning() -> Iterator[Row]:
     for ranks in (8, 64, 512, 4096):
         tokens = ranks << 15
         times = [time.process_time()]
-        mask = lognormal_documents(tokens, 812, sigma=1.0)
-        spec = spec_of(mask, layout_by_name("Balanced", mask, tokens), tokens, ranks, HEADS)
+        case = Case(tokens, HEADS, "documents 812")
+        documents: Any = case.mask_value
+        spec = spec_of(case, case.layout("Balanced"), ranks)
         spec.partition.groups()
         times.append(time.process_time())
         assert spec.tiling.reading
@@ -96,7 +96,7 @@ def planning() -> Iterator[Row]:
         times.append(time.process_time())
         spent = [f"{stop - start:.2g}" for start, stop in pairwise(times)]
         gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        yield [f"{ranks:,}", f"{tokens >> 10:,}k", f"{len(mask.lengths):,}", *spent, f"{gigabytes:.1f}"]
+        yield [f"{ranks:,}", f"{tokens >> 10:,}k", f"{len(documents.lengths):,}", *spent, f"{gigabytes:.1f}"]
 
 
 TABLES = (small, large, planning)

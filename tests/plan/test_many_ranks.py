@@ -103,7 +103,7 @@ def test_a_nested_ring() -> None:
     def plan(ranks: int) -> object:
         spec = specs[ranks]
         outer, rings = nested_rings(spec, ranks // 16, 8, 3, (1, 1))
-        return outer, [each.tiling.most_rows() for each in rings.values()]
+        return outer, [max(each.tiling.reading.received_rows()) for each in rings.values()]
 
     assert_linear(plan, 512)
 
@@ -154,18 +154,18 @@ def test_ranks_read_the_parts_that_they_see(case: Case, most_parts: int) -> None
     for reader in ranks:
         places = []
         for owner in ranks:
-            parts = tiling.recv_parts(reader, owner)
+            parts = tiling.reading.parts(reader, owner)
             assert parts == (() if reader == owner else parts_seen(tiling, reader, owner))
             count = sum(rows[0].lengths[owner][part] for part in parts)
             received[reader] += count
             sent[owner] += count
             firsts = [tiling.pieces[0][owner][part][0].start for part in parts]
-            places += list(zip(firsts, tiling.recv_starts(reader, owner), strict=True))
-            assert tiling.recv_starts(reader, owner) == tuple(rows[reader].starts[owner][part] for part in parts)
+            starts = tiling.reading.starts(reader, owner)
+            places += list(zip(firsts, starts, strict=True))
+            assert starts == tuple(rows[reader].starts[owner][part] for part in parts)
         assert [row for _, row in sorted(places)] == sorted(row for _, row in places)
     assert tiling.reading.received_rows() == received == [each.total for each in rows]
     assert tiling.reading.sent_rows() == sent
-    assert tiling.most_rows() == max(received)
 
 
 def parts_seen(tiling: tilings.IntervalTiling, reader: int, owner: int) -> tuple[int, ...]:

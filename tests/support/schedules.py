@@ -47,7 +47,7 @@ def gathered_tiles(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> tu
 
 
 def recv_parts(groups: Sequence[GroupSegments], rank: int, source: int, mask: Mask) -> tuple[int, ...]:
-    return ShapeTiling(tuple(groups), mask).recv_parts(rank, source)
+    return ShapeTiling(tuple(groups), mask).reading.parts(rank, source)
 
 
 def gathered_rows(groups: Sequence[GroupSegments], rank: int, mask: Mask) -> GatheredRows:

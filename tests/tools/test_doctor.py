@@ -21,11 +21,11 @@ from support.forked_programs import launch
 from support.processes import way_to_start
 from support.ranks import run_ranks
 
-from cp_dtensor import Causal, Cluster, HeadTail
+from cp_dtensor import Cluster, HeadTail
 from cp_dtensor.comm.transports import ROTATE_METHODS
 from cp_dtensor.engine.choose import estimates, fastest
 from cp_dtensor.tools import doctor, methods
-from cp_dtensor.tools.cases import Heads
+from cp_dtensor.tools.cases import Case, Heads
 from cp_dtensor.tools.doctor import NOTE, OK, PROBLEM, Finding, check, report, results
 from cp_dtensor.tools.plan import spec_of
 from cp_dtensor.tools.ranks import Device, Ranks, stand_for_nodes
@@ -80,7 +80,7 @@ def test_ranks_of_several_nodes_are_told_their_links_and_a_mesh(
 
     found = run_ranks(4, body)[0]
     assert re.match(r"2 nodes of 2 \(.*: ranks 0 to 1; .*: ranks 2 to 3\)\n\S+ GB/s into each", found["nodes"].text)
-    cluster, spec = Cluster("H200", gpus_per_node=2, nodes=2), spec_of(Causal(), HeadTail(), 131072, 4, Heads(32, 8))
+    cluster, spec = Cluster("H200", gpus_per_node=2, nodes=2), spec_of(Case(131072, Heads(32, 8)), HeadTail(), 4)
     auto = fastest(estimates(spec, cluster, ROTATE_METHODS["auto"], one_axis=True), cluster.tolerance)
     assert auto == "split ring"  # that is, rings over two axes
     text = found["mesh"].text
