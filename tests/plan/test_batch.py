@@ -71,7 +71,7 @@ batches = st.tuples(st.integers(2, 4), st.sampled_from([4096, 8192])).flatmap(
 @example(([148, 148, 148], 3, 4096))  # an idle rank would make a group slower
 @settings(max_examples=60, deadline=None)
 @given(batches)
-def test_small_batches_are_within_12_percent_of_the_best(batch: tuple[list[int], int, int]) -> None:
+def test_small_batches_are_within_5_percent_of_the_best(batch: tuple[list[int], int, int]) -> None:
     lengths, ranks, tokens_per_rank = batch
     steps = plan_steps(lengths, ranks, tokens_per_rank, seconds)
     documents = [document for groups in steps for group in groups for document in group.documents]
@@ -84,7 +84,7 @@ def test_small_batches_are_within_12_percent_of_the_best(batch: tuple[list[int],
             assert sum(of_group) <= group.size * tokens_per_rank
             assert group.seconds == seconds(of_group, group.size)
     total = sum(max(group.seconds for group in groups) for groups in steps)
-    assert total <= 1.12 * best_total(lengths, ranks, tokens_per_rank)
+    assert total <= 1.05 * best_total(lengths, ranks, tokens_per_rank)
 
 
 @pytest.mark.parametrize("size", [4, 8])
