@@ -7,6 +7,7 @@ heads, `Latents` stand for these, and are what travels.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -37,10 +38,22 @@ Function = Callable[..., Any]
 CONTEXT: Any = IN_CONTEXT
 _SELECTED = "keys of indexers"
 """In `OpenContext.seen`, once an indexer has selected keys of all ranks."""
-UNCOMPILED = "the ranks of context_parallel select keys in uncompiled code: compile without fullgraph=True"
 
 
 # Contexts
+
+
+def uncompiled(function: Function) -> Function:
+    """Wrap a function of layers, in which ranks exchange, so that compiled code runs it as plain Python."""
+    return never_compiled(
+        function, "the ranks of context_parallel select keys in uncompiled code: compile without fullgraph=True"
+    )
+
+
+def rotation_of(forward: Function) -> Function:
+    """Return the function that rotates queries and keys in the Python module of a layer's forward."""
+    rotate: Function = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+    return rotate
 
 
 def selecting_context() -> OpenContext:
@@ -153,7 +166,7 @@ def attention_to_chosen(
     if indices is None and block_indices is None and not isinstance(key, Compressed):
         return attend(module, query, key, value, attention_mask, **kwargs)
     if not is_sharded:
-        made = _mask_uncompiled(module, query, key, attention_mask, indices, block_indices, kwargs.get("position_ids"))
+        made = _mask_alone(module, query, key, attention_mask, indices, block_indices, kwargs.get("position_ids"))
         return attend(module, query, key, value, made, **kwargs)
     name, refused = type(module).__name__, kwargs.keys() - PASSED_ON - {"scaling", *(["s_aux"] if beside else [])}
     _check_selected(name)
@@ -162,9 +175,9 @@ def attention_to_chosen(
             raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
     options = {"mesh": CONTEXT, "scale": kwargs.get("scaling"), **beside}
     if isinstance(key, Compressed):
-        out = _compressed_uncompiled(module, query, key, attention_mask, kwargs["sliding_window"], options)
+        out = _attention_to_compressed(module, query, key, attention_mask, kwargs["sliding_window"], options)
     elif indices is None:
-        out = _blocks_uncompiled(module, query, key, value, block_indices, attention_mask, options)
+        out = _attention_to_blocks(module, query, key, value, block_indices, attention_mask, options)
     elif isinstance(key, Latents):
         out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
     else:  # blocks of one key, the same for each head
@@ -183,6 +196,7 @@ def _attention_to_latents(query: Tensor, key: Latents, up: Tensor, indices: Tens
     return indexed_attention(query, latent, rotary, up=up, indices=indices, **options)
 
 
+@uncompiled
 def _attention_to_blocks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Any, mask: Any, options: dict[str, Any]
 ) -> Tensor:
@@ -196,6 +210,7 @@ def _attention_to_blocks(
     )  # fmt: skip
 
 
+@uncompiled
 def _attention_to_compressed(
     module: Any, query: Tensor, key: Compressed, mask: Any, window: int, options: dict[str, Any]
 ) -> Tensor:
@@ -217,6 +232,7 @@ def _check_selected(name: str) -> None:
         )
 
 
+@never_compiled
 def _mask_alone(
     module: Any, query: Tensor, key: Tensor, mask: Any, indices: Tensor | None, blocks: Any, position_ids: Any
 ) -> Tensor:
@@ -239,8 +255,3 @@ def sdpa_of_chosen(table: dict[str, Any], is_sharded: Callable[[], bool]) -> Abs
         return attention_to_chosen(original, is_sharded(), {}, *args, **kwargs)
 
     return entry_replaced(table, "sdpa", sdpa)
-
-
-_blocks_uncompiled = never_compiled(_attention_to_blocks, UNCOMPILED)
-_compressed_uncompiled = never_compiled(_attention_to_compressed, UNCOMPILED)
-_mask_uncompiled = never_compiled(_mask_alone)

@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor import Mask, pool_blocks, select_pooled
-from cp_dtensor.api.extension import OpenContext, length_of, never_compiled, positions_of, seen_positions
+from cp_dtensor.api.extension import OpenContext, length_of, positions_of, seen_positions
 from cp_dtensor.integrations.transformers.chosen import (
     CONTEXT,
-    UNCOMPILED,
     Chosen,
     Compressed,
     Function,
+    rotation_of,
     selecting_context,
+    uncompiled,
     whole_mask,
 )
 from cp_dtensor.integrations.transformers.masks import whole_positions
@@ -35,6 +36,7 @@ Edges = tuple[int, ...]
 # GLM-5 Next: blocks begin with the first token that is no padding
 
 
+@uncompiled
 def _select_after_padding(
     _: Function, module: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
@@ -103,6 +105,7 @@ def _with_readable_mask(forward: Function, module: Any, *args: Any, **kwargs: An
     return forward(*bound.args, **bound.kwargs)
 
 
+@uncompiled
 @torch.no_grad()
 def _select_seen(
     forward: Function, module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
@@ -110,7 +113,7 @@ def _select_seen(
 ) -> Chosen:  # fmt: skip
     """Stand for the forward of an indexer of which each query groups the tokens that it sees."""
     context, owner, size = selecting_context(), type(module).__name__, module.compress_ratio
-    rotate = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+    rotate = rotation_of(forward)
     cos, sin = (each.expand(len(hidden_states), -1, -1) for each in position_embeddings)
     both = module.index_qk_proj(hidden_states).unflatten(-1, (-1, module.index_head_dim))
     queries, raw_keys = both.split((module.index_n_heads, module.index_kv_heads), 2)
@@ -196,6 +199,7 @@ def check_places(owner: str, mask: Mask, context: OpenContext, batch_size: int, 
 # DeepSeek-V4: attention to a window, and to blocks
 
 
+@uncompiled
 def _compress(
     forward: Function, module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Compressed, None]:
@@ -205,7 +209,7 @@ def _compress(
     mask, batch_size = whole_mask(context, owner, None), len(hidden_states)
     _checked_documents(owner, mask, length_of(context.call, hidden_states.size(1)), batch_size)
     check_places(owner, mask, context, batch_size, in_documents=True)
-    rotate = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+    rotate = rotation_of(forward)
     indexer, indices = getattr(module, "indexer", None), None
     if indexer is not None:
         cos, sin = indexer.rotary_emb(hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type)
@@ -230,15 +234,12 @@ def _pooled(rotate: Function, module: Any, hidden_states: Tensor, overlap: bool)
     return rotated
 
 
-_select_glm, _select_qwen, _compressed = (
-    never_compiled(each, UNCOMPILED) for each in (_select_after_padding, _select_seen, _compress)
-)
 METHODS: tuple[tuple[str, frozenset[str], Function], ...] = (
-    ("forward", frozenset({"update_indexer", "get_pooled_states", "index_kpool", "append_visible_tail"}), _select_glm),
+    ("forward", frozenset({"update_indexer", "get_pooled_states", "append_visible_tail"}), _select_after_padding),
     ("build_attention_mask_from_topk", frozenset({"indexer", "scatter_add_", "ne"}), _chosen),
-    ("forward", frozenset({"update_indexer", "compress_ratio", "nonzero", "index_qk_proj"}), _select_qwen),
+    ("forward", frozenset({"update_indexer", "compress_ratio", "nonzero", "index_qk_proj"}), _select_seen),
     ("forward", frozenset({"indexer", "q_norm", "chunk", "sigmoid"}), _with_readable_mask),
-    ("forward", frozenset({"store_compression_weights", "update_compressor_states", "kv_norm"}), _compressed),
+    ("forward", frozenset({"store_compression_weights", "update_compressor_states", "kv_norm"}), _compress),
 )  # fmt: skip
 """As `METHODS` of layers that select keys one by one."""
-SELECTIONS = frozenset({_select_glm, _select_qwen, _compressed})
+SELECTIONS = frozenset({_select_after_padding, _select_seen, _compress})
