@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch import nn
 
 from cp_dtensor import Causal, Full
 from cp_dtensor.api.extension import (
-    OpenContext,
     attribute_replaced,
     entry_replaced,
     handle_of,
@@ -34,7 +32,6 @@ from cp_dtensor.integrations.transformers.checks import check_call, is_model, is
 from cp_dtensor.integrations.transformers.layers import (
     attention_is_left,
     facts_of,
-    is_caught,
     layer_patches,
     sharding_context,
     shards_are_seen,
@@ -64,7 +61,7 @@ class _Hook:
     def patches(self) -> Iterator[AbstractContextManager[object]]:
         """Yield the patches of each module of transformers, once that is loaded."""
         yield when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
-        for patch in (_models_checked, _losses_checked, _provider_refused_by_tables):
+        for patch in (_models_checked, _losses_checked):
             yield when_loaded(MODELING_UTILS, patch)
         yield when_loaded(GENERATION_UTILS, _generation_refused)
         yield when_loaded(CACHE_UTILS, _caches_filled)
@@ -85,7 +82,7 @@ class _Hook:
 
     def module(self, module: nn.Module) -> bool:
         """Replace functions of convolutions, recurrent layers and indexers of a module; return whether it has any."""
-        is_replaced = any(is_caught(each) or facts_of(type(each)).selects for each in module.modules())
+        is_replaced = any(facts_of(each).is_caught or facts_of(each).selects for each in module.modules())
         if is_replaced:
             layer_patches.replace(module)
         return is_replaced
@@ -158,35 +155,6 @@ def _refuse_shift() -> None:
         "before they are sharded and pass shift_labels, or compute the loss by "
         "cp_dtensor.integrations.transformers.causal_lm_loss"
     )
-
-
-@contextmanager
-def _provider_refused_by_tables(utils: ModuleType) -> Iterator[None]:
-    """While open, models with attention classes of their own by implementation (Falcon, GPT-Neo) refuse the provider.
-
-    Such a model takes a class from a table of its Python module, by the name of the implementation. Beside it there may
-    be models that do not (those with SAM's vision tower), so the table refuses, and only once it is asked.
-    """
-
-    def refuse(name: str, implementations: list[str], *_: Any, **__: Any) -> None:
-        seen = [f'use "{each}", which context_parallel sees' for each in implementations if each in SEEN]
-        raise ValueError(
-            f"{name} of this model has attention classes for {', '.join(implementations)}, not for "
-            f'"{PROVIDER}": {seen[0] if seen else "context_parallel sees none of these"}'
-        )
-
-    def requested(
-        original: Callable[..., str], model: nn.Module, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        owners = {each.__module__ for each in type(model).__mro__} if requested_attention == PROVIDER else ()
-        for name, table in [item for owner in owners for item in vars(sys.modules[owner]).items()]:
-            lacks_provider = isinstance(table, dict) and "eager" in table and PROVIDER not in table
-            if lacks_provider and all(isinstance(each, type) for each in table.values()):
-                stack.enter_context(entry_replaced(table, PROVIDER, partial(refuse, name, [*table])))
-        return original(model, requested_attention, *args, **kwargs)
-
-    with ExitStack() as stack, wrapped(utils.PreTrainedModel, "get_correct_attn_implementation", requested):
-        yield
 
 
 def _generation_refused(utils: Any) -> AbstractContextManager[None]:
@@ -292,17 +260,29 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kwargs: Any) -> Any:
     """Return a tensor that names the mask of the whole sequence, None for one that SDPA has, or the block mask."""
-    context = sharding_context()
-    asked = _model_mask(original, context, *args, **kwargs)
-    if asked is None or (context is None and is_block):
+    context, known = sharding_context(), getattr(kwargs.get("attention_mask"), _ASKED, None)
+    if known is None and context is not None:
+        raise NotImplementedError(
+            "a model made a mask inside of context_parallel in a way that is not known here (transformers "
+            f"{sys.modules['transformers'].__version__}; known: the functions of transformers.masking_utils in "
+            f"{' to '.join(TESTED)}): give the context a mask= and the model none"
+        )
+    if known is None or (context is None and is_block):
         return original(*args, **kwargs)
+    asked = replace(
+        known, function=without_documents(kwargs["mask_function"]), with_documents=kwargs["mask_function"],
+        batch_size=kwargs["batch_size"], local=(kwargs["q_length"], kwargs["kv_length"]),
+        device=torch.device(kwargs.get("device", "cpu")), size=kwargs.get("local_size"),
+        use_vmap=bool(kwargs.get("use_vmap")),
+        alone=partial(original, *args, **{**kwargs, "attention_mask": known.padding}), _found={},
+    )  # fmt: skip
     if context is None:  # an indexer reads the mask itself, and so does the head of a tower, which has no vocabulary
         is_read = not INDEXED.isdisjoint(getattr(asked.config, "layer_types", None) or ())
         is_read = is_read or not hasattr(asked.config, "vocab_size")
         return asked.alone() if is_read else handle_of(asked)
     mask, whole = asked.found(context.call)  # refused here, where the model is
     if is_block:
-        return block_mask_of(mask, whole, kwargs["batch_size"], asked.device)
+        return block_mask_of(mask, whole, asked.batch_size, asked.device)
     # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
     is_plain = (kwargs.get("allow_is_causal_skip", True) and mask == Causal()) or (
         kwargs.get("allow_is_bidirectional_skip", False) and mask == Full()
@@ -313,23 +293,3 @@ def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kw
 
 def _block_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _mask(original, *args, is_block=True, **kwargs)
-
-
-def _model_mask(
-    original: Callable[..., Any], context: OpenContext | None, *args: Any, **kwargs: Any
-) -> ModelMask | None:
-    """Return the mask that a model asks for; outside of contexts None if masking_utils did not ask for it."""
-    asked: ModelMask | None = getattr(kwargs.get("attention_mask"), _ASKED, None)
-    if asked is None and context is not None:
-        raise NotImplementedError(
-            "a model made a mask inside of context_parallel in a way that is not known here (transformers "
-            f"{sys.modules['transformers'].__version__}; known: the functions of transformers.masking_utils in "
-            f"{' to '.join(TESTED)}): give the context a mask= and the model none"
-        )
-    return asked and replace(
-        asked, function=without_documents(kwargs["mask_function"]), batch_size=kwargs["batch_size"],
-        with_documents=kwargs["mask_function"],
-        local=(kwargs["q_length"], kwargs["kv_length"]), device=torch.device(kwargs.get("device", "cpu")),
-        size=kwargs.get("local_size"), use_vmap=bool(kwargs.get("use_vmap")),
-        alone=partial(original, *args, **{**kwargs, "attention_mask": asked.padding}), _found={},
-    )  # fmt: skip

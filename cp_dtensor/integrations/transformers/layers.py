@@ -33,13 +33,10 @@ from cp_dtensor.api.extension import (
     wrapped,
 )
 from cp_dtensor.integrations.transformers import pooled, sparse
-from cp_dtensor.integrations.transformers.chosen import sdpa_of_chosen
+from cp_dtensor.integrations.transformers.chosen import CONTEXT, Function, sdpa_of_chosen
 from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name, table_of
-from cp_dtensor.layers.arguments import IN_CONTEXT
 
-Function = Callable[..., Any]
 T = TypeVar("T")
-_CONTEXT: Any = IN_CONTEXT
 _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "flex_attention"})
 """Names by which a layer calls attention that a context sees."""
 
@@ -72,7 +69,7 @@ def _convolution(
     activation: str | None = None, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
     refuse_arguments("a convolution in context_parallel", others)
-    out = causal_conv1d(x.transpose(1, 2).to(weight.dtype), weight, bias, activation=activation, mesh=_CONTEXT)
+    out = causal_conv1d(x.transpose(1, 2).to(weight.dtype), weight, bias, activation=activation, mesh=CONTEXT)
     return out.transpose(1, 2).to(x.dtype)
 
 
@@ -83,7 +80,7 @@ def _delta(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     refuse_arguments("a linear-attention layer in context_parallel", others)
     options = {"scale": scale, "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel)}
-    return rule(query, key, value, g, beta, mesh=_CONTEXT, **options), None
+    return rule(query, key, value, g, beta, mesh=CONTEXT, **options), None
 
 
 def _scan(
@@ -93,7 +90,7 @@ def _scan(
     known = {"D", "dt_bias", "dt_softplus", "dt_limit", "return_final_states"} & options.keys()
     ours = {name: options.pop(name) for name in known}
     refuse_arguments("a state-space layer in context_parallel", options)
-    return mamba2(x, dt, A, B, C, mesh=_CONTEXT, **ours)
+    return mamba2(x, dt, A, B, C, mesh=CONTEXT, **ours)
 
 
 def _one_token(*_: Any, **__: Any) -> None:
@@ -279,14 +276,15 @@ class ClassFacts(NamedTuple):
     replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
 
 
-def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Return `find`, whose results of the latest classes are kept: a call of a model looks at each module."""
-    return lru_cache(maxsize=4096)(find)
+def by_class(find: Callable[[Any], T]) -> Callable[[nn.Module], T]:
+    """Return a function of modules that keeps what `find` returns for their classes: calls look at each module."""
+    kept: Callable[[Any], T] = lru_cache(maxsize=4096)(find)
+    return lambda module: kept(type(module))
 
 
 @by_class
 def facts_of(kind: Any) -> ClassFacts:
-    """Return what the code of a class tells."""
+    """Return what the code of a module's class tells."""
     kernels, methods = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]]()
     calls_attention = skips_padding = False
     for base in kind.__mro__:
@@ -314,11 +312,6 @@ def facts_of(kind: Any) -> ClassFacts:
     return ClassFacts(is_caught, calls_attention, counts, selects, skips_padding, replacements)
 
 
-def is_caught(module: nn.Module) -> bool:
-    """Return whether all functions by which a layer mixes tokens are replaced in contexts."""
-    return facts_of(type(module)).is_caught
-
-
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -343,12 +336,12 @@ class _Patches:
         if model in self._models:
             return
         with self._lock:
-            for kind in {type(module) for module in model.modules()}:
-                for owner, name, ours in facts_of(kind).replaced:
+            for facts in map(facts_of, model.modules()):
+                for owner, name, ours in facts.replaced:
                     if (owner, name) not in self._replaced:
                         self._replaced.add((owner, name))
                         self._stack.enter_context(wrapped(owner, name, partial(_in_contexts, ours)))
-                if facts_of(kind).selects and (None, "sdpa") not in self._replaced:
+                if facts.selects and (None, "sdpa") not in self._replaced:
                     self._replaced.add((None, "sdpa"))
                     table = table_of(sys.modules[MODELING_UTILS].ALL_ATTENTION_FUNCTIONS)
                     self._stack.enter_context(sdpa_of_chosen(table, shards_are_seen))

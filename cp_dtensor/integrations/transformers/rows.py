@@ -39,7 +39,7 @@ def whole_rows(model: nn.Module, mesh: Mesh, **options: Any) -> Iterator[None]:
         raise NotImplementedError(f"a loss of whole rows needs a model of transformers, got {type(model).__name__}")
     backbone, inside = whole.base_model, {*whole.base_model.modules()}
     for module in whole.modules():
-        if module not in inside and facts_of(type(module)).calls_attention:
+        if module not in inside and facts_of(module).calls_attention:
             raise NotImplementedError(
                 f"{type(whole).__name__} has attention beside its backbone ({type(module).__name__}), so a loss of "
                 "whole rows is not supported under context parallelism"
