@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from cp_dtensor.api.extension import OpenContext
+from cp_dtensor.integrations.transformers.chosen import sharding_context
 from cp_dtensor.integrations.transformers.layers import (
     by_class,
     counts_positions,
     facts_of,
     layer_patches,
-    sharding_context,
 )
 from cp_dtensor.integrations.transformers.multimodal import WholeCall
 from cp_dtensor.integrations.transformers.private import CACHE_UTILS, INDEXED, PROVIDER, SEEN, implementation_of

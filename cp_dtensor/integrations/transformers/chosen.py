@@ -8,8 +8,7 @@ heads, `Latents` stand for these, and are what travels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -23,9 +22,10 @@ from cp_dtensor.api.extension import (
     both_masks,
     constant_in_trace,
     current,
-    entry_replaced,
+    innermost,
     is_handle,
     never_compiled,
+    queries_alone,
     softmax_scale,
     value_of,
 )
@@ -41,6 +41,20 @@ _SELECTED = "keys of indexers"
 
 
 # Contexts
+
+
+def sharding_context() -> OpenContext | None:
+    """Return the context in which models see shards; None outside, and where attention is left to each rank."""
+    context = innermost()
+    if context is None or context.call.ranks.size == 1 or queries_alone(context) is not None:
+        return None
+    return current()
+
+
+@constant_in_trace
+def shards_are_seen() -> bool:
+    """Return whether models see shards now."""
+    return sharding_context() is not None
 
 
 def uncompiled(function: Function) -> Function:
@@ -144,47 +158,48 @@ class Compressed(NamedTuple):
 # Attention
 
 
-def attention_to_chosen(
-    attend: Function, is_sharded: bool, beside: Mapping[str, Any], module: Any, query: Tensor, key: Any, value: Any,
-    attention_mask: Any, indices: Tensor | None = None, block_indices: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention over selected keys as a function of transformers; leave other attention to `attend`.
+def with_selected_keys(attend: Function, takes_sinks: bool = False) -> Function:
+    """Return an attention function of transformers that takes selected keys, too; other attention is `attend`."""
 
-    Args:
-        attend: the function for other attention.
-        is_sharded: True where models see shards.
-        beside: more arguments of `indexed_attention` and `block_attention`; other attention has them in `kwargs`.
-        query: (B, H, T, D).
-        key, value: (B, Hkv, T, D) and (B, Hkv, T, Dv), or `Latents`.
-        attention_mask: of transformers, or `Chosen`.
-        indices: (B, T, K), -1 for none.
-        block_indices: (B, Hkv, T, N), -1 for none.
-    """
-    indices = attention_mask.indices if isinstance(attention_mask, Chosen) else indices
-    if indices is None and isinstance(key, Latents):
-        key, value = key.expand(key.latent, key.rotary)
-    if indices is None and block_indices is None and not isinstance(key, Compressed):
-        return attend(module, query, key, value, attention_mask, **kwargs)
-    if not is_sharded:
-        made = _mask_alone(module, query, key, attention_mask, indices, block_indices, kwargs.get("position_ids"))
-        return attend(module, query, key, value, made, **kwargs)
-    name, refused = type(module).__name__, kwargs.keys() - PASSED_ON - {"scaling", *(["s_aux"] if beside else [])}
-    _check_selected(name)
-    for each in sorted(refused):
-        if isinstance(kwargs[each], Tensor) or kwargs[each]:
-            raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
-    options = {"mesh": CONTEXT, "scale": kwargs.get("scaling"), **beside}
-    if isinstance(key, Compressed):
-        out = _attention_to_compressed(module, query, key, attention_mask, kwargs["sliding_window"], options)
-    elif indices is None:
-        out = _attention_to_blocks(module, query, key, value, block_indices, attention_mask, options)
-    elif isinstance(key, Latents):
-        out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
-    else:  # blocks of one key, the same for each head
-        blocks = indices.unsqueeze(2).expand(-1, -1, key.size(1), -1)
-        options |= {"block_size": 1, "is_causal": False, "mask": Full()}
-        out = block_attention(query, key, value, block_indices=blocks, **options)
-    return out.transpose(1, 2).contiguous(), None
+    @wraps(attend)
+    def attention(
+        module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, indices: Tensor | None = None,
+        block_indices: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Compute attention over keys of `indices` (B, T, K) or `block_indices` (B, Hkv, T, N), -1 for none.
+
+        query is (B, H, T, D), key (B, Hkv, T, D), value (B, Hkv, T, Dv). Keys and values may be `Latents` or
+        `Compressed`, the mask may be `Chosen`, which has indices.
+        """
+        indices = attention_mask.indices if isinstance(attention_mask, Chosen) else indices
+        if indices is None and isinstance(key, Latents):
+            key, value = key.expand(key.latent, key.rotary)
+        if indices is None and block_indices is None and not isinstance(key, Compressed):
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        if not shards_are_seen():
+            positions = kwargs.get("position_ids")
+            mask = _mask_alone(module, query, key, attention_mask, indices, block_indices, positions)
+            return attend(module, query, key, value, mask, **kwargs)
+        name, known = type(module).__name__, {"scaling", *(["s_aux"] if takes_sinks else [])}
+        _check_selected(name)
+        for each in sorted(kwargs.keys() - PASSED_ON - known):
+            if isinstance(kwargs[each], Tensor) or kwargs[each]:
+                raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
+        options = {"mesh": CONTEXT, "scale": kwargs.get("scaling")}
+        options |= {"sinks": kwargs.get("s_aux")} if takes_sinks else {}
+        if isinstance(key, Compressed):
+            out = _attention_to_compressed(module, query, key, attention_mask, kwargs["sliding_window"], options)
+        elif indices is None:
+            out = _attention_to_blocks(module, query, key, value, block_indices, attention_mask, options)
+        elif isinstance(key, Latents):
+            out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
+        else:  # blocks of one key, the same for each head
+            blocks = indices.unsqueeze(2).expand(-1, -1, key.size(1), -1)
+            options |= {"block_size": 1, "is_causal": False, "mask": Full()}
+            out = block_attention(query, key, value, block_indices=blocks, **options)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
 
 
 def _attention_to_latents(query: Tensor, key: Latents, up: Tensor, indices: Tensor, options: dict[str, Any]) -> Tensor:
@@ -244,14 +259,3 @@ def _mask_alone(
     positions = position_ids.expand(query.size(0), -1)
     made: Tensor = module.indexer.build_block_mask(blocks, mask, key.size(2), query.dtype, query.device, positions)
     return made
-
-
-def sdpa_of_chosen(table: dict[str, Any], is_sharded: Callable[[], bool]) -> AbstractContextManager[object]:
-    """Return a patch of the attention function "sdpa" in a table, which then takes selected keys of all ranks."""
-    original = table["sdpa"]
-
-    @wraps(original)
-    def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return attention_to_chosen(original, is_sharded(), {}, *args, **kwargs)
-
-    return entry_replaced(table, "sdpa", sdpa)

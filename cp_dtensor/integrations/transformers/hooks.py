@@ -24,18 +24,15 @@ from cp_dtensor.api.extension import (
     attribute_replaced,
     entry_replaced,
     handle_of,
+    innermost,
     never_compiled,
+    queries_alone,
     when_loaded,
     wrapped,
 )
 from cp_dtensor.integrations.transformers.checks import check_call, is_model, is_tower, mark_caches, unseen
-from cp_dtensor.integrations.transformers.layers import (
-    attention_is_left,
-    facts_of,
-    layer_patches,
-    sharding_context,
-    shards_are_seen,
-)
+from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
+from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
 from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of, without_documents
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES, whole_call
 from cp_dtensor.integrations.transformers.private import (
@@ -235,7 +232,8 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if implementation_of(config) not in SEEN:
         raise NotImplementedError(unseen(implementation_of(config)))
     is_whole = context is None and _is_of_whole_call(config)
-    if context is None and not is_whole and attention_is_left():
+    around = innermost() if context is None and not is_whole else None
+    if around is not None and queries_alone(around) is not None:
         return original(*args, **kwargs)  # a tower's
     if context is not None:
         given["position_ids"] = None  # documents are found in the position ids of all ranks

@@ -22,43 +22,25 @@ from torch import nn
 
 from cp_dtensor import causal_conv1d, gated_delta_rule, kda, mamba2
 from cp_dtensor.api.extension import (
-    OpenContext,
-    constant_in_trace,
-    current,
-    innermost,
+    entry_replaced,
     length_of,
     never_compiled,
     positions_of,
-    queries_alone,
     wrapped,
 )
 from cp_dtensor.integrations.transformers import pooled, sparse
-from cp_dtensor.integrations.transformers.chosen import CONTEXT, Function, sdpa_of_chosen
+from cp_dtensor.integrations.transformers.chosen import (
+    CONTEXT,
+    Function,
+    sharding_context,
+    shards_are_seen,
+    with_selected_keys,
+)
 from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name, table_of
 
 T = TypeVar("T")
 _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "flex_attention"})
 """Names by which a layer calls attention that a context sees."""
-
-
-def sharding_context() -> OpenContext | None:
-    """Return the context in which models see shards; None outside, and where attention is left to each rank."""
-    context = innermost()
-    if context is None or context.call.ranks.size == 1 or queries_alone(context) is not None:
-        return None
-    return current()
-
-
-@constant_in_trace
-def shards_are_seen() -> bool:
-    """Return whether models see shards now."""
-    return sharding_context() is not None
-
-
-def attention_is_left() -> bool:
-    """Return whether a context leaves attention to each rank now."""
-    context = innermost()
-    return context is not None and queries_alone(context) is not None
 
 
 # Kernels: functions that take the original first and the kernel's arguments
@@ -344,7 +326,7 @@ class _Patches:
                 if facts.selects and (None, "sdpa") not in self._replaced:
                     self._replaced.add((None, "sdpa"))
                     table = table_of(sys.modules[MODELING_UTILS].ALL_ATTENTION_FUNCTIONS)
-                    self._stack.enter_context(sdpa_of_chosen(table, shards_are_seen))
+                    self._stack.enter_context(entry_replaced(table, "sdpa", with_selected_keys(table["sdpa"])))
             self._models.add(model)
 
     def close(self) -> None:

@@ -17,7 +17,8 @@ from torch import nn
 from cp_dtensor import context_parallel, context_parallel_shard, context_parallel_unshard
 from cp_dtensor.api.extension import Mesh, attribute_replaced
 from cp_dtensor.integrations.transformers.checks import arguments_of, check_call, is_model, refuse_own_positions
-from cp_dtensor.integrations.transformers.layers import facts_of, shards_are_seen
+from cp_dtensor.integrations.transformers.chosen import shards_are_seen
+from cp_dtensor.integrations.transformers.layers import facts_of
 
 
 @contextmanager
