@@ -33,7 +33,7 @@ from cp_dtensor.api.extension import (
 from cp_dtensor.integrations.transformers.checks import check_call, is_model, is_tower, mark_caches, unseen
 from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
 from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
-from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of, without_documents
+from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES, whole_call
 from cp_dtensor.integrations.transformers.private import (
     CACHE_UTILS,
@@ -268,10 +268,9 @@ def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kw
     if known is None or (context is None and is_block):
         return original(*args, **kwargs)
     asked = replace(
-        known, function=without_documents(kwargs["mask_function"]), with_documents=kwargs["mask_function"],
-        batch_size=kwargs["batch_size"], local=(kwargs["q_length"], kwargs["kv_length"]),
-        device=torch.device(kwargs.get("device", "cpu")), size=kwargs.get("local_size"),
-        use_vmap=bool(kwargs.get("use_vmap")),
+        known, function=kwargs["mask_function"], batch_size=kwargs["batch_size"],
+        local=(kwargs["q_length"], kwargs["kv_length"]),
+        device=torch.device(kwargs.get("device", "cpu")), use_vmap=bool(kwargs.get("use_vmap")),
         alone=partial(original, *args, **{**kwargs, "attention_mask": known.padding}), _found={},
     )  # fmt: skip
     if context is None:  # an indexer reads the mask itself, and so does the head of a tower, which has no vocabulary
