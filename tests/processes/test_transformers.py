@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.model_cells import recurrences_in_float64, run_cell
 from support.models import LENGTH, ROWS, assert_gradients_sum_to, gradients, tiny_model
 from support.processes import Processes, started
@@ -255,44 +254,6 @@ def counted_embeddings(family: str) -> None:
     )
 
 
-def share_of_masks(attention: str) -> None:
-    """ESM scales its embeddings by the share of mask tokens, which differs between shards and between rows."""
-    import transformers
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128}
-
-    def model(positions: str) -> Any:
-        torch.manual_seed(0)
-        config = transformers.EsmConfig(
-            vocab_size=53, mask_token_id=32, pad_token_id=1, token_dropout=True, position_embedding_type=positions,
-            **sizes, **options,
-        )  # fmt: skip
-        one = transformers.EsmForMaskedLM(config).double()
-        one.set_attn_implementation(attention)
-        return one
-
-    ids = torch.where(torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(7)) < 0.3, 32, 5)
-    ids[:, : LENGTH // 4] = 32
-    ids[0] = ids[0].roll(30)
-    for positions, width in (("absolute", 0), ("absolute", 9), ("rotary", 0), ("rotary", 9)):
-        padding = torch.ones(ROWS, LENGTH, dtype=torch.int64)
-        padding[0, LENGTH - width :] = 0
-        given = ModelBatch(
-            input_ids=ids.clone(), labels=torch.full((ROWS, LENGTH), 6).masked_fill(padding == 0, -100),
-            position_ids=torch.arange(2, LENGTH + 2)[None], others={"attention_mask": padding} if width else {},
-        )  # fmt: skip
-        assert given.shift_labels is not None
-        whole, mine = model(positions), model(positions)
-        expected = F.cross_entropy(whole(**given.inputs).logits.flatten(0, 1), given.shift_labels.flatten())
-        expected.backward()
-        assert check_model(mine) == []
-        with context_parallel(dist.group.WORLD, **given.buffers):  # type: ignore[arg-type]
-            loss = causal_lm_loss(mine(**given.inputs).logits, given.shift_labels, gradients="sum")
-        loss.backward()
-        assert_equal(mine, loss, (expected.detach(), gradients(whole)))
-
-
 def dropout(family: str) -> None:
     """It does not depend on the layout."""
     found = []
@@ -390,7 +351,7 @@ CASES: list[Any] = [
     (mean_gradients,), (outside_of_contexts,), (whole_padding, "sdpa"), (whole_padding, "cp_dtensor"),
     (counted_embeddings, "BART"), (counted_embeddings, "T5"),
     (documents_by_edges,), pytest.param((flex,), marks=pytest.mark.sweep), (counted_for_scales,),
-    (share_of_masks, "sdpa"), (share_of_masks, "cp_dtensor"), (dropout, "Gemma 3"), (refusals,), (without_attention,),
+    (dropout, "Gemma 3"), (refusals,), (without_attention,),
 ]  # fmt: skip
 
 

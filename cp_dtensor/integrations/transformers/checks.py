@@ -82,6 +82,8 @@ def _problem_of_layer(module: nn.Module) -> str | None:
             return f'{name} joins its position bias and a mask of {shard}: use register() and "{PROVIDER}"'
     if getattr(module, "expert_capacity", None):
         return f"{name} counts the tokens of an expert within {shard} (expert_capacity)"
+    if getattr(module, "token_dropout", False):
+        return f"{name} scales embeddings by the share of mask tokens in {shard} (token_dropout)"
     if getattr(module, "trigram_input", False):
         return f"{name} joins the embeddings of neighbouring tokens of {shard} only (trigram_input)"
     return None

@@ -1,8 +1,8 @@
 """Layers of transformers' models in contexts: kernels and forwards that are replaced by functions of shards.
 
 A model calls its kernels by names of its own Python module, which transformers binds to a function of another package
-or to torch operations. A kernel is known by its name, not by the architecture; a forward that counts tokens or
-positions is known by its arguments and the names in its code. One more is one more entry of `KERNELS` or `COUNTING`.
+or to torch operations. A kernel is known by its name, not by the architecture; a method that counts positions is known
+by its arguments or the names in its code. One more is one more entry of `KERNELS` or `COUNTING`.
 """
 
 from __future__ import annotations
@@ -162,33 +162,6 @@ def _positions(length: int, device: torch.device) -> torch.Tensor:
     return positions_of(segments, device)
 
 
-def _with_whole_counts(
-    forward: Function, module: Any, input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None, position_ids: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
-) -> Any:  # fmt: skip
-    """Embeddings of ESM, which scale with the share of mask tokens in the sequence."""
-    if module.token_dropout and input_ids is not None:
-        # Without input_ids, forward does the rest and scales nothing.
-        inputs_embeds, input_ids = _scaled_embeddings(module, input_ids, attention_mask, inputs_embeds), None
-    return forward(module, input_ids, attention_mask, position_ids, inputs_embeds)
-
-
-@never_compiled
-def _scaled_embeddings(
-    module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-) -> torch.Tensor:
-    context = sharding_context()
-    assert context is not None
-    is_mask = input_ids == module.mask_token_id
-    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    masks, lengths = context.call.ranks.gather(torch.stack([is_mask.sum(-1), kept.sum(-1).long()])).sum(0)
-    embeddings = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-    factor = (1 - 0.15 * 0.8) / (1 - masks.float() / lengths)  # 0.15 * 0.8: the share in ESM's training
-    scaled: torch.Tensor = embeddings.masked_fill(is_mask[..., None], 0.0) * factor[:, None, None]
-    return scaled.to(embeddings.dtype)
-
-
 def _with_whole_embeddings(
     forward: Function, module: nn.Module, tokens: Any, *past: int, position_ids: torch.Tensor | None = None,
     **named: int,
@@ -220,10 +193,6 @@ def whole_length(local: int) -> int:
     return length_of(context.call, local)
 
 
-def _uses(*names: str) -> Callable[[CodeType], bool]:
-    return lambda code: {*names} <= {*_names_in(code)}
-
-
 def _takes(*names: str) -> Callable[[CodeType], bool]:
     """Return whether some code takes these arguments and no others, but `self` and perhaps one more before them."""
 
@@ -235,13 +204,12 @@ def _takes(*names: str) -> Callable[[CodeType], bool]:
 
 
 COUNTING: tuple[tuple[str, Callable[[CodeType], bool], Function], ...] = (
-    ("forward", _uses("arange", "get_seq_length", "floor_scale"), _with_whole_positions),
-    ("forward", _uses("token_dropout", "mask_token_id", "word_embeddings"), _with_whole_counts),
+    ("forward", lambda code: {"arange", "get_seq_length", "floor_scale"} <= {*_names_in(code)}, _with_whole_positions),
     ("forward", _takes("past_key_values_length", "position_ids"), _with_whole_embeddings),
     ("forward", _takes("cache_length", "position_ids"), _with_whole_embeddings),  # since transformers 5.24
     ("compute_bias", _takes("query_length", "key_length", "device", "past_seen_tokens"), _with_whole_bias),
 )
-"""Methods that count tokens or positions: name, whether some code is that of one, and the function of shards."""
+"""Methods that count positions: name, whether some code is that of one, and the function of shards."""
 
 
 # Classes of layers
@@ -252,7 +220,7 @@ class ClassFacts(NamedTuple):
 
     is_caught: bool  # it calls kernels, all of which are replaced in contexts
     calls_attention: bool  # a method calls the attention function of its `attn_implementation`, or one of torch
-    counts: bool  # a method counts tokens or positions, and is replaced in contexts
+    counts: bool  # a method counts positions, and is replaced in contexts
     selects: bool  # its forward selects keys for sparse attention, and is replaced in contexts
     skips_padding: bool  # it makes position ids from tokens where it gets none, as RoBERTa does
     replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
