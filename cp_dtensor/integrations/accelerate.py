@@ -41,6 +41,7 @@ from cp_dtensor.api.extension import (
     wrapped,
 )
 from cp_dtensor.integrations.transformers.checks import (
+    arguments_of,
     is_model,
     lacks_positions,
     missing_positions,
@@ -188,7 +189,7 @@ def _with_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Add the position ids that a call lacks, in a step."""
-    if not lacks_positions(model, args, kwargs):
+    if model not in missing_positions or not lacks_positions(model, arguments_of(model, args, kwargs)):
         return None
     refuse_own_positions(model)
     return args, {**kwargs, "position_ids": missing_positions[model]()}

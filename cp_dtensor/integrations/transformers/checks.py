@@ -97,7 +97,7 @@ def check_model(model: nn.Module) -> list[str]:
     A context refuses to run a model of transformers of which this list is not empty. Parts that run only if a call has
     images or sound are left out: their own calls are checked.
     """
-    if is_model(model) and _inputs_of(model).is_tower and _attends(model):
+    if is_model(model) and inputs_of(model).is_tower and _attends(model):
         return [f"{type(model).__name__} {OWN_TOKENS}"]
     found: dict[str, list[str]] = {}
     towers = {part for tower in model.modules() if _is_tower_of(model, tower) for part in tower.modules()}
@@ -142,7 +142,7 @@ def _problems_of_model(model: Any) -> list[str]:
         f"layer_types has {layer_type!r}, layers that are not known to mix tokens of all ranks"
         for layer_type in sorted({*layer_types} - known)
     ]
-    if _OF_ROWS.search(name) or any("sentence" in each for each in _inputs_of(model).names):
+    if _OF_ROWS.search(name) or any("sentence" in each for each in inputs_of(model).names):
         problems.append(f"{name} takes the result of a whole row from the tokens of this rank's shard")
     return problems
 
@@ -182,7 +182,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
-    given = arguments_of(model, args, kwargs)[1]
+    given = arguments_of(model, args, kwargs)
     whole = _whole_call(model, given, context)
     if whole is None:
         _check_arguments(model, given)
@@ -190,19 +190,15 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return whole
 
 
-def arguments_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the names of a model's arguments, and those of a call that are not None."""
-    names = _inputs_of(model).names
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    return names, {name: value for name, value in arguments.items() if value is not None}
+def arguments_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a model by name, but those that are None."""
+    arguments = {**dict(zip(inputs_of(model).names, args, strict=False)), **kwargs}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def lacks_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of a model in `missing_positions` has none."""
-    names, given = arguments_of(model, args, kwargs)
-    return model in missing_positions and "position_ids" in names and "position_ids" not in given
+def lacks_positions(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether a model takes position ids, which are not among the arguments of a call."""
+    return "position_ids" in inputs_of(model).names and "position_ids" not in given
 
 
 def refuse_own_positions(model: nn.Module) -> None:
@@ -216,7 +212,7 @@ def refuse_own_positions(model: nn.Module) -> None:
 
 
 def _check_arguments(model: Any, given: dict[str, Any]) -> None:
-    name, inputs = type(model).__name__, _inputs_of(model)
+    name, inputs = type(model).__name__, inputs_of(model)
     makes_tokens = inputs.is_tower or not inputs.own.isdisjoint(given) or any(map(_INPUTS.search, given))
     if makes_tokens and _attends(model):
         raise NotImplementedError(f"{name} {OWN_TOKENS}")
@@ -238,7 +234,7 @@ def _check_arguments(model: Any, given: dict[str, Any]) -> None:
             "rank has its own, and none is that of the whole sequence",
             stacklevel=2,
         )
-    if "position_ids" in inputs.names and "position_ids" not in given and model not in missing_positions:
+    if lacks_positions(model, given) and model not in missing_positions:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "
@@ -293,7 +289,7 @@ class _Inputs(NamedTuple):
 
 
 @by_class
-def _inputs_of(kind: Any) -> _Inputs:
+def inputs_of(kind: Any) -> _Inputs:
     parameters = inspect.signature(kind.forward).parameters
     names = tuple(parameters)[1:]
     main, modalities = (
@@ -312,13 +308,13 @@ def _is_tower_of(model: nn.Module, part: nn.Module) -> bool:
     if part is model or not is_model(part):
         return False
     # The body of a model with a head has the configuration of the whole.
-    is_body, inputs = type(part.config) is type(getattr(model, "config", None)), _inputs_of(part)
+    is_body, inputs = type(part.config) is type(getattr(model, "config", None)), inputs_of(part)
     return inputs.is_tower or (bool(inputs.own) and not is_body)
 
 
 def is_tower(module: nn.Module) -> bool:
     """Return whether a model takes images or sound only."""
-    return _inputs_of(module).is_tower
+    return inputs_of(module).is_tower
 
 
 def _whole_call(model: Any, given: dict[str, Any], context: OpenContext) -> WholeCall | None:
@@ -327,7 +323,7 @@ def _whole_call(model: Any, given: dict[str, Any], context: OpenContext) -> Whol
     Raises:
         ValueError: shards among the other arguments; labels that the model would shift.
     """
-    inputs, tokens = _inputs_of(model), given.get("input_ids", given.get("inputs_embeds"))
+    inputs, tokens = inputs_of(model), given.get("input_ids", given.get("inputs_embeds"))
     if inputs.is_tower or not any(map(_INPUTS.search, inputs.names)) or not isinstance(tokens, torch.Tensor):
         return None
     buffers, text = {id(each.buffer.tensor) for each in context.buffers}, type(model.config.get_text_config())
