@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -28,8 +28,8 @@ from cp_dtensor.integrations.transformers.layers import (
 from cp_dtensor.integrations.transformers.multimodal import WholeCall
 from cp_dtensor.integrations.transformers.private import CACHE_UTILS, INDEXED, PROVIDER, SEEN, implementation_of
 
-missing_positions: Any = WeakKeyDictionary()
-"""By model: makes the position ids (1, tokens) that its calls lack now. Others without position ids are refused."""
+get_positions = WeakSet[nn.Module]()
+"""Models with a hook that adds position ids which a call lacks; calls of others without position ids are refused."""
 OWN_TOKENS = (
     "makes tokens of images or sound, which attention inside of context_parallel would take for shards of the "
     "sequence: give the model the whole inputs by cp_dtensor.integrations.transformers.ModelBatch.from_processor, or "
@@ -234,7 +234,7 @@ def _check_arguments(model: Any, given: dict[str, Any]) -> None:
             "rank has its own, and none is that of the whole sequence",
             stacklevel=2,
         )
-    if lacks_positions(model, given) and model not in missing_positions:
+    if lacks_positions(model, given) and model not in get_positions:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "
@@ -310,11 +310,6 @@ def _is_tower_of(model: nn.Module, part: nn.Module) -> bool:
     # The body of a model with a head has the configuration of the whole.
     is_body, inputs = type(part.config) is type(getattr(model, "config", None)), inputs_of(part)
     return inputs.is_tower or (bool(inputs.own) and not is_body)
-
-
-def is_tower(module: nn.Module) -> bool:
-    """Return whether a model takes images or sound only."""
-    return inputs_of(module).is_tower
 
 
 def _whole_call(model: Any, given: dict[str, Any], context: OpenContext) -> WholeCall | None:

@@ -30,7 +30,7 @@ from cp_dtensor.api.extension import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import check_call, is_model, is_tower, mark_caches, unseen
+from cp_dtensor.integrations.transformers.checks import check_call, inputs_of, is_model, mark_caches, unseen
 from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
 from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
 from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask
@@ -106,7 +106,7 @@ def _models_checked(utils: Any) -> AbstractContextManager[None]:
             whole = None if is_traced else whole_call()
             if whole is None:
                 return nn.Module.__call__(self, *args, **kwargs)
-            return whole.run_part(self, args, kwargs, is_tower(self))
+            return whole.run_part(self, args, kwargs, inputs_of(self).is_tower)
         whole = check(self, args, kwargs) if is_traced else check_call(self, args, kwargs)
         if whole is not None:
             return whole.run(self, args, kwargs, shard_images)

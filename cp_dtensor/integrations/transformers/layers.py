@@ -144,11 +144,11 @@ def _with_whole_positions(
 
 def _positions_before(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
-    return _positions(length, device) - torch.arange(length, device=device)
+    return positions_here(length, device) - torch.arange(length, device=device)
 
 
 @never_compiled
-def _positions(length: int, device: torch.device) -> torch.Tensor:
+def positions_here(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context."""
     context = sharding_context()
     assert context is not None
@@ -172,7 +172,7 @@ def _with_whole_embeddings(
     """
     if position_ids is None or position_ids.dim() == 1:
         device = next(module.parameters()).device
-        position_ids = _positions(getattr(tokens, "shape", tokens)[1], device)
+        position_ids = positions_here(getattr(tokens, "shape", tokens)[1], device)
     return forward(module, tokens, *past, position_ids=position_ids, **named)
 
 
