@@ -71,34 +71,37 @@ def rotation_of(forward: Function) -> Function:
 
 
 def selecting_context() -> OpenContext:
+    """Return the context in which a layer selects keys of all ranks."""
     context = current()
     assert context is not None, "functions of layers are replaced in contexts alone"
     context.seen.add(_SELECTED)
     return context
 
 
-def whole_mask(context: OpenContext, owner: str, mask: Tensor | None) -> Mask:
+def whole_mask(owner: str, mask: Tensor | None) -> Mask:
     """Return the mask of the whole sequence of a mask that a model passes on; None is causal."""
     if mask is not None and not is_handle(mask if mask.dim() == 4 else mask.unsqueeze(0)):
         raise NotImplementedError(
             f"{owner} in context_parallel expects a mask of transformers.masking_utils that was made in the context, "
             f"got a tensor {tuple(mask.shape)}: pass an attention_mask of (batch, tokens) or none"
         )
-    own = Causal() if mask is None else value_of(mask).of_call(context.call).mask
-    return both_masks(context.call.mask, own) or Full()
+    call = selecting_context().call
+    own = Causal() if mask is None else value_of(mask).of_call(call).mask
+    return both_masks(call.mask, own) or Full()
 
 
-def _refuse_padding_first(owner: str, mask: Mask, context: OpenContext, batch_size: int) -> None:
-    """Refuse a mask of blocks with padding at the left, whose keys count in the blocks of other tokens."""
-    positions = whole_positions(context)
+def _without_padding_first(owner: str, mask: Tensor | None, batch_size: int) -> Mask:
+    """Return `whole_mask`; refuse one with padding at the left, whose keys count in the blocks of other tokens."""
+    whole, positions = whole_mask(owner, mask), whole_positions(selecting_context())
     length = 0 if positions is None else positions.size(1)
-    for sets in interval_sets_of(mask, length, length, batch_size):
+    for sets in interval_sets_of(whole, length, length, batch_size):
         spans = [band.keys(0) for bands in sets for band in bands if band.first == 0]
         if not any(lo < hi for lo, hi in spans):
             raise NotImplementedError(
                 f"{owner}: expected no padding at the left in context_parallel, which attends to all keys alike in "
                 "transformers, and whose keys are in the blocks that other tokens see"
             )
+    return whole
 
 
 # Stand-ins
@@ -216,9 +219,7 @@ def _attention_to_blocks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Any, mask: Any, options: dict[str, Any]
 ) -> Tensor:
     """Return attention (B, H, T, Dv) to blocks of keys, of which queries see those that the mask has."""
-    context, name = selecting_context(), type(module).__name__
-    whole = whole_mask(context, name, mask)
-    _refuse_padding_first(name, whole, context, query.size(0))
+    whole = _without_padding_first(type(module).__name__, mask, query.size(0))
     return block_attention(
         query, key, value, block_indices=blocks.transpose(1, 2), block_size=module.indexer.block_size, mask=whole,
         is_causal=False, **options,
@@ -230,8 +231,7 @@ def _attention_to_compressed(
     module: Any, query: Tensor, key: Compressed, mask: Any, window: int, options: dict[str, Any]
 ) -> Tensor:
     """Return attention (B, H, T, D) to a window and to blocks."""
-    context, name = selecting_context(), type(module).__name__
-    _refuse_padding_first(name, whole_mask(context, name, mask), context, query.size(0))
+    _without_padding_first(type(module).__name__, mask, query.size(0))
     place = {"size": key.size, "window": window, "indices": key.indices, **options}
     return pooled_attention(query, key.keys.squeeze(1), key.pooled, **place)
 

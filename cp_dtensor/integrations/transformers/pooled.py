@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor import Mask, pool_blocks, select_pooled
-from cp_dtensor.api.extension import OpenContext, length_of, positions_of, seen_positions
+from cp_dtensor.api.extension import length_of, positions_of, seen_positions
 from cp_dtensor.integrations.transformers.chosen import (
     CONTEXT,
     Chosen,
@@ -65,13 +65,13 @@ def _after_padding(owner: str, kept: Tensor) -> list[Edges]:
     Args:
         kept: (B, T), False for padding, of this rank.
     """
-    context, rows = selecting_context(), len(kept)
-    call, length = context.call, length_of(context.call, kept.size(1))
+    call = selecting_context().call
+    length = length_of(call, kept.size(1))
     segments = call.layout.segments(length, call.ranks.rank, call.ranks.size, 0)
     # The place of this rank's first token in each row, and behind all tokens one for rows and ranks without any.
     places = F.pad(positions_of(segments, kept.device).masked_fill(~kept, length), (0, 1), value=length)
     starts = zip(*call.ranks.gather_integers(places.amin(1).tolist(), kept.device), strict=True)
-    documents = _checked_documents(owner, whole_mask(context, owner, None), length, rows)
+    documents = _documents_of(owner, None, *kept.shape)
     return [(*sorted({*edges, min(of_row)}),) for edges, of_row in zip(documents, starts, strict=True)]
 
 
@@ -112,7 +112,7 @@ def _select_seen(
     attention_mask: _Seen, *args: Any, **kwargs: Any,
 ) -> Chosen:  # fmt: skip
     """Stand for the forward of an indexer of which each query groups the tokens that it sees."""
-    context, owner, size = selecting_context(), type(module).__name__, module.compress_ratio
+    size = module.compress_ratio
     rotate = rotation_of(forward)
     cos, sin = (each.expand(len(hidden_states), -1, -1) for each in position_embeddings)
     both = module.index_qk_proj(hidden_states).unflatten(-1, (-1, module.index_head_dim))
@@ -131,8 +131,8 @@ def _select_seen(
         keys = rotate(module.k_layernorm(pooled).unsqueeze(1), None, *at.chunk(2, 2)).squeeze(1)
         return select_pooled(queries[rows], keys, weights[rows], topk=module.block_topk, expanded=True, **place)
 
-    mask, length = whole_mask(context, owner, attention_mask.mask), length_of(context.call, hidden_states.size(1))
-    return Chosen(_by_row(_checked_documents(owner, mask, length, len(hidden_states)), select))
+    documents = _documents_of(type(module).__name__, attention_mask.mask, *hidden_states.shape[:2])
+    return Chosen(_by_row(documents, select))
 
 
 # Documents
@@ -145,12 +145,13 @@ def _by_row(documents: list[Edges], select: Callable[[slice, Edges], Tensor]) ->
     return torch.cat([select(slice(row, row + 1), edges) for row, edges in enumerate(documents)])
 
 
-def _checked_documents(owner: str, mask: Mask, length: int, batch_size: int) -> list[Edges]:
-    """Return the documents of each batch row; refuse a mask in which queries do not see theirs up to themselves."""
-    found = _documents(mask, length, batch_size)
+def _documents_of(owner: str, mask: Tensor | None, batch_size: int, local: int) -> list[Edges]:
+    """Return the documents of each row of `local` tokens; refuse queries that do not see theirs up to themselves."""
+    whole = whole_mask(owner, mask)
+    found = _documents(whole, length_of(selecting_context().call, local), batch_size)
     if None in found:
         raise NotImplementedError(
-            f"{owner} in context_parallel expects queries to see their documents up to themselves, got {mask}"
+            f"{owner} in context_parallel expects queries to see their documents up to themselves, got {whole}"
         )
     return [edges or () for edges in found] * (1 if len(found) == batch_size else batch_size)
 
@@ -170,14 +171,12 @@ def _documents(mask: Mask, length: int, batch_size: int) -> list[Edges | None]:
     return found
 
 
-def check_places(owner: str, mask: Mask, context: OpenContext, batch_size: int, *, in_documents: bool) -> None:
+def check_places(owner: str, batch_size: int, *, in_documents: bool) -> None:
     """Refuse position ids that are not places: models compare them with the places of keys and of blocks.
 
-    Args:
-        mask: of the context. Position ids may be those in its documents.
-        in_documents: True if they must be.
+    They may be those in the documents of the context's mask, and with `in_documents` must be.
     """
-    positions = whole_positions(context)
+    mask, positions = whole_mask(owner, None), whole_positions(selecting_context())
     if positions is None:
         raise NotImplementedError(
             f"{owner} in context_parallel expects position_ids, and a mask that the model makes of them by "
@@ -204,11 +203,10 @@ def _compress(
     forward: Function, module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Compressed, None]:
     """Stand for the forward of a compressor and of its indexer."""
-    owner, context = type(module).__name__, selecting_context()
+    owner = type(module).__name__
     # Blocks begin with documents of the context, and their keys are rotated by positions in these.
-    mask, batch_size = whole_mask(context, owner, None), len(hidden_states)
-    _checked_documents(owner, mask, length_of(context.call, hidden_states.size(1)), batch_size)
-    check_places(owner, mask, context, batch_size, in_documents=True)
+    _documents_of(owner, None, *hidden_states.shape[:2])
+    check_places(owner, len(hidden_states), in_documents=True)
     rotate = rotation_of(forward)
     indexer, indices = getattr(module, "indexer", None), None
     if indexer is not None:

@@ -25,7 +25,6 @@ from cp_dtensor.integrations.transformers.chosen import (
     Function,
     Latents,
     rotation_of,
-    selecting_context,
     uncompiled,
     whole_mask,
 )
@@ -65,7 +64,7 @@ class _IndexKeys:
     def topk(self, k: int, dim: int = -1, **options: Any) -> _Best:
         if self.mask is None or dim != -1 or options.keys() - {"sorted"}:
             self._refuse(f"topk of dim {dim} {options}, with{'out' if self.mask is None else ''} a mask")
-        mask, queries = whole_mask(selecting_context(), self.owner, self.mask), self.queries.to(self.keys.dtype)
+        mask, queries = whole_mask(self.owner, self.mask), self.queries.to(self.keys.dtype)
         return _Best(select_keys(queries, self.keys, self.weights, topk=k, mesh=CONTEXT, is_causal=False, mask=mask))
 
     @classmethod
@@ -138,8 +137,7 @@ def _select_blocks(
 
     It takes no mask, so that keys of padding count.
     """
-    context, owner = selecting_context(), type(module).__name__
-    check_places(owner, whole_mask(context, owner, None), context, len(hidden_states), in_documents=False)
+    check_places(type(module).__name__, len(hidden_states), in_documents=False)
     queries, keys = (
         norm(projection(hidden_states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
         for norm, projection in ((module.q_norm, module.q_proj), (module.k_norm, module.k_proj))
