@@ -149,8 +149,8 @@ def _problems_of_model(model: Any) -> list[str]:
 
 def unseen(implementation: str | None) -> str:
     """Return the reason to refuse an attention implementation that a context does not see."""
-    ways = {"eager": "as matrix products", "flex_attention": "under a block mask of these tokens"}
-    how = ways.get(str(implementation), "by kernels that a context does not see")
+    known = {"eager": "as matrix products", "flex_attention": "under a block mask of these tokens"}
+    how = known.get(str(implementation), "by kernels that a context does not see")
     return (
         f'attn_implementation="{implementation}" computes attention {how}, so each rank would attend to its own shard '
         f'only: use "sdpa", or cp_dtensor.integrations.transformers.register() and "{PROVIDER}"'

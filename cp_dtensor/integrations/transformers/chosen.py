@@ -161,8 +161,11 @@ class Compressed(NamedTuple):
 # Attention
 
 
-def with_selected_keys(attend: Function, takes_sinks: bool = False) -> Function:
-    """Return an attention function of transformers that takes selected keys, too; other attention is `attend`."""
+def with_selected_keys(attend: Function, **beside: str) -> Function:
+    """Return an attention function of transformers that takes selected keys, too; other attention is `attend`.
+
+    `beside` are arguments of `attend` that selected keys take, too, and their names in `indexed_attention`.
+    """
 
     @wraps(attend)
     def attention(
@@ -183,13 +186,12 @@ def with_selected_keys(attend: Function, takes_sinks: bool = False) -> Function:
             positions = kwargs.get("position_ids")
             mask = _mask_alone(module, query, key, attention_mask, indices, block_indices, positions)
             return attend(module, query, key, value, mask, **kwargs)
-        name, known = type(module).__name__, {"scaling", *(["s_aux"] if takes_sinks else [])}
+        name, taken = type(module).__name__, {"scaling": "scale", **beside}
         _check_selected(name)
-        for each in sorted(kwargs.keys() - PASSED_ON - known):
+        for each in sorted(kwargs.keys() - PASSED_ON - taken.keys()):
             if isinstance(kwargs[each], Tensor) or kwargs[each]:
                 raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
-        options = {"mesh": CONTEXT, "scale": kwargs.get("scaling")}
-        options |= {"sinks": kwargs.get("s_aux")} if takes_sinks else {}
+        options: dict[str, Any] = {"mesh": CONTEXT, **{ours: kwargs.get(each) for each, ours in taken.items()}}
         if isinstance(key, Compressed):
             out = _attention_to_compressed(module, query, key, attention_mask, kwargs["sliding_window"], options)
         elif indices is None:

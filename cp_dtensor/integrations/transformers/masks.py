@@ -178,7 +178,7 @@ def _refuse_counted_positions(
     if context is not None and "whole inputs" in context.seen:
         return
     by_rank = [call.layout.segments(length, rank, size, 0) for rank in range(size)]
-    parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
+    parts = [positions_of(segments, whole.device) for segments in by_rank if segments]
     # The first rank's part of arange(seq_len) is what its model would have counted.
     if len(parts) < 2 or not all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
         return

@@ -44,7 +44,7 @@ def register() -> str:
 
     if PROVIDER not in table_of(AttentionInterface):
         hooks_held()  # for good
-        AttentionInterface.register(PROVIDER, with_selected_keys(_attention, takes_sinks=True))
+        AttentionInterface.register(PROVIDER, with_selected_keys(_attention, s_aux="sinks"))
         # The function for "sdpa" is that of the hook now.
         AttentionMaskInterface.register(PROVIDER, table_of(AttentionMaskInterface)["sdpa"])
     return PROVIDER
