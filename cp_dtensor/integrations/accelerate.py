@@ -40,9 +40,9 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.integrations.transformers.checks import (
     arguments_of,
-    get_positions,
     is_model,
     lacks_positions,
+    positions_are_added,
     refuse_own_positions,
 )
 from cp_dtensor.integrations.transformers.chosen import shards_are_seen
@@ -153,9 +153,9 @@ class _Steps:
     def __init__(self, mesh: Mesh, options: dict[str, Any], prepared: Sequence[Any]) -> None:
         self.mesh, self.options = mesh, options
         modules = (module for each in prepared if isinstance(each, nn.Module) for module in each.modules())
-        for model in {*filter(is_model, modules)} - {*get_positions}:
+        for model in {*filter(is_model, modules)} - {*positions_are_added}:
             model.register_forward_pre_hook(_with_positions, with_kwargs=True, prepend=True)
-            get_positions.add(model)
+            positions_are_added.add(model)
 
     def __call__(self, **options: Any) -> AbstractContextManager[None]:
         given = {name: value for name, value in options.items() if value is not None}

@@ -28,7 +28,7 @@ from cp_dtensor.integrations.transformers.layers import (
 from cp_dtensor.integrations.transformers.multimodal import WholeCall
 from cp_dtensor.integrations.transformers.private import CACHE_UTILS, INDEXED, PROVIDER, SEEN, implementation_of
 
-get_positions = WeakSet[nn.Module]()
+positions_are_added = WeakSet[nn.Module]()
 """Models with a hook that adds position ids which a call lacks; calls of others without position ids are refused."""
 OWN_TOKENS = (
     "makes tokens of images or sound, which attention inside of context_parallel would take for shards of the "
@@ -234,7 +234,7 @@ def _check_arguments(model: Any, given: dict[str, Any]) -> None:
             "rank has its own, and none is that of the whole sequence",
             stacklevel=2,
         )
-    if lacks_positions(model, given) and model not in get_positions:
+    if lacks_positions(model, given) and model not in positions_are_added:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "
