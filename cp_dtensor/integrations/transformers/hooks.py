@@ -58,10 +58,10 @@ class _Hook:
     def patches(self) -> Iterator[AbstractContextManager[object]]:
         """Yield the patches of each module of transformers, once that is loaded."""
         yield when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
-        for patch in (_models_checked, _losses_checked):
-            yield when_loaded(MODELING_UTILS, patch)
-        yield when_loaded(GENERATION_UTILS, _generation_refused)
-        yield when_loaded(CACHE_UTILS, _caches_filled)
+        yield when_loaded(MODELING_UTILS, _models_checked)
+        yield when_loaded(MODELING_UTILS, _losses_checked)
+        yield when_loaded(GENERATION_UTILS, lambda utils: wrapped(utils.GenerationMixin, "generate", _generate))
+        yield when_loaded(CACHE_UTILS, lambda utils: wrapped(utils.Cache, "update", _update))
         yield closing(layer_patches)
 
     def check_compiled(self, arguments: dict[str, Any]) -> None:
@@ -154,35 +154,27 @@ def _refuse_shift() -> None:
     )
 
 
-def _generation_refused(utils: Any) -> AbstractContextManager[None]:
-    """While open, `generate()` is refused in contexts, before it calls the model."""
-
-    def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if sharding_context() is not None:
-            raise NotImplementedError(
-                f"{type(model).__name__}.generate() was called inside of context_parallel, where a cache has the keys "
-                "of this rank's shard only: call it outside of the context, where each rank generates from all keys"
-            )
-        return original(model, *args, **kwargs)
-
-    return wrapped(utils.GenerationMixin, "generate", generate)
+def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse `generate()` in contexts, before it calls the model."""
+    if sharding_context() is not None:
+        raise NotImplementedError(
+            f"{type(model).__name__}.generate() was called inside of context_parallel, where a cache has the keys of "
+            "this rank's shard only: call it outside of the context, where each rank generates from all keys"
+        )
+    return original(model, *args, **kwargs)
 
 
-def _caches_filled(utils: Any) -> AbstractContextManager[None]:
-    """While open, caches in contexts keep all keys of a shard, so that those that are gathered are of all tokens.
+def _update(original: Callable[..., Any], cache: Any, k: Any, v: Any, layer_idx: int, *args: Any, **kw: Any) -> Any:
+    """Keep all keys of a shard in a cache in contexts, so that those that are gathered are of all tokens.
 
     Layers with windows would keep the last ones only, but they return all, for the windows of this call's queries.
     """
-
-    def update(original: Callable[..., Any], cache: Any, k: Any, v: Any, layer_idx: int, *args: Any, **kw: Any) -> Any:
-        keys, values = original(cache, k, v, layer_idx, *args, **kw)
-        if shards_are_seen():
-            layer = cache.layers[layer_idx]
-            if layer.keys.shape[-2] < keys.shape[-2]:
-                layer.keys, layer.values = keys, values
-        return keys, values
-
-    return wrapped(utils.Cache, "update", update)
+    keys, values = original(cache, k, v, layer_idx, *args, **kw)
+    if shards_are_seen():
+        layer = cache.layers[layer_idx]
+        if layer.keys.shape[-2] < keys.shape[-2]:
+            layer.keys, layer.values = keys, values
+    return keys, values
 
 
 # Masks
