@@ -235,18 +235,16 @@ def by_class(find: Callable[[Any], T]) -> Callable[[nn.Module], T]:
 @by_class
 def facts_of(kind: Any) -> ClassFacts:
     """Return what the code of a module's class tells."""
-    kernels, methods = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]]()
-    calls_attention = skips_padding = False
+    kernels, methods, names = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]](), set[str]()
     for base in kind.__mro__:
         for attribute, method in vars(base).items() if base.__module__ != MODELING_UTILS else ():
             function = inspect.unwrap(method) if callable(method) and base is not nn.Module else None
             if not isinstance(function, FunctionType):
                 continue
-            names, known = {*_names_in(function.__code__)}, function.__globals__
-            calls_attention |= not _ATTENTION.isdisjoint(names)
-            skips_padding |= "create_position_ids_from_input_ids" in names
+            own, known = {*_names_in(function.__code__)}, function.__globals__
+            names |= own
             owner = sys.modules.get(known.get("__name__", ""))
-            kernels += [(owner, name, kernel) for name in names if owner and (kernel := kernel_name(known.get(name)))]
+            kernels += [(owner, name, kernel) for name in own if owner and (kernel := kernel_name(known.get(name)))]
             methods.setdefault(attribute, (base, function.__code__))
     is_caught = bool(kernels) and all(kernel in KERNELS for *_, kernel in kernels)
     replaced = [(owner, name, KERNELS[kernel]) for owner, name, kernel in kernels if is_caught]
@@ -257,9 +255,11 @@ def facts_of(kind: Any) -> ClassFacts:
         (methods[name][0], name, ours) for name, own, ours in METHODS
         if name in methods and own <= {each for part in (name, "forward") for each in _names_in(methods[part][1])}
     ]  # fmt: skip
-    selects, counts = any(ours in SELECTIONS for *_, ours in selecting), bool(counting)
-    replacements = (*replaced, *counting, *selecting)
-    return ClassFacts(is_caught, calls_attention, counts, selects, skips_padding, replacements)
+    return ClassFacts(
+        is_caught, calls_attention=not _ATTENTION.isdisjoint(names), counts=bool(counting),
+        selects=any(ours in SELECTIONS for *_, ours in selecting),
+        skips_padding="create_position_ids_from_input_ids" in names, replaced=(*replaced, *counting, *selecting),
+    )  # fmt: skip
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
