@@ -19,33 +19,34 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from cp_dtensor import Documents, HeadTail, Mask, context_parallel, local_positions
+from cp_dtensor import Documents, Mask, context_parallel
 from cp_dtensor.api.extension import (
     Mesh,
     SharedInstallation,
     attribute_replaced,
-    entry_replaced,
     sequence_ranks,
     takes_options,
     when_loaded,
     wrapped,
 )
 from cp_dtensor.integrations.transformers.checks import (
+    arguments_of,
     is_model,
     lacks_positions,
-    missing_positions,
+    positions_are_added,
     refuse_own_positions,
 )
+from cp_dtensor.integrations.transformers.chosen import shards_are_seen
+from cp_dtensor.integrations.transformers.layers import positions_here
 from cp_dtensor.integrations.transformers.rows import whole_rows
 
 __all__ = ["Enabled", "enable"]
@@ -144,7 +145,7 @@ def enable(**options: Any) -> Enabled:
 
 
 class _Steps:
-    """`_cp_context` of an accelerator: opens a context for each step, and adds positions that models lack.
+    """`_cp_context` of an accelerator: opens a context for each step. Models in what it prepared get missing positions.
 
     `prepared` is what the accelerator prepares; models of transformers may be inside of others, such as adapters.
     """
@@ -152,46 +153,25 @@ class _Steps:
     def __init__(self, mesh: Mesh, options: dict[str, Any], prepared: Sequence[Any]) -> None:
         self.mesh, self.options = mesh, options
         modules = (module for each in prepared if isinstance(each, nn.Module) for module in each.modules())
-        self._models = WeakSet(filter(is_model, modules))
-        for model in self._models:
+        for model in {*filter(is_model, modules)} - {*positions_are_added}:
             model.register_forward_pre_hook(_with_positions, with_kwargs=True, prepend=True)
+            positions_are_added.add(model)
 
-    @contextmanager
-    def __call__(
-        self, *, buffers: Sequence[torch.Tensor] | None = None, buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: Collection[torch.Tensor] | None = None, **options: Any,
-    ) -> Iterator[None]:  # fmt: skip
-        options = {**self.options, **{name: value for name, value in options.items() if value is not None}}
-        tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
-        lengths = sorted({tensor.size(dim) for tensor, dim in zip(tensors, dims, strict=False)})
-
-        def positions() -> torch.Tensor:
-            if len(lengths) != 1:
-                raise ValueError(
-                    f"position_ids are missing, and the buffers of this step have the lengths {lengths}: pass "
-                    "position_ids, as one of the buffers"
-                )
-            layout = options.get("layout") or HeadTail()
-            return local_positions(self.mesh, lengths[0], layout, device=tensors[0].device)[None]
-
-        with ExitStack() as stack:
-            for model in self._models:
-                stack.enter_context(entry_replaced(missing_positions, model, positions))
-            context = context_parallel(
-                self.mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=no_restore_buffers, **options
-            )
-            stack.enter_context(context)
-            yield
+    def __call__(self, **options: Any) -> AbstractContextManager[None]:
+        given = {name: value for name, value in options.items() if value is not None}
+        return context_parallel(self.mesh, **{**self.options, **given})
 
 
 def _with_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Add the position ids that a call lacks, in a step."""
-    if not lacks_positions(model, args, kwargs):
+    """Add the position ids that a call in a context lacks."""
+    given = arguments_of(model, args, kwargs)
+    tokens = given.get("input_ids", given.get("inputs_embeds"))
+    if not shards_are_seen() or tokens is None or not lacks_positions(model, given):
         return None
     refuse_own_positions(model)
-    return args, {**kwargs, "position_ids": missing_positions[model]()}
+    return args, {**kwargs, "position_ids": positions_here(tokens.size(1), tokens.device)[None]}
 
 
 def _prepare_cp(original: Callable[..., Any], accelerator: Any, *args: Any) -> tuple[Any, ...]:

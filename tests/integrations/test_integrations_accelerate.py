@@ -147,19 +147,20 @@ def test_positions_that_a_model_makes_from_tokens_are_not_those_of_a_step() -> N
         run_ranks(RANKS, body)
 
 
-def test_missing_positions_are_refused_outside_of_steps() -> None:
-    """A step adds them; a plain context around a prepared model does not."""
+def test_missing_positions_are_added_to_models_that_an_accelerator_has_prepared() -> None:
+    """In a plain context, too; other models are refused, and outside of contexts a model counts positions itself."""
     model, inputs = llama(), batch()
+    whole = model(input_ids=inputs["input_ids"]).logits
 
     def body(rank: int) -> None:
         own, tokens = deepcopy(model), inputs["input_ids"].clone()
-        accelerator = prepared(rank, own)
-        mesh = accelerator.torch_device_mesh["cp"]
-        with Accelerator.maybe_context_parallel(accelerator, buffers=[tokens], buffer_seq_dims=[1]):
-            own(input_ids=tokens)
-        refused = pytest.raises(ValueError, match="got no position_ids inside of context_parallel")
-        with refused, context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
-            own(input_ids=tokens)
+        mesh = prepared(rank, own).torch_device_mesh["cp"]
+        assert torch.equal(own(input_ids=tokens).logits, whole)
+        with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1], layout=Contiguous()):
+            found = own(input_ids=tokens).logits
+            with pytest.raises(ValueError, match="got no position_ids inside of context_parallel"):
+                deepcopy(model)(input_ids=tokens)
+        torch.testing.assert_close(found, whole.tensor_split([11], 1)[rank])
 
     with cp_accelerate.enable():
         run_ranks(RANKS, body)

@@ -95,23 +95,6 @@ def test_documents_of_keys_alone_are_refused() -> None:
         tiny_model("cp_dtensor")(torch.zeros(1, 4, dtype=torch.int64), cu_seq_lens_k=torch.tensor([0, 2, 4]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("Falcon", {}, 'eager, sdpa, flash_attention_2, not for "cp_dtensor": use "sdpa", which context_parallel sees'),
-        ("GPTNeo", {"num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}, "sees none of these"),
-    ],
-)
-def test_models_with_a_table_of_attention_classes_refuse_the_provider(
-    kind: str, changes: dict[str, Any], reason: str
-) -> None:
-    register()
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, **changes}
-    config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation="cp_dtensor")
-    with pytest.raises(ValueError, match=reason):
-        getattr(transformers, f"{kind}ForCausalLM")(config)
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_the_provider_generates_as_sdpa(cache: str) -> None:
     model, rows = tiny_model("cp_dtensor"), torch.randint(1, 32, (2, 9))

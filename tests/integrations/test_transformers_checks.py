@@ -46,6 +46,7 @@ def test_check_model_names_layers() -> None:
         ("BertForPreTraining", {}, "takes the result of a whole row from the tokens of this rank's shard"),
         ("AlbertForPreTraining", {}, "takes the result of a whole row from the tokens of this rank's shard"),
         ("BloomForCausalLM", {"n_layer": 1}, "BloomAttention computes attention by operations that a context does not"),
+        ("EsmForMaskedLM", {"token_dropout": True, "pad_token_id": 1, "mask_token_id": 32}, "the share of mask tokens"),
         ("FNetForMaskedLM", {}, "none of its layers calls attention that a context sees"),
         ("M2M100ForConditionalGeneration", {"d_model": 32}, "M2M100SinusoidalPositionalEmbedding counts positions"),
         ("MobileBertForMaskedLM", {"embedding_size": 16, "intra_bottleneck_size": 32}, "trigram_input"),

@@ -35,32 +35,34 @@ def dense(mask: Mask, length: int) -> torch.Tensor:
     return pairs
 
 
-Case = tuple[Callable[..., Any], int | None, Mask | None]
+Case = tuple[Callable[..., Any], Mask | None]
 
 
 def functions(left_padding: torch.Tensor | None = None) -> dict[str, Case]:
-    """Mask functions, the tokens of their window or chunk, and the values that they are known as; None: evaluated."""
+    """Mask functions and the values that they are known as; None: evaluated."""
     left_padding = torch.zeros(2, dtype=torch.int64) if left_padding is None else left_padding
+    window = utils.sliding_window_overlay(3)
     image = utils.or_masks(utils.causal_mask_function, lambda b, h, q, kv: (q < 6) & (kv < 9))
     window_or_full = utils.or_masks(utils.sliding_window_causal_mask_function(3), utils.bidirectional_mask_function)
     return {
-        "causal": (utils.causal_mask_function, None, Causal()),
-        "full": (utils.bidirectional_mask_function, None, Full()),
-        "window": (utils.sliding_window_causal_mask_function(7), 7, SlidingWindow(6, 0)),
-        "window of nothing": (utils.sliding_window_causal_mask_function(0), 0, Keys(())),
-        "both sides": (utils.sliding_window_bidirectional_mask_function(4), 4, SlidingWindow(4, 4)),
-        "chunks": (utils.chunked_causal_mask_function(5, left_padding), 5, Chunks(5) & Causal()),
-        "a window that is not passed": (utils.sliding_window_causal_mask_function(3), None, None),
-        "window or full": (window_or_full, 3, None),
-        "image tokens": (image, None, None),
-        "every third": (lambda b, h, q, kv: (q - kv) % 3 == 0, None, None),
-        "nothing": (lambda b, h, q, kv: q < 0 * kv, None, None),
+        "causal": (utils.causal_mask_function, Causal()),
+        "full": (utils.bidirectional_mask_function, Full()),
+        "window": (utils.sliding_window_causal_mask_function(7), SlidingWindow(6, 0)),
+        "window of nothing": (utils.sliding_window_causal_mask_function(0), Keys(())),
+        "both sides": (utils.sliding_window_bidirectional_mask_function(4), SlidingWindow(4, 4)),
+        "chunks": (utils.chunked_causal_mask_function(5, left_padding), Chunks(5) & Causal()),
+        "causal first": (utils.and_masks(utils.causal_mask_function, window), SlidingWindow(2, 0)),
+        "a window alone": (window, None),
+        "window or full": (window_or_full, None),
+        "image tokens": (image, None),
+        "every third": (lambda b, h, q, kv: (q - kv) % 3 == 0, None),
+        "nothing": (lambda b, h, q, kv: q < 0 * kv, None),
     }
 
 
 def value_of(case: Case, length: int, call: Call, rows: int = 2, **known: Any) -> Mask:
     """The value of a mask of `length` tokens of this rank."""
-    return ModelMask(**known, function=case[0], batch_size=rows, local=(length, length), size=case[1]).found(call)[0]
+    return ModelMask(**known, function=case[0], batch_size=rows, local=(length, length)).found(call)[0]
 
 
 def call_of_two_ranks() -> Call:
@@ -70,7 +72,7 @@ def call_of_two_ranks() -> Call:
 @pytest.mark.parametrize("name", functions())
 @pytest.mark.parametrize("padded", [False, True])
 def test_values_have_the_pairs_of_the_function(name: str, padded: bool) -> None:
-    known = functions()[name][2]
+    known = functions()[name][1]
     length, rows = 23, 2
     padding = torch.ones(rows, length, dtype=torch.bool)
     if padded:
@@ -116,9 +118,9 @@ def test_blocks_of_tokens_are_evaluated_at_the_ends_of_ranges(sliding: str, size
     def body(_rank: int) -> tuple[Mask, Mask]:
         call = Call.of(init_device_mesh("cpu", (1,)))
         with mock.patch.object(masks, "_values", side_effect=AssertionError("all pairs")):
-            found = value_of((function, None, None), length, call, use_vmap=True)
+            found = value_of((function, None), length, call, use_vmap=True)
         with mock.patch.object(masks, "_of_blocks", return_value=None):
-            return found, value_of((function, None, None), length, call, use_vmap=True)
+            return found, value_of((function, None), length, call, use_vmap=True)
 
     found, expected = run_ranks(1, body)[0]
     assert found == expected
@@ -138,7 +140,7 @@ def test_other_functions_of_blocks_are_evaluated_at_all_pairs() -> None:
 
     def body(_rank: int) -> list[Mask]:
         call = Call.of(init_device_mesh("cpu", (1,)))
-        return [value_of((function, None, None), 5, call, rows=1) for function in functions]
+        return [value_of((function, None), 5, call, rows=1) for function in functions]
 
     for function, value in zip(functions, run_ranks(1, body)[0], strict=True):
         wanted = utils.sdpa_mask(1, 5, 5, mask_function=function, attention_mask=None, allow_is_causal_skip=False)
@@ -153,7 +155,7 @@ def test_functions_that_read_tensors_of_the_shard_are_refused(padded: bool) -> N
     def body(rank: int) -> None:
         function = utils.and_masks(utils.causal_mask_function, lambda b, h, q, kv: of_shard[kv] >= 0)
         padding = torch.arange(8)[None] > 2 if padded else None
-        value_of((function, None, None), 8, call_of_two_ranks(), rows=1, padding=padding)
+        value_of((function, None), 8, call_of_two_ranks(), rows=1, padding=padding)
 
     with pytest.raises(NotImplementedError, match="reads of_shard, a tensor of this rank's tokens"):
         run_ranks(2, body)

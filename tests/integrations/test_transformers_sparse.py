@@ -259,8 +259,6 @@ def test_keys_of_other_dims_are_refused() -> None:
     cache = sparse._Cache("An indexer", None)
     with pytest.raises(NotImplementedError, match="keys of shape"):
         cache.update_indexer(K.unsqueeze(1), 0)
-    with pytest.raises(NotImplementedError, match="keys of shape"):
-        cache.update_index(K)
 
 
 class Selector(nn.Module):

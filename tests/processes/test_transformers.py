@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from support.model_cells import recurrences_in_float64, run_cell
 from support.models import LENGTH, ROWS, assert_gradients_sum_to, gradients, tiny_model
 from support.processes import Processes, started
@@ -214,16 +213,6 @@ def documents_by_edges() -> None:
     torch.testing.assert_close(logits.detach(), shard(whole), rtol=1e-6, atol=1e-6)
 
 
-def flex() -> None:
-    """FlexAttention has no gradients on CPUs: forward only. Windows and full layers, documents in one row."""
-    given = batch(position_ids=torch.cat([packed_at(20), packed_at()]))
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole = tiny_model("Gemma 3", "sdpa")(**given.inputs, use_cache=False).logits.float()
-        logits = in_context(tiny_model("Gemma 3", "flex_attention").float(), given, use_cache=False).logits
-    torch.testing.assert_close(logits, shard(whole), rtol=1e-3, atol=1e-4)
-
-
 # Layers that count
 
 
@@ -253,44 +242,6 @@ def counted_embeddings(family: str) -> None:
     assert "positions that are the same in all batch rows, got Mirrored" in run_cell(
         0, family, "padded", MirroredBatch()
     )
-
-
-def share_of_masks(attention: str) -> None:
-    """ESM scales its embeddings by the share of mask tokens, which differs between shards and between rows."""
-    import transformers
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 128}
-
-    def model(positions: str) -> Any:
-        torch.manual_seed(0)
-        config = transformers.EsmConfig(
-            vocab_size=53, mask_token_id=32, pad_token_id=1, token_dropout=True, position_embedding_type=positions,
-            **sizes, **options,
-        )  # fmt: skip
-        one = transformers.EsmForMaskedLM(config).double()
-        one.set_attn_implementation(attention)
-        return one
-
-    ids = torch.where(torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(7)) < 0.3, 32, 5)
-    ids[:, : LENGTH // 4] = 32
-    ids[0] = ids[0].roll(30)
-    for positions, width in (("absolute", 0), ("absolute", 9), ("rotary", 0), ("rotary", 9)):
-        padding = torch.ones(ROWS, LENGTH, dtype=torch.int64)
-        padding[0, LENGTH - width :] = 0
-        given = ModelBatch(
-            input_ids=ids.clone(), labels=torch.full((ROWS, LENGTH), 6).masked_fill(padding == 0, -100),
-            position_ids=torch.arange(2, LENGTH + 2)[None], others={"attention_mask": padding} if width else {},
-        )  # fmt: skip
-        assert given.shift_labels is not None
-        whole, mine = model(positions), model(positions)
-        expected = F.cross_entropy(whole(**given.inputs).logits.flatten(0, 1), given.shift_labels.flatten())
-        expected.backward()
-        assert check_model(mine) == []
-        with context_parallel(dist.group.WORLD, **given.buffers):  # type: ignore[arg-type]
-            loss = causal_lm_loss(mine(**given.inputs).logits, given.shift_labels, gradients="sum")
-        loss.backward()
-        assert_equal(mine, loss, (expected.detach(), gradients(whole)))
 
 
 def dropout(family: str) -> None:
@@ -341,6 +292,7 @@ def refusals() -> None:
         "which have .* keys: make it one of the context's": (llama, {"attention_mask": torch.zeros(ROWS, LENGTH - 3)}),
         "takes no cache of keys that has tokens": (llama, {"past_key_values": cache.past_key_values}),
         "computes attention as matrix products": (tiny_model("Llama", "eager"), {}),
+        "computes attention under a block mask of": (tiny_model("Llama", "flex_attention"), {}),
         "LlamaForQuestionAnswering got start_positions": (answers, {"start_positions": torch.ones(ROWS)}),
         "takes the result of a whole row from the tokens of this rank's shard": (classes, {}),
         "T5GemmaForConditionalGeneration got labels without decoder_input_ids": (encoder_decoder, {"labels": labels}),
@@ -389,8 +341,8 @@ CASES: list[Any] = [
     *[(modules, family) for family in ("Gemma 3", "gpt-oss", "Qwen3-Next")],
     (mean_gradients,), (outside_of_contexts,), (whole_padding, "sdpa"), (whole_padding, "cp_dtensor"),
     (counted_embeddings, "BART"), (counted_embeddings, "T5"),
-    (documents_by_edges,), pytest.param((flex,), marks=pytest.mark.sweep), (counted_for_scales,),
-    (share_of_masks, "sdpa"), (share_of_masks, "cp_dtensor"), (dropout, "Gemma 3"), (refusals,), (without_attention,),
+    (documents_by_edges,), (counted_for_scales,),
+    (dropout, "Gemma 3"), (refusals,), (without_attention,),
 ]  # fmt: skip
 
 

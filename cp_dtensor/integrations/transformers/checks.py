@@ -12,25 +12,24 @@ import re
 import sys
 import warnings
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 
 from cp_dtensor.api.extension import OpenContext
+from cp_dtensor.integrations.transformers.chosen import sharding_context
 from cp_dtensor.integrations.transformers.layers import (
     by_class,
     counts_positions,
     facts_of,
-    is_caught,
     layer_patches,
-    sharding_context,
 )
 from cp_dtensor.integrations.transformers.multimodal import WholeCall
 from cp_dtensor.integrations.transformers.private import CACHE_UTILS, INDEXED, PROVIDER, SEEN, implementation_of
 
-missing_positions: Any = WeakKeyDictionary()
-"""By model: makes the position ids (1, tokens) that its calls lack now. Others without position ids are refused."""
+positions_are_added = WeakSet[nn.Module]()
+"""Models with a hook that adds position ids which a call lacks; calls of others without position ids are refused."""
 OWN_TOKENS = (
     "makes tokens of images or sound, which attention inside of context_parallel would take for shards of the "
     "sequence: give the model the whole inputs by cp_dtensor.integrations.transformers.ModelBatch.from_processor, or "
@@ -46,12 +45,6 @@ _MIXERS = re.compile(
 )
 """Class names of layers that mix tokens by other ways than attention."""
 _COUNTED = re.compile(r"(learned|sinusoidal)\w*position\w*embedding", re.I)
-_ATTRIBUTES = {
-    "relative_attention_bias": "has a position bias of positions within this rank's shard",
-    "expert_capacity": "counts the tokens of an expert within this rank's shard (expert_capacity)",
-    "trigram_input": "joins the embeddings of neighbouring tokens of this rank's shard only (trigram_input)",
-}
-"""Attributes that are neither None nor False in layers that are wrong in a context, and why these are."""
 _OF_ROWS = re.compile(r"For(SequenceClassification|MultipleChoice|NextSentencePrediction)$|DoubleHeads")
 """Class names of models whose results are of whole rows, beside those that take next_sentence_label or its like."""
 _SEES_ALL = frozenset({
@@ -60,36 +53,40 @@ _SEES_ALL = frozenset({
 })  # fmt: skip
 """Layer types of configurations whose attention is that of masks, or that mix no tokens."""
 _BY_KERNELS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"})
-"""Layer types that are right in a context if their kernels are replaced (`is_caught`)."""
+"""Layer types that are right in a context if their kernels are replaced (`ClassFacts.is_caught`)."""
 _BY_INDEXERS = INDEXED | {"minimax_m3_sparse", "compressed_sparse_attention", "heavily_compressed_attention"}
 """Layer types that are right in a context if the forwards of indexers are replaced."""
 
 
 def _problem_of_layer(module: nn.Module) -> str | None:
     """Return why a layer would be wrong in a context; None if it would not."""
-    name, shard = type(module).__name__, "this rank's shard"
-    is_mixer = _MIXERS.search(name) and "norm" not in name.lower() and not facts_of(type(module)).calls_attention
-    if isinstance(module, nn.RNNBase) or (is_mixer and not any(map(is_caught, module.modules()))):
+    name, shard, facts = type(module).__name__, "this rank's shard", facts_of(module)
+    is_mixer = _MIXERS.search(name) and "norm" not in name.lower() and not facts.calls_attention
+    if isinstance(module, nn.RNNBase) or (is_mixer and not any(facts_of(each).is_caught for each in module.modules())):
         return f"{name} mixes tokens of {shard} only"
     if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
         return f"a convolution over {module.kernel_size[0]} tokens mixes tokens of {shard} only"
-    if _COUNTED.search(name) and not facts_of(type(module)).counts:
+    if _COUNTED.search(name) and not facts.counts:
         return f"{name} counts positions within {shard}"
-    if "indexer" in name.lower() and not facts_of(type(module)).selects:
+    if "indexer" in name.lower() and not facts.selects:
         return f"{name} selects keys of {shard} only"
-    if name.endswith("Compressor") and not facts_of(type(module)).selects:
+    if name.endswith("Compressor") and not facts.selects:
         return f"{name} compresses keys of {shard} only"
     # A forward of the module itself, as accelerate sets, calls that of the class without our patch.
-    if counts_positions(module) and (not facts_of(type(module)).counts or "forward" in vars(module)):
+    if counts_positions(module) and (not facts.counts or "forward" in vars(module)):
         return f"{name} scales queries by positions within {shard} (attn_temperature_tuning)"
-    values = {attribute: getattr(module, attribute, None) for attribute in _ATTRIBUTES}
-    if values["relative_attention_bias"] is not None and facts_of(type(module)).counts:
-        if implementation_of(getattr(module, "config", None)) == PROVIDER:
-            values["relative_attention_bias"] = None
-        else:
+    if getattr(module, "relative_attention_bias", None) is not None:
+        if not facts.counts:
+            return f"{name} has a position bias of positions within {shard}"
+        if implementation_of(getattr(module, "config", None)) != PROVIDER:
             return f'{name} joins its position bias and a mask of {shard}: use register() and "{PROVIDER}"'
-    texts = [_ATTRIBUTES[each] for each, value in values.items() if value is not None and value is not False]
-    return f"{name} {texts[0]}" if texts else None
+    if getattr(module, "expert_capacity", None):
+        return f"{name} counts the tokens of an expert within {shard} (expert_capacity)"
+    if getattr(module, "token_dropout", False):
+        return f"{name} scales embeddings by the share of mask tokens in {shard} (token_dropout)"
+    if getattr(module, "trigram_input", False):
+        return f"{name} joins the embeddings of neighbouring tokens of {shard} only (trigram_input)"
+    return None
 
 
 def check_model(model: nn.Module) -> list[str]:
@@ -100,13 +97,13 @@ def check_model(model: nn.Module) -> list[str]:
     A context refuses to run a model of transformers of which this list is not empty. Parts that run only if a call has
     images or sound are left out: their own calls are checked.
     """
-    if is_model(model) and _inputs_of(type(model)).is_tower and _attends(model):
+    if is_model(model) and inputs_of(model).is_tower and _attends(model):
         return [f"{type(model).__name__} {OWN_TOKENS}"]
     found: dict[str, list[str]] = {}
     towers = {part for tower in model.modules() if _is_tower_of(model, tower) for part in tower.modules()}
-    replaced = (each for each in model.modules() if is_caught(each) or facts_of(type(each)).selects)
+    replaced = (each for each in model.modules() if facts_of(each).is_caught or facts_of(each).selects)
     inside = {part for module in replaced for part in module.modules()}
-    calls = (module for module in model.modules() if facts_of(type(module)).calls_attention)
+    calls = (module for module in model.modules() if facts_of(module).calls_attention)
     seen = inside | {part for module in calls for part in module.modules()}
     for path, module in model.named_modules():
         name, problems = type(module).__name__, list[str | None]()
@@ -135,20 +132,25 @@ def _problems_of_model(model: Any) -> list[str]:
     if has_attention and implementation is not None and implementation not in SEEN:
         problems.append(unseen(implementation))
     by_kernels = sum(layer_type in _BY_KERNELS for layer_type in layer_types)
-    known = _SEES_ALL | _BY_KERNELS if by_kernels <= sum(map(is_caught, model.modules())) else _SEES_ALL
-    known |= _BY_INDEXERS if any(facts_of(type(module)).selects for module in model.modules()) else set()
+    known = (
+        _SEES_ALL | _BY_KERNELS
+        if by_kernels <= sum(facts_of(each).is_caught for each in model.modules())
+        else _SEES_ALL
+    )
+    known |= _BY_INDEXERS if any(facts_of(module).selects for module in model.modules()) else set()
     problems += [
         f"layer_types has {layer_type!r}, layers that are not known to mix tokens of all ranks"
         for layer_type in sorted({*layer_types} - known)
     ]
-    if _OF_ROWS.search(name) or any("sentence" in each for each in _inputs_of(type(model)).names):
+    if _OF_ROWS.search(name) or any("sentence" in each for each in inputs_of(model).names):
         problems.append(f"{name} takes the result of a whole row from the tokens of this rank's shard")
     return problems
 
 
 def unseen(implementation: str | None) -> str:
     """Return the reason to refuse an attention implementation that a context does not see."""
-    how = "as matrix products" if implementation == "eager" else "by kernels that a context does not see"
+    known = {"eager": "as matrix products", "flex_attention": "under a block mask of these tokens"}
+    how = known.get(str(implementation), "by kernels that a context does not see")
     return (
         f'attn_implementation="{implementation}" computes attention {how}, so each rank would attend to its own shard '
         f'only: use "sdpa", or cp_dtensor.integrations.transformers.register() and "{PROVIDER}"'
@@ -180,7 +182,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NotImplementedError(
             f"{type(model).__name__} would be wrong inside of context_parallel: {'; '.join(known[1])}"
         )
-    given = arguments_of(model, args, kwargs)[1]
+    given = arguments_of(model, args, kwargs)
     whole = _whole_call(model, given, context)
     if whole is None:
         _check_arguments(model, given)
@@ -188,25 +190,21 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return whole
 
 
-def arguments_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the names of a model's arguments, and those of a call that are not None."""
-    names = _inputs_of(type(model)).names
-    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    return names, {name: value for name, value in arguments.items() if value is not None}
+def arguments_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a model by name, but those that are None."""
+    arguments = {**dict(zip(inputs_of(model).names, args, strict=False)), **kwargs}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def lacks_positions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of a model in `missing_positions` has none."""
-    names, given = arguments_of(model, args, kwargs)
-    return model in missing_positions and "position_ids" in names and "position_ids" not in given
+def lacks_positions(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Return whether a model takes position ids, which are not among the arguments of a call."""
+    return "position_ids" in inputs_of(model).names and "position_ids" not in given
 
 
 def refuse_own_positions(model: nn.Module) -> None:
     """Refuse to give position ids from 0 on to models that make other ones themselves."""
     for module in model.modules():
-        if facts_of(type(module)).skips_padding:
+        if facts_of(module).skips_padding:
             raise ValueError(
                 f"{type(module).__name__} makes position ids from tokens, and got none under context parallelism, "
                 "where it has this rank's tokens only: pass position_ids of the whole sequence"
@@ -214,7 +212,7 @@ def refuse_own_positions(model: nn.Module) -> None:
 
 
 def _check_arguments(model: Any, given: dict[str, Any]) -> None:
-    name, inputs = type(model).__name__, _inputs_of(type(model))
+    name, inputs = type(model).__name__, inputs_of(model)
     makes_tokens = inputs.is_tower or not inputs.own.isdisjoint(given) or any(map(_INPUTS.search, given))
     if makes_tokens and _attends(model):
         raise NotImplementedError(f"{name} {OWN_TOKENS}")
@@ -236,7 +234,7 @@ def _check_arguments(model: Any, given: dict[str, Any]) -> None:
             "rank has its own, and none is that of the whole sequence",
             stacklevel=2,
         )
-    if "position_ids" in inputs.names and "position_ids" not in given and model not in missing_positions:
+    if lacks_positions(model, given) and model not in positions_are_added:
         raise ValueError(
             f"{name} got no position_ids inside of context_parallel, and would count positions within this rank's "
             "shard: make position_ids (torch.arange(seq_len) of the whole sequence, a row for each batch row) one of "
@@ -291,7 +289,7 @@ class _Inputs(NamedTuple):
 
 
 @by_class
-def _inputs_of(kind: Any) -> _Inputs:
+def inputs_of(kind: Any) -> _Inputs:
     parameters = inspect.signature(kind.forward).parameters
     names = tuple(parameters)[1:]
     main, modalities = (
@@ -310,13 +308,8 @@ def _is_tower_of(model: nn.Module, part: nn.Module) -> bool:
     if part is model or not is_model(part):
         return False
     # The body of a model with a head has the configuration of the whole.
-    is_body, inputs = type(part.config) is type(getattr(model, "config", None)), _inputs_of(type(part))
+    is_body, inputs = type(part.config) is type(getattr(model, "config", None)), inputs_of(part)
     return inputs.is_tower or (bool(inputs.own) and not is_body)
-
-
-def is_tower(module: nn.Module) -> bool:
-    """Return whether a model takes images or sound only."""
-    return _inputs_of(type(module)).is_tower
 
 
 def _whole_call(model: Any, given: dict[str, Any], context: OpenContext) -> WholeCall | None:
@@ -325,7 +318,7 @@ def _whole_call(model: Any, given: dict[str, Any], context: OpenContext) -> Whol
     Raises:
         ValueError: shards among the other arguments; labels that the model would shift.
     """
-    inputs, tokens = _inputs_of(type(model)), given.get("input_ids", given.get("inputs_embeds"))
+    inputs, tokens = inputs_of(model), given.get("input_ids", given.get("inputs_embeds"))
     if inputs.is_tower or not any(map(_INPUTS.search, inputs.names)) or not isinstance(tokens, torch.Tensor):
         return None
     buffers, text = {id(each.buffer.tensor) for each in context.buffers}, type(model.config.get_text_config())
@@ -350,5 +343,6 @@ def _whole_call(model: Any, given: dict[str, Any], context: OpenContext) -> Whol
 
 def _attends(module: nn.Module) -> bool:
     """Return whether there is attention of any kind, which convolutional towers have not."""
-    kinds = {type(part) for part in module.modules()}
-    return any(facts_of(kind).calls_attention or "attention" in kind.__name__.lower() for kind in kinds)
+    return any(
+        facts_of(part).calls_attention or "attention" in type(part).__name__.lower() for part in module.modules()
+    )

@@ -7,8 +7,8 @@ heads, `Latents` stand for these, and are what travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from cp_dtensor.api.extension import (
     both_masks,
     constant_in_trace,
     current,
-    entry_replaced,
+    innermost,
     is_handle,
     never_compiled,
+    queries_alone,
     softmax_scale,
     value_of,
 )
@@ -37,41 +38,70 @@ Function = Callable[..., Any]
 CONTEXT: Any = IN_CONTEXT
 _SELECTED = "keys of indexers"
 """In `OpenContext.seen`, once an indexer has selected keys of all ranks."""
-UNCOMPILED = "the ranks of context_parallel select keys in uncompiled code: compile without fullgraph=True"
 
 
 # Contexts
 
 
+def sharding_context() -> OpenContext | None:
+    """Return the context in which models see shards; None outside, and where attention is left to each rank."""
+    context = innermost()
+    if context is None or context.call.ranks.size == 1 or queries_alone(context) is not None:
+        return None
+    return current()
+
+
+@constant_in_trace
+def shards_are_seen() -> bool:
+    """Return whether models see shards now."""
+    return sharding_context() is not None
+
+
+def uncompiled(function: Function) -> Function:
+    """Wrap a function of layers, in which ranks exchange, so that compiled code runs it as plain Python."""
+    return never_compiled(
+        function, "the ranks of context_parallel select keys in uncompiled code: compile without fullgraph=True"
+    )
+
+
+def rotation_of(forward: Function) -> Function:
+    """Return the function that rotates queries and keys in the Python module of a layer's forward."""
+    rotate: Function = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+    return rotate
+
+
 def selecting_context() -> OpenContext:
+    """Return the context in which a layer selects keys of all ranks."""
     context = current()
     assert context is not None, "functions of layers are replaced in contexts alone"
     context.seen.add(_SELECTED)
     return context
 
 
-def whole_mask(context: OpenContext, owner: str, mask: Tensor | None) -> Mask:
+def whole_mask(owner: str, mask: Tensor | None) -> Mask:
     """Return the mask of the whole sequence of a mask that a model passes on; None is causal."""
     if mask is not None and not is_handle(mask if mask.dim() == 4 else mask.unsqueeze(0)):
         raise NotImplementedError(
             f"{owner} in context_parallel expects a mask of transformers.masking_utils that was made in the context, "
             f"got a tensor {tuple(mask.shape)}: pass an attention_mask of (batch, tokens) or none"
         )
-    own = Causal() if mask is None else value_of(mask).of_call(context.call).mask
-    return both_masks(context.call.mask, own) or Full()
+    call = selecting_context().call
+    own = Causal() if mask is None else value_of(mask).of_call(call).mask
+    return both_masks(call.mask, own) or Full()
 
 
-def _refuse_padding_first(owner: str, mask: Mask, context: OpenContext, batch_size: int) -> None:
-    """Refuse a mask of blocks with padding at the left, whose keys count in the blocks of other tokens."""
-    positions = whole_positions(context)
+def _without_padding_first(owner: str, mask: Tensor | None, batch_size: int) -> Mask:
+    """Return `whole_mask`; refuse one with padding at the left, whose keys count in the blocks of other tokens."""
+    whole, positions = whole_mask(owner, mask), whole_positions(selecting_context())
     length = 0 if positions is None else positions.size(1)
-    for sets in interval_sets_of(mask, length, length, batch_size):
+    for sets in interval_sets_of(whole, length, length, batch_size):
         spans = [band.keys(0) for bands in sets for band in bands if band.first == 0]
         if not any(lo < hi for lo, hi in spans):
             raise NotImplementedError(
                 f"{owner}: expected no padding at the left in context_parallel, which attends to all keys alike in "
                 "transformers, and whose keys are in the blocks that other tokens see"
             )
+    return whole
 
 
 # Stand-ins
@@ -131,47 +161,50 @@ class Compressed(NamedTuple):
 # Attention
 
 
-def attention_to_chosen(
-    attend: Function, is_sharded: bool, beside: Mapping[str, Any], module: Any, query: Tensor, key: Any, value: Any,
-    attention_mask: Any, indices: Tensor | None = None, block_indices: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention over selected keys as a function of transformers; leave other attention to `attend`.
+def with_selected_keys(attend: Function, **beside: str) -> Function:
+    """Return an attention function of transformers that takes selected keys, too; other attention is `attend`.
 
-    Args:
-        attend: the function for other attention.
-        is_sharded: True where models see shards.
-        beside: more arguments of `indexed_attention` and `block_attention`; other attention has them in `kwargs`.
-        query: (B, H, T, D).
-        key, value: (B, Hkv, T, D) and (B, Hkv, T, Dv), or `Latents`.
-        attention_mask: of transformers, or `Chosen`.
-        indices: (B, T, K), -1 for none.
-        block_indices: (B, Hkv, T, N), -1 for none.
+    `beside` are arguments of `attend` that selected keys take, too, and their names in `indexed_attention`.
     """
-    indices = attention_mask.indices if isinstance(attention_mask, Chosen) else indices
-    if indices is None and isinstance(key, Latents):
-        key, value = key.expand(key.latent, key.rotary)
-    if indices is None and block_indices is None and not isinstance(key, Compressed):
-        return attend(module, query, key, value, attention_mask, **kwargs)
-    if not is_sharded:
-        made = _mask_uncompiled(module, query, key, attention_mask, indices, block_indices, kwargs.get("position_ids"))
-        return attend(module, query, key, value, made, **kwargs)
-    name, refused = type(module).__name__, kwargs.keys() - PASSED_ON - {"scaling", *(["s_aux"] if beside else [])}
-    _check_selected(name)
-    for each in sorted(refused):
-        if isinstance(kwargs[each], Tensor) or kwargs[each]:
-            raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
-    options = {"mesh": CONTEXT, "scale": kwargs.get("scaling"), **beside}
-    if isinstance(key, Compressed):
-        out = _compressed_uncompiled(module, query, key, attention_mask, kwargs["sliding_window"], options)
-    elif indices is None:
-        out = _blocks_uncompiled(module, query, key, value, block_indices, attention_mask, options)
-    elif isinstance(key, Latents):
-        out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
-    else:  # blocks of one key, the same for each head
-        blocks = indices.unsqueeze(2).expand(-1, -1, key.size(1), -1)
-        options |= {"block_size": 1, "is_causal": False, "mask": Full()}
-        out = block_attention(query, key, value, block_indices=blocks, **options)
-    return out.transpose(1, 2).contiguous(), None
+
+    @wraps(attend)
+    def attention(
+        module: Any, query: Tensor, key: Any, value: Any, attention_mask: Any, indices: Tensor | None = None,
+        block_indices: Tensor | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Compute attention over keys of `indices` (B, T, K) or `block_indices` (B, Hkv, T, N), -1 for none.
+
+        query is (B, H, T, D), key (B, Hkv, T, D), value (B, Hkv, T, Dv). Keys and values may be `Latents` or
+        `Compressed`, the mask may be `Chosen`, which has indices.
+        """
+        indices = attention_mask.indices if isinstance(attention_mask, Chosen) else indices
+        if indices is None and isinstance(key, Latents):
+            key, value = key.expand(key.latent, key.rotary)
+        if indices is None and block_indices is None and not isinstance(key, Compressed):
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        if not shards_are_seen():
+            positions = kwargs.get("position_ids")
+            mask = _mask_alone(module, query, key, attention_mask, indices, block_indices, positions)
+            return attend(module, query, key, value, mask, **kwargs)
+        name, taken = type(module).__name__, {"scaling": "scale", **beside}
+        _check_selected(name)
+        for each in sorted(kwargs.keys() - PASSED_ON - taken.keys()):
+            if isinstance(kwargs[each], Tensor) or kwargs[each]:
+                raise NotImplementedError(f"{name}, with selected keys in context_parallel, does not take {each}")
+        options: dict[str, Any] = {"mesh": CONTEXT, **{ours: kwargs.get(each) for each, ours in taken.items()}}
+        if isinstance(key, Compressed):
+            out = _attention_to_compressed(module, query, key, attention_mask, kwargs["sliding_window"], options)
+        elif indices is None:
+            out = _attention_to_blocks(module, query, key, value, block_indices, attention_mask, options)
+        elif isinstance(key, Latents):
+            out = _attention_to_latents(query, key, module.kv_b_proj.weight, indices, options)
+        else:  # blocks of one key, the same for each head
+            blocks = indices.unsqueeze(2).expand(-1, -1, key.size(1), -1)
+            options |= {"block_size": 1, "is_causal": False, "mask": Full()}
+            out = block_attention(query, key, value, block_indices=blocks, **options)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
 
 
 def _attention_to_latents(query: Tensor, key: Latents, up: Tensor, indices: Tensor, options: dict[str, Any]) -> Tensor:
@@ -183,25 +216,24 @@ def _attention_to_latents(query: Tensor, key: Latents, up: Tensor, indices: Tens
     return indexed_attention(query, latent, rotary, up=up, indices=indices, **options)
 
 
+@uncompiled
 def _attention_to_blocks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Any, mask: Any, options: dict[str, Any]
 ) -> Tensor:
     """Return attention (B, H, T, Dv) to blocks of keys, of which queries see those that the mask has."""
-    context, name = selecting_context(), type(module).__name__
-    whole = whole_mask(context, name, mask)
-    _refuse_padding_first(name, whole, context, query.size(0))
+    whole = _without_padding_first(type(module).__name__, mask, query.size(0))
     return block_attention(
         query, key, value, block_indices=blocks.transpose(1, 2), block_size=module.indexer.block_size, mask=whole,
         is_causal=False, **options,
     )  # fmt: skip
 
 
+@uncompiled
 def _attention_to_compressed(
     module: Any, query: Tensor, key: Compressed, mask: Any, window: int, options: dict[str, Any]
 ) -> Tensor:
     """Return attention (B, H, T, D) to a window and to blocks."""
-    context, name = selecting_context(), type(module).__name__
-    _refuse_padding_first(name, whole_mask(context, name, mask), context, query.size(0))
+    _without_padding_first(type(module).__name__, mask, query.size(0))
     place = {"size": key.size, "window": window, "indices": key.indices, **options}
     return pooled_attention(query, key.keys.squeeze(1), key.pooled, **place)
 
@@ -217,6 +249,7 @@ def _check_selected(name: str) -> None:
         )
 
 
+@never_compiled
 def _mask_alone(
     module: Any, query: Tensor, key: Tensor, mask: Any, indices: Tensor | None, blocks: Any, position_ids: Any
 ) -> Tensor:
@@ -228,19 +261,3 @@ def _mask_alone(
     positions = position_ids.expand(query.size(0), -1)
     made: Tensor = module.indexer.build_block_mask(blocks, mask, key.size(2), query.dtype, query.device, positions)
     return made
-
-
-def sdpa_of_chosen(table: dict[str, Any], is_sharded: Callable[[], bool]) -> AbstractContextManager[object]:
-    """Return a patch of the attention function "sdpa" in a table, which then takes selected keys of all ranks."""
-    original = table["sdpa"]
-
-    @wraps(original)
-    def sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        return attention_to_chosen(original, is_sharded(), {}, *args, **kwargs)
-
-    return entry_replaced(table, "sdpa", sdpa)
-
-
-_blocks_uncompiled = never_compiled(_attention_to_blocks, UNCOMPILED)
-_compressed_uncompiled = never_compiled(_attention_to_compressed, UNCOMPILED)
-_mask_uncompiled = never_compiled(_mask_alone)

@@ -1,8 +1,8 @@
 """Patches of transformers while a context is open, if transformers is loaded: masks of the whole sequence, and checks.
 
 A model inside of a context makes its masks by `transformers.masking_utils`, from this rank's shard. There, the mask
-function for "sdpa" returns a tensor that names a mask of the whole sequence, which SDPA in the context takes, and that
-for "flex_attention" returns the block mask of the whole sequence. Other implementations are refused.
+function for "sdpa" returns a tensor that names a mask of the whole sequence, which SDPA in the context takes. Other
+implementations are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,24 +21,19 @@ from torch import nn
 
 from cp_dtensor import Causal, Full
 from cp_dtensor.api.extension import (
-    OpenContext,
     attribute_replaced,
     entry_replaced,
     handle_of,
+    innermost,
     never_compiled,
+    queries_alone,
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import check_call, is_model, is_tower, mark_caches, unseen
-from cp_dtensor.integrations.transformers.layers import (
-    attention_is_left,
-    facts_of,
-    is_caught,
-    layer_patches,
-    sharding_context,
-    shards_are_seen,
-)
-from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of, without_documents
+from cp_dtensor.integrations.transformers.checks import check_call, inputs_of, is_model, mark_caches, unseen
+from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
+from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
+from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES, whole_call
 from cp_dtensor.integrations.transformers.private import (
     CACHE_UTILS,
@@ -64,10 +58,10 @@ class _Hook:
     def patches(self) -> Iterator[AbstractContextManager[object]]:
         """Yield the patches of each module of transformers, once that is loaded."""
         yield when_loaded(MASKING_UTILS, _masks_of_whole_sequences)
-        for patch in (_models_checked, _losses_checked, _provider_refused_by_tables):
-            yield when_loaded(MODELING_UTILS, patch)
-        yield when_loaded(GENERATION_UTILS, _generation_refused)
-        yield when_loaded(CACHE_UTILS, _caches_filled)
+        yield when_loaded(MODELING_UTILS, _models_checked)
+        yield when_loaded(MODELING_UTILS, _losses_checked)
+        yield when_loaded(GENERATION_UTILS, lambda utils: wrapped(utils.GenerationMixin, "generate", _generate))
+        yield when_loaded(CACHE_UTILS, lambda utils: wrapped(utils.Cache, "update", _update))
         yield closing(layer_patches)
 
     def check_compiled(self, arguments: dict[str, Any]) -> None:
@@ -85,7 +79,7 @@ class _Hook:
 
     def module(self, module: nn.Module) -> bool:
         """Replace functions of convolutions, recurrent layers and indexers of a module; return whether it has any."""
-        is_replaced = any(is_caught(each) or facts_of(type(each)).selects for each in module.modules())
+        is_replaced = any(facts_of(each).is_caught or facts_of(each).selects for each in module.modules())
         if is_replaced:
             layer_patches.replace(module)
         return is_replaced
@@ -112,7 +106,7 @@ def _models_checked(utils: Any) -> AbstractContextManager[None]:
             whole = None if is_traced else whole_call()
             if whole is None:
                 return nn.Module.__call__(self, *args, **kwargs)
-            return whole.run_part(self, args, kwargs, is_tower(self))
+            return whole.run_part(self, args, kwargs, inputs_of(self).is_tower)
         whole = check(self, args, kwargs) if is_traced else check_call(self, args, kwargs)
         if whole is not None:
             return whole.run(self, args, kwargs, shard_images)
@@ -160,64 +154,27 @@ def _refuse_shift() -> None:
     )
 
 
-@contextmanager
-def _provider_refused_by_tables(utils: ModuleType) -> Iterator[None]:
-    """While open, models with attention classes of their own by implementation (Falcon, GPT-Neo) refuse the provider.
-
-    Such a model takes a class from a table of its Python module, by the name of the implementation. Beside it there may
-    be models that do not (those with SAM's vision tower), so the table refuses, and only once it is asked.
-    """
-
-    def refuse(name: str, implementations: list[str], *_: Any, **__: Any) -> None:
-        seen = [f'use "{each}", which context_parallel sees' for each in implementations if each in SEEN]
-        raise ValueError(
-            f"{name} of this model has attention classes for {', '.join(implementations)}, not for "
-            f'"{PROVIDER}": {seen[0] if seen else "context_parallel sees none of these"}'
+def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse `generate()` in contexts, before it calls the model."""
+    if sharding_context() is not None:
+        raise NotImplementedError(
+            f"{type(model).__name__}.generate() was called inside of context_parallel, where a cache has the keys of "
+            "this rank's shard only: call it outside of the context, where each rank generates from all keys"
         )
-
-    def requested(
-        original: Callable[..., str], model: nn.Module, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        owners = {each.__module__ for each in type(model).__mro__} if requested_attention == PROVIDER else ()
-        for name, table in [item for owner in owners for item in vars(sys.modules[owner]).items()]:
-            lacks_provider = isinstance(table, dict) and "eager" in table and PROVIDER not in table
-            if lacks_provider and all(isinstance(each, type) for each in table.values()):
-                stack.enter_context(entry_replaced(table, PROVIDER, partial(refuse, name, [*table])))
-        return original(model, requested_attention, *args, **kwargs)
-
-    with ExitStack() as stack, wrapped(utils.PreTrainedModel, "get_correct_attn_implementation", requested):
-        yield
+    return original(model, *args, **kwargs)
 
 
-def _generation_refused(utils: Any) -> AbstractContextManager[None]:
-    """While open, `generate()` is refused in contexts, before it calls the model."""
-
-    def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if sharding_context() is not None:
-            raise NotImplementedError(
-                f"{type(model).__name__}.generate() was called inside of context_parallel, where a cache has the keys "
-                "of this rank's shard only: call it outside of the context, where each rank generates from all keys"
-            )
-        return original(model, *args, **kwargs)
-
-    return wrapped(utils.GenerationMixin, "generate", generate)
-
-
-def _caches_filled(utils: Any) -> AbstractContextManager[None]:
-    """While open, caches in contexts keep all keys of a shard, so that those that are gathered are of all tokens.
+def _update(original: Callable[..., Any], cache: Any, k: Any, v: Any, layer_idx: int, *args: Any, **kw: Any) -> Any:
+    """Keep all keys of a shard in a cache in contexts, so that those that are gathered are of all tokens.
 
     Layers with windows would keep the last ones only, but they return all, for the windows of this call's queries.
     """
-
-    def update(original: Callable[..., Any], cache: Any, k: Any, v: Any, layer_idx: int, *args: Any, **kw: Any) -> Any:
-        keys, values = original(cache, k, v, layer_idx, *args, **kw)
-        if shards_are_seen():
-            layer = cache.layers[layer_idx]
-            if layer.keys.shape[-2] < keys.shape[-2]:
-                layer.keys, layer.values = keys, values
-        return keys, values
-
-    return wrapped(utils.Cache, "update", update)
+    keys, values = original(cache, k, v, layer_idx, *args, **kw)
+    if shards_are_seen():
+        layer = cache.layers[layer_idx]
+        if layer.keys.shape[-2] < keys.shape[-2]:
+            layer.keys, layer.values = keys, values
+    return keys, values
 
 
 # Masks
@@ -234,9 +191,8 @@ def _masks_of_whole_sequences(utils: Any) -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(utils, PREPROCESS):  # where it is missing, masks are refused when a model asks for one
             stack.enter_context(wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
-        for name, make in (("sdpa", _mask), ("flex_attention", _block_mask)):
-            ours = wraps(table[name])(partial(_of_shards(make), table[name]))
-            stack.enter_context(entry_replaced(table, name, ours))
+        ours = wraps(table["sdpa"])(partial(_of_shards(_mask), table["sdpa"]))
+        stack.enter_context(entry_replaced(table, "sdpa", ours))
         yield
 
 
@@ -267,7 +223,8 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if implementation_of(config) not in SEEN:
         raise NotImplementedError(unseen(implementation_of(config)))
     is_whole = context is None and _is_of_whole_call(config)
-    if context is None and not is_whole and attention_is_left():
+    around = innermost() if context is None and not is_whole else None
+    if around is not None and queries_alone(around) is not None:
         return original(*args, **kwargs)  # a tower's
     if context is not None:
         given["position_ids"] = None  # documents are found in the position ids of all ranks
@@ -290,46 +247,31 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return False, carrier, packed, q_len, kv_len, q_offset, kv_offset
 
 
-def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kwargs: Any) -> Any:
-    """Return a tensor that names the mask of the whole sequence, None for one that SDPA has, or the block mask."""
-    context = sharding_context()
-    asked = _model_mask(original, context, *args, **kwargs)
-    if asked is None or (context is None and is_block):
+def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return a tensor that names the mask of the whole sequence, None for one that SDPA has."""
+    context, known = sharding_context(), getattr(kwargs.get("attention_mask"), _ASKED, None)
+    if known is None and context is not None:
+        raise NotImplementedError(
+            "a model made a mask inside of context_parallel in a way that is not known here (transformers "
+            f"{sys.modules['transformers'].__version__}; known: the functions of transformers.masking_utils in "
+            f"{' to '.join(TESTED)}): give the context a mask= and the model none"
+        )
+    if known is None:
         return original(*args, **kwargs)
+    asked = replace(
+        known, function=kwargs["mask_function"], batch_size=kwargs["batch_size"],
+        local=(kwargs["q_length"], kwargs["kv_length"]),
+        device=torch.device(kwargs.get("device", "cpu")), use_vmap=bool(kwargs.get("use_vmap")),
+        alone=partial(original, *args, **{**kwargs, "attention_mask": known.padding}), _found={},
+    )  # fmt: skip
     if context is None:  # an indexer reads the mask itself, and so does the head of a tower, which has no vocabulary
         is_read = not INDEXED.isdisjoint(getattr(asked.config, "layer_types", None) or ())
         is_read = is_read or not hasattr(asked.config, "vocab_size")
         return asked.alone() if is_read else handle_of(asked)
     mask, whole = asked.found(context.call)  # refused here, where the model is
-    if is_block:
-        return block_mask_of(mask, whole, kwargs["batch_size"], asked.device)
     # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
     is_plain = (kwargs.get("allow_is_causal_skip", True) and mask == Causal()) or (
         kwargs.get("allow_is_bidirectional_skip", False) and mask == Full()
     )
     # transformers takes a single query for the next token after a cache, which sees all keys
     return None if is_plain and min(whole.queries) > 1 else handle_of(asked)
-
-
-def _block_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _mask(original, *args, is_block=True, **kwargs)
-
-
-def _model_mask(
-    original: Callable[..., Any], context: OpenContext | None, *args: Any, **kwargs: Any
-) -> ModelMask | None:
-    """Return the mask that a model asks for; outside of contexts None if masking_utils did not ask for it."""
-    asked: ModelMask | None = getattr(kwargs.get("attention_mask"), _ASKED, None)
-    if asked is None and context is not None:
-        raise NotImplementedError(
-            "a model made a mask inside of context_parallel in a way that is not known here (transformers "
-            f"{sys.modules['transformers'].__version__}; known: the functions of transformers.masking_utils in "
-            f"{' to '.join(TESTED)}): give the context a mask= and the model none"
-        )
-    return asked and replace(
-        asked, function=without_documents(kwargs["mask_function"]), batch_size=kwargs["batch_size"],
-        with_documents=kwargs["mask_function"],
-        local=(kwargs["q_length"], kwargs["kv_length"]), device=torch.device(kwargs.get("device", "cpu")),
-        size=kwargs.get("local_size"), use_vmap=bool(kwargs.get("use_vmap")),
-        alone=partial(original, *args, **{**kwargs, "attention_mask": asked.padding}), _found={},
-    )  # fmt: skip

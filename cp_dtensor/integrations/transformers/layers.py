@@ -1,8 +1,8 @@
 """Layers of transformers' models in contexts: kernels and forwards that are replaced by functions of shards.
 
 A model calls its kernels by names of its own Python module, which transformers binds to a function of another package
-or to torch operations. A kernel is known by its name, not by the architecture; a forward that counts tokens or
-positions is known by its arguments and the names in its code. One more is one more entry of `KERNELS` or `COUNTING`.
+or to torch operations. A kernel is known by its name, not by the architecture; a method that counts positions is known
+by its arguments or the names in its code. One more is one more entry of `KERNELS` or `COUNTING`.
 """
 
 from __future__ import annotations
@@ -22,46 +22,25 @@ from torch import nn
 
 from cp_dtensor import causal_conv1d, gated_delta_rule, kda, mamba2
 from cp_dtensor.api.extension import (
-    OpenContext,
-    constant_in_trace,
-    current,
-    innermost,
+    entry_replaced,
     length_of,
     never_compiled,
     positions_of,
-    queries_alone,
     wrapped,
 )
 from cp_dtensor.integrations.transformers import pooled, sparse
-from cp_dtensor.integrations.transformers.chosen import sdpa_of_chosen
+from cp_dtensor.integrations.transformers.chosen import (
+    CONTEXT,
+    Function,
+    sharding_context,
+    shards_are_seen,
+    with_selected_keys,
+)
 from cp_dtensor.integrations.transformers.private import MODELING_UTILS, PASSED_ON, kernel_name, table_of
-from cp_dtensor.layers.arguments import IN_CONTEXT
 
-Function = Callable[..., Any]
 T = TypeVar("T")
-_CONTEXT: Any = IN_CONTEXT
 _ATTENTION = frozenset({"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention", "flex_attention"})
 """Names by which a layer calls attention that a context sees."""
-
-
-def sharding_context() -> OpenContext | None:
-    """Return the context in which models see shards; None outside, and where attention is left to each rank."""
-    context = innermost()
-    if context is None or context.call.ranks.size == 1 or queries_alone(context) is not None:
-        return None
-    return current()
-
-
-@constant_in_trace
-def shards_are_seen() -> bool:
-    """Return whether models see shards now."""
-    return sharding_context() is not None
-
-
-def attention_is_left() -> bool:
-    """Return whether a context leaves attention to each rank now."""
-    context = innermost()
-    return context is not None and queries_alone(context) is not None
 
 
 # Kernels: functions that take the original first and the kernel's arguments
@@ -72,7 +51,7 @@ def _convolution(
     activation: str | None = None, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
     refuse_arguments("a convolution in context_parallel", others)
-    out = causal_conv1d(x.transpose(1, 2).to(weight.dtype), weight, bias, activation=activation, mesh=_CONTEXT)
+    out = causal_conv1d(x.transpose(1, 2).to(weight.dtype), weight, bias, activation=activation, mesh=CONTEXT)
     return out.transpose(1, 2).to(x.dtype)
 
 
@@ -83,7 +62,7 @@ def _delta(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     refuse_arguments("a linear-attention layer in context_parallel", others)
     options = {"scale": scale, "use_qk_l2norm_in_kernel": bool(use_qk_l2norm_in_kernel)}
-    return rule(query, key, value, g, beta, mesh=_CONTEXT, **options), None
+    return rule(query, key, value, g, beta, mesh=CONTEXT, **options), None
 
 
 def _scan(
@@ -93,7 +72,7 @@ def _scan(
     known = {"D", "dt_bias", "dt_softplus", "dt_limit", "return_final_states"} & options.keys()
     ours = {name: options.pop(name) for name in known}
     refuse_arguments("a state-space layer in context_parallel", options)
-    return mamba2(x, dt, A, B, C, mesh=_CONTEXT, **ours)
+    return mamba2(x, dt, A, B, C, mesh=CONTEXT, **ours)
 
 
 def _one_token(*_: Any, **__: Any) -> None:
@@ -165,11 +144,11 @@ def _with_whole_positions(
 
 def _positions_before(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context, less their indices in the shard."""
-    return _positions(length, device) - torch.arange(length, device=device)
+    return positions_here(length, device) - torch.arange(length, device=device)
 
 
 @never_compiled
-def _positions(length: int, device: torch.device) -> torch.Tensor:
+def positions_here(length: int, device: torch.device) -> torch.Tensor:
     """Return (tokens,) global positions of this rank's tokens in the context."""
     context = sharding_context()
     assert context is not None
@@ -183,33 +162,6 @@ def _positions(length: int, device: torch.device) -> torch.Tensor:
     return positions_of(segments, device)
 
 
-def _with_whole_counts(
-    forward: Function, module: Any, input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None, position_ids: torch.Tensor | None = None,
-    inputs_embeds: torch.Tensor | None = None,
-) -> Any:  # fmt: skip
-    """Embeddings of ESM, which scale with the share of mask tokens in the sequence."""
-    if module.token_dropout and input_ids is not None:
-        # Without input_ids, forward does the rest and scales nothing.
-        inputs_embeds, input_ids = _scaled_embeddings(module, input_ids, attention_mask, inputs_embeds), None
-    return forward(module, input_ids, attention_mask, position_ids, inputs_embeds)
-
-
-@never_compiled
-def _scaled_embeddings(
-    module: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor | None
-) -> torch.Tensor:
-    context = sharding_context()
-    assert context is not None
-    is_mask = input_ids == module.mask_token_id
-    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    masks, lengths = context.call.ranks.gather(torch.stack([is_mask.sum(-1), kept.sum(-1).long()])).sum(0)
-    embeddings = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-    factor = (1 - 0.15 * 0.8) / (1 - masks.float() / lengths)  # 0.15 * 0.8: the share in ESM's training
-    scaled: torch.Tensor = embeddings.masked_fill(is_mask[..., None], 0.0) * factor[:, None, None]
-    return scaled.to(embeddings.dtype)
-
-
 def _with_whole_embeddings(
     forward: Function, module: nn.Module, tokens: Any, *past: int, position_ids: torch.Tensor | None = None,
     **named: int,
@@ -220,7 +172,7 @@ def _with_whole_embeddings(
     """
     if position_ids is None or position_ids.dim() == 1:
         device = next(module.parameters()).device
-        position_ids = _positions(getattr(tokens, "shape", tokens)[1], device)
+        position_ids = positions_here(getattr(tokens, "shape", tokens)[1], device)
     return forward(module, tokens, *past, position_ids=position_ids, **named)
 
 
@@ -241,10 +193,6 @@ def whole_length(local: int) -> int:
     return length_of(context.call, local)
 
 
-def _uses(*names: str) -> Callable[[CodeType], bool]:
-    return lambda code: {*names} <= {*_names_in(code)}
-
-
 def _takes(*names: str) -> Callable[[CodeType], bool]:
     """Return whether some code takes these arguments and no others, but `self` and perhaps one more before them."""
 
@@ -256,13 +204,12 @@ def _takes(*names: str) -> Callable[[CodeType], bool]:
 
 
 COUNTING: tuple[tuple[str, Callable[[CodeType], bool], Function], ...] = (
-    ("forward", _uses("arange", "get_seq_length", "floor_scale"), _with_whole_positions),
-    ("forward", _uses("token_dropout", "mask_token_id", "word_embeddings"), _with_whole_counts),
+    ("forward", lambda code: {"arange", "get_seq_length", "floor_scale"} <= {*_names_in(code)}, _with_whole_positions),
     ("forward", _takes("past_key_values_length", "position_ids"), _with_whole_embeddings),
     ("forward", _takes("cache_length", "position_ids"), _with_whole_embeddings),  # since transformers 5.24
     ("compute_bias", _takes("query_length", "key_length", "device", "past_seen_tokens"), _with_whole_bias),
 )
-"""Methods that count tokens or positions: name, whether some code is that of one, and the function of shards."""
+"""Methods that count positions: name, whether some code is that of one, and the function of shards."""
 
 
 # Classes of layers
@@ -273,32 +220,31 @@ class ClassFacts(NamedTuple):
 
     is_caught: bool  # it calls kernels, all of which are replaced in contexts
     calls_attention: bool  # a method calls the attention function of its `attn_implementation`, or one of torch
-    counts: bool  # a method counts tokens or positions, and is replaced in contexts
+    counts: bool  # a method counts positions, and is replaced in contexts
     selects: bool  # its forward selects keys for sparse attention, and is replaced in contexts
     skips_padding: bool  # it makes position ids from tokens where it gets none, as RoBERTa does
     replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
 
 
-def by_class(find: Callable[[Any], T]) -> Callable[[Any], T]:
-    """Return `find`, whose results of the latest classes are kept: a call of a model looks at each module."""
-    return lru_cache(maxsize=4096)(find)
+def by_class(find: Callable[[Any], T]) -> Callable[[nn.Module], T]:
+    """Return a function of modules that keeps what `find` returns for their classes: calls look at each module."""
+    kept: Callable[[Any], T] = lru_cache(maxsize=4096)(find)
+    return lambda module: kept(type(module))
 
 
 @by_class
 def facts_of(kind: Any) -> ClassFacts:
-    """Return what the code of a class tells."""
-    kernels, methods = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]]()
-    calls_attention = skips_padding = False
+    """Return what the code of a module's class tells."""
+    kernels, methods, names = list[tuple[Any, str, str]](), dict[str, tuple[Any, CodeType]](), set[str]()
     for base in kind.__mro__:
         for attribute, method in vars(base).items() if base.__module__ != MODELING_UTILS else ():
             function = inspect.unwrap(method) if callable(method) and base is not nn.Module else None
             if not isinstance(function, FunctionType):
                 continue
-            names, known = {*_names_in(function.__code__)}, function.__globals__
-            calls_attention |= not _ATTENTION.isdisjoint(names)
-            skips_padding |= "create_position_ids_from_input_ids" in names
+            own, known = {*_names_in(function.__code__)}, function.__globals__
+            names |= own
             owner = sys.modules.get(known.get("__name__", ""))
-            kernels += [(owner, name, kernel) for name in names if owner and (kernel := kernel_name(known.get(name)))]
+            kernels += [(owner, name, kernel) for name in own if owner and (kernel := kernel_name(known.get(name)))]
             methods.setdefault(attribute, (base, function.__code__))
     is_caught = bool(kernels) and all(kernel in KERNELS for *_, kernel in kernels)
     replaced = [(owner, name, KERNELS[kernel]) for owner, name, kernel in kernels if is_caught]
@@ -309,14 +255,11 @@ def facts_of(kind: Any) -> ClassFacts:
         (methods[name][0], name, ours) for name, own, ours in METHODS
         if name in methods and own <= {each for part in (name, "forward") for each in _names_in(methods[part][1])}
     ]  # fmt: skip
-    selects, counts = any(ours in SELECTIONS for *_, ours in selecting), bool(counting)
-    replacements = (*replaced, *counting, *selecting)
-    return ClassFacts(is_caught, calls_attention, counts, selects, skips_padding, replacements)
-
-
-def is_caught(module: nn.Module) -> bool:
-    """Return whether all functions by which a layer mixes tokens are replaced in contexts."""
-    return facts_of(type(module)).is_caught
+    return ClassFacts(
+        is_caught, calls_attention=not _ATTENTION.isdisjoint(names), counts=bool(counting),
+        selects=any(ours in SELECTIONS for *_, ours in selecting),
+        skips_padding="create_position_ids_from_input_ids" in names, replaced=(*replaced, *counting, *selecting),
+    )  # fmt: skip
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -343,15 +286,15 @@ class _Patches:
         if model in self._models:
             return
         with self._lock:
-            for kind in {type(module) for module in model.modules()}:
-                for owner, name, ours in facts_of(kind).replaced:
+            for facts in map(facts_of, model.modules()):
+                for owner, name, ours in facts.replaced:
                     if (owner, name) not in self._replaced:
                         self._replaced.add((owner, name))
                         self._stack.enter_context(wrapped(owner, name, partial(_in_contexts, ours)))
-                if facts_of(kind).selects and (None, "sdpa") not in self._replaced:
+                if facts.selects and (None, "sdpa") not in self._replaced:
                     self._replaced.add((None, "sdpa"))
                     table = table_of(sys.modules[MODELING_UTILS].ALL_ATTENTION_FUNCTIONS)
-                    self._stack.enter_context(sdpa_of_chosen(table, shards_are_seen))
+                    self._stack.enter_context(entry_replaced(table, "sdpa", with_selected_keys(table["sdpa"])))
             self._models.add(model)
 
     def close(self) -> None:

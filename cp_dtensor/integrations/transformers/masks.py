@@ -2,8 +2,8 @@
 
 A model asks `transformers.masking_utils` for a mask by its position ids, its padding and the size of a window or chunk,
 and gets a function of (batch row, head, query, key). Documents come from the position ids, which are gathered from all
-ranks, as the padding is. Windows and chunks come from the size, and are checked by calling the function at sample
-positions. A function that is none of these is evaluated at all pairs. What cannot be evaluated is refused.
+ranks, as the padding is. A function that consists of transformers' own is known by their names. Another one is
+evaluated at all pairs. What cannot be evaluated is refused.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import Batched, Causal, Documents, Full, Mask, SlidingWindow
 from cp_dtensor.api.extension import (
@@ -31,7 +30,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.integrations.transformers.private import MASKING_UTILS, PROVIDER, REMAP, implementation_of
 from cp_dtensor.spec.layouts import Span
-from cp_dtensor.spec.masks import interval_sets_of, mask_intersection
+from cp_dtensor.spec.masks import mask_intersection
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 _MOST_PAIRS = 1 << 32
@@ -69,11 +68,9 @@ class ModelMask:
     context: OpenContext | None = None  # which remembers its latest position ids
     is_whole: bool = False  # all facts are those of the whole sequence
     function: MaskFunction = lambda *_: None  # of (batch row, head, query, key), without padding
-    with_documents: MaskFunction = lambda *_: None  # the same, in documents that transformers found
     batch_size: int = 1
     local: Span = (0, 0)  # this rank's numbers of queries and keys
     device: Any = "cpu"  # of the model's tensors
-    size: int | None = None  # tokens of a window or chunk
     use_vmap: bool = False  # the function takes single numbers only
     alone: Callable[[], Any] = lambda: None  # makes the tensor that one process uses
     _found: dict[Any, tuple[Mask, Gathered]] = field(default_factory=dict)
@@ -92,30 +89,20 @@ class ModelMask:
             self._found[key] = rows[0] if len({*rows}) == 1 else Batched(rows), gathered
         return self._found[key]
 
-    def is_by_row(self, value: Any) -> bool:
-        """Return whether a value is a number for each batch row, such as its left padding."""
-        return isinstance(value, torch.Tensor) and tuple(value.shape) == (self.batch_size,)
-
 
 def _rows(asked: ModelMask, whole: Gathered) -> Iterator[Mask]:
     """Yield the mask of each batch row."""
     kv_len, positions = whole.lengths[1], whole.positions
     if asked.has_cache or asked.padding is not None or (positions is not None and bool((positions.diff() == 1).all())):
         positions = None  # they tell no documents
-    # The function counts chunks from the left padding of this rank's tokens.
-    local = None if asked.size is None else asked.padding
-    found = dict[tuple[int, int], Mask | None]()
+    function = _without_documents(asked.function)
     for row in range(asked.batch_size):
         kept = [(0, kv_len)] if whole.kept is None else whole.kept[row]
-        left = kept[0][0] if kept else kv_len
-        here = 0 if local is None else int((local[row].cumsum(0) == 0).sum())
-        if (here, left) not in found:
-            found[here, left] = _known(asked, row, here, left)
-        mask = found[here, left]
+        mask = _known(function, left_padding=kept[0][0] if kept else kv_len)
         if positions is not None and not (asked.is_whole and mask is None):
-            mask = _inside_documents(asked, mask, positions[row].tolist())
+            mask = _inside_documents(function, mask, positions[row].tolist())
         elif mask is None:
-            mask = _evaluated(asked, row, whole)
+            mask = _evaluated(asked, asked.function if asked.is_whole else function, row, whole)
         yield mask if kept == [(0, kv_len)] else mask_intersection(mask, Keys(tuple(kept)))
 
 
@@ -191,7 +178,7 @@ def _refuse_counted_positions(
     if context is not None and "whole inputs" in context.seen:
         return
     by_rank = [call.layout.segments(length, rank, size, 0) for rank in range(size)]
-    parts = [torch.cat([positions_of([each], whole.device) for each in segments]) for segments in by_rank if segments]
+    parts = [positions_of(segments, whole.device) for segments in by_rank if segments]
     # The first rank's part of arange(seq_len) is what its model would have counted.
     if len(parts) < 2 or not all(torch.equal(whole[0, part], torch.arange(len(part), device="cpu")) for part in parts):
         return
@@ -250,7 +237,7 @@ def _kept_ranges(rows: torch.Tensor) -> list[list[Span]]:
 # Functions as mask values
 
 
-def without_documents(function: MaskFunction) -> MaskFunction:
+def _without_documents(function: MaskFunction) -> MaskFunction:
     """Return a mask function without the documents of this rank's position ids, which transformers has added."""
     parts = [value for _, value in _captured(function, _DEEPEST)]
     others = [each for each in parts if not _qualname(each).startswith("packed_sequence_mask_function")]
@@ -261,34 +248,35 @@ def without_documents(function: MaskFunction) -> MaskFunction:
     return others[0]
 
 
-def _known(asked: ModelMask, row: int, here: int, left: int) -> Mask | None:
-    """Return the value of a function of transformers' own for one batch row; None for another function.
+_VALUES: MappingProxyType[tuple[str, ...], Mask | Callable[[int, int], Mask]] = MappingProxyType({
+    ("causal_mask_function",): Causal(),
+    ("bidirectional_mask_function",): Full(),
+    # A window of 0 tokens is one that no layer uses.
+    ("causal_mask_function", "sliding_window_overlay"): lambda n, _: SlidingWindow(n - 1, 0) if n else Keys(()),
+    ("bidirectional_mask_function", "sliding_window_bidirectional_overlay"): lambda n, _: SlidingWindow(n, n),
+    ("causal_mask_function", "chunked_overlay"): lambda n, start: Chunks(n, start) & Causal(),
+})  # fmt: skip
+"""By the functions of `MASKING_UTILS` that hold together: the value, or a function of the tokens of a window or chunk
+and of the first token of chunks."""
 
-    Args:
-        row: the batch row.
-        here: tokens of left padding that the function counts chunks from.
-        left: tokens of left padding of the whole row.
-    """
-    size = asked.size
-    for _, value in _captured(asked.function):
-        if callable(value):
-            is_known = getattr(value, "__module__", None) == MASKING_UTILS
-        else:
-            is_known = value == size if isinstance(value, int) else asked.is_by_row(value)
-        if asked.use_vmap or not is_known:
-            return None
-    masks: list[Mask] = [Causal(), Full()]
-    if size is not None:  # a size of 0: a window that no layer uses, in which no query sees a key
-        masks += [SlidingWindow(size - 1, 0), SlidingWindow(size, size)] if size > 0 else [Keys(())]
-    pairs = [(mask, mask) for mask in masks]
-    if size is not None and size > 0:
-        pairs.append((Chunks(size, here) & Causal(), Chunks(size, left) & Causal()))
-    # The edges of windows and chunks, and a place far from them.
-    edges = {0} if size is None else {0, size // 2, *(start + n * size for start in (0, here) for n in (0, 1, 2))}
-    places = sorted({max(edge + step, 0) for edge in edges for step in (-1, 0, 1, 2)} | {2 * max(edges) + 8})
-    at = torch.tensor(places, device=asked.device)
-    seen = _values(asked.function, asked, row, at, at).tolist()
-    return next((whole for mask, whole in pairs if _pairs_at(mask, tuple(places)) == seen), None)
+
+def _known(function: MaskFunction, left_padding: int) -> Mask | None:
+    """Return the value of a function that consists of transformers' own, for a batch row; None for another function."""
+    parts = [function]
+    if _qualname(function) == "and_masks.<locals>.and_mask":
+        parts = [value for _, value in _captured(function, _DEEPEST)]
+    value = _VALUES.get(tuple(sorted(map(_own_name, parts))))
+    return value if value is None or isinstance(value, Mask) else value(_size(function), left_padding)
+
+
+def _own_name(function: MaskFunction) -> str:
+    """Return the name of a function of transformers' own, "" of another."""
+    return _qualname(function) if getattr(function, "__module__", None) == MASKING_UTILS else ""
+
+
+def _size(function: MaskFunction) -> int:
+    """Return the tokens of a function's window or chunk."""
+    return next((value for name, value in _captured(function) if name in ("sliding_window", "chunk_size")), 0)
 
 
 def _values(
@@ -305,43 +293,32 @@ def _values(
     return torch.as_tensor(seen).expand(len(queries), len(keys))
 
 
-@lru_cache(maxsize=64)
-def _pairs_at(mask: Mask, places: tuple[int, ...]) -> list[list[bool]]:
-    length, rows = places[-1] + 1, []
-    (sets,) = interval_sets_of(mask, length, length, 1)
-    for query in places:
-        spans = [band.keys(query) for bands in sets for band in bands if band.first <= query < band.last]
-        rows.append([any(lo <= key < hi for lo, hi in spans) for key in places])
-    return rows
-
-
-def _inside_documents(asked: ModelMask, mask: Mask | None, positions: list[int]) -> Mask:
+def _inside_documents(function: MaskFunction, mask: Mask | None, positions: list[int]) -> Mask:
     """Return the mask of documents that the position ids of a row give, each with `mask` inside."""
     if mask is None:
         raise NotImplementedError(
-            f"the mask function {_qualname(asked.function)} inside of packed documents is not one of transformers' "
+            f"the mask function {_qualname(function)} inside of packed documents is not one of transformers' "
             "own: give the context a mask=, and the model position ids that do not begin again"
         )
     begins = [index for index, position in enumerate(positions) if not index or position != positions[index - 1] + 1]
     documents = Documents([*begins, len(positions)], within=mask)
-    if asked.size is None or isinstance(mask, (Causal, Full, SlidingWindow, Keys)):
+    if isinstance(mask, (Causal, Full, SlidingWindow, Keys)):
         return documents
     if not hasattr(sys.modules[MASKING_UTILS], REMAP):  # earlier versions count chunks from the row's first token
         return mask_intersection(Documents(documents.cu_seqlens, within=Full()), mask)
     starts = [positions[begin] for begin in begins]
-    if any(start % asked.size for start in starts):
+    if any(start % _size(function) for start in starts):
         raise NotImplementedError(f"chunked attention expects documents whose position ids begin with 0, got {starts}")
     return documents
 
 
-def _evaluated(asked: ModelMask, row: int, whole: Gathered) -> Mask:
+def _evaluated(asked: ModelMask, function: MaskFunction, row: int, whole: Gathered) -> Mask:
     """Return the mask of a function by its value at each pair; refuse one that reads tensors of this rank only."""
-    function = asked.with_documents if asked.is_whole else asked.function
     (q_len, kv_len), of_ranks = whole.lengths, {*whole.queries, *whole.keys}
     for name, value in _captured(function) if of_ranks != {*whole.lengths} else ():
         # A tensor of the batch's shape has each row's left padding, which another rank's shard does not have.
         if isinstance(value, torch.Tensor) and (
-            {*value.shape} & of_ranks or (asked.padding is not None and asked.is_by_row(value))
+            {*value.shape} & of_ranks or (asked.padding is not None and value.shape == (asked.batch_size,))
         ):
             raise NotImplementedError(
                 f"the mask function of this model reads {name}, a tensor of this rank's tokens {tuple(value.shape)}, "
@@ -416,31 +393,3 @@ def _captured(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
             yield name, each
             if callable(each) and depth < _DEEPEST:
                 yield from _captured(each, depth + 1)
-
-
-# FlexAttention
-
-
-def block_mask_of(mask: Mask, whole: Gathered, batch_size: int, device: torch.device) -> BlockMask:
-    """Return the block mask of a model's mask, for the whole sequence."""
-    q_len, kv_len = whole.lengths
-    rows = interval_sets_of(mask, q_len, kv_len, batch_size)
-    most = max(1, *map(len, rows))
-    ends = torch.zeros(len(rows), 2, most, q_len, dtype=torch.int64, device="cpu")  # first and last + 1 key; 0: none
-    for row, sets in enumerate(rows):
-        for index, bands in enumerate(sets):
-            for band in bands:
-                queries = torch.arange(band.first, band.last, device="cpu")
-                ends[row, 0, index, band.first : band.last] = (queries - band.left).clamp(min=band.lo)
-                ends[row, 1, index, band.first : band.last] = (queries + band.right + 1).clamp(max=band.hi)
-    ends, by_row = ends.to(device), len(rows) > 1
-
-    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        row = b if by_row else b * 0
-        seen = (ends[row, 0, 0, q] <= kv) & (kv < ends[row, 1, 0, q])
-        for index in range(1, most):
-            seen = seen | ((ends[row, 0, index, q] <= kv) & (kv < ends[row, 1, index, q]))
-        return seen
-
-    rows_of_mask = batch_size if by_row else None
-    return create_block_mask(mask_mod, rows_of_mask, None, q_len, kv_len, device=device, _compile=device.type == "cuda")

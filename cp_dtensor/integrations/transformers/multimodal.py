@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -34,6 +34,7 @@ from cp_dtensor.api.extension import (
     attribute_replaced,
     content_hash,
     entered,
+    entry_replaced,
     gathered_shards,
     innermost,
     is_handle,
@@ -86,7 +87,7 @@ class WholeCall:
                 divided = partial(_divided, self.context, getattr(part, name))
                 stack.enter_context(attribute_replaced(part, name, divided))
             stack.enter_context(local_sdpa(queries_are_shards=False))
-            stack.enter_context(_noted(self.context, self))
+            stack.enter_context(entry_replaced(_running, self.context, self))
             out = nn.Module.__call__(model, *args, **kwargs)
         if not self.has_reached:
             raise NotImplementedError(
@@ -99,7 +100,7 @@ class WholeCall:
         """Call a model that is a part of the model."""
         if type(part.config) is self.config_class and not is_tower:
             return self._run_language_model(part, args, kwargs)
-        with _noted(self.context, None if is_tower else self):
+        with entry_replaced(_running, self.context, None if is_tower else self):
             return nn.Module.__call__(part, *args, **kwargs)
 
     def _run_language_model(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,24 +122,14 @@ class WholeCall:
             return part(**local)
 
 
-_running = WeakKeyDictionary[OpenContext, WholeCall | None]()
-"""By context: the call whose code runs now, outside of towers; None in towers."""
+_running: Any = WeakKeyDictionary()
+"""By context: the call whose code runs now; none in towers."""
 
 
 def whole_call() -> WholeCall | None:
     """Return the call with the whole sequence whose code this thread runs; None in towers and language models."""
     context = innermost()
     return None if context is None else _running.get(context)
-
-
-@contextmanager
-def _noted(context: OpenContext, call: WholeCall | None) -> Iterator[None]:
-    before = _running.get(context)
-    _running[context] = call
-    try:
-        yield
-    finally:
-        _running[context] = before
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +226,7 @@ def _divided(context: OpenContext, features: Any, *args: Any, **kwargs: Any) -> 
     own, count = _own_images(ranks, what, given, _frames_are_apart(model))
     error: Exception | None = None
     try:
-        with _noted(context, None):
+        with entry_replaced(_running, context, None):
             out = features(**own)
     except Exception as caught:  # the other ranks hear of it, since they would wait for the features
         error = caught

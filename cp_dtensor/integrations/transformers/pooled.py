@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_dtensor import Mask, pool_blocks, select_pooled
-from cp_dtensor.api.extension import OpenContext, length_of, never_compiled, positions_of, seen_positions
+from cp_dtensor.api.extension import length_of, positions_of, seen_positions
 from cp_dtensor.integrations.transformers.chosen import (
     CONTEXT,
-    UNCOMPILED,
     Chosen,
     Compressed,
     Function,
+    rotation_of,
     selecting_context,
+    uncompiled,
     whole_mask,
 )
 from cp_dtensor.integrations.transformers.masks import whole_positions
@@ -35,6 +36,7 @@ Edges = tuple[int, ...]
 # GLM-5 Next: blocks begin with the first token that is no padding
 
 
+@uncompiled
 def _select_after_padding(
     _: Function, module: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
@@ -63,13 +65,13 @@ def _after_padding(owner: str, kept: Tensor) -> list[Edges]:
     Args:
         kept: (B, T), False for padding, of this rank.
     """
-    context, rows = selecting_context(), len(kept)
-    call, length = context.call, length_of(context.call, kept.size(1))
+    call = selecting_context().call
+    length = length_of(call, kept.size(1))
     segments = call.layout.segments(length, call.ranks.rank, call.ranks.size, 0)
     # The place of this rank's first token in each row, and behind all tokens one for rows and ranks without any.
     places = F.pad(positions_of(segments, kept.device).masked_fill(~kept, length), (0, 1), value=length)
     starts = zip(*call.ranks.gather_integers(places.amin(1).tolist(), kept.device), strict=True)
-    documents = _checked_documents(owner, whole_mask(context, owner, None), length, rows)
+    documents = _documents_of(owner, None, *kept.shape)
     return [(*sorted({*edges, min(of_row)}),) for edges, of_row in zip(documents, starts, strict=True)]
 
 
@@ -103,14 +105,15 @@ def _with_readable_mask(forward: Function, module: Any, *args: Any, **kwargs: An
     return forward(*bound.args, **bound.kwargs)
 
 
+@uncompiled
 @torch.no_grad()
 def _select_seen(
     forward: Function, module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor],
     attention_mask: _Seen, *args: Any, **kwargs: Any,
 ) -> Chosen:  # fmt: skip
     """Stand for the forward of an indexer of which each query groups the tokens that it sees."""
-    context, owner, size = selecting_context(), type(module).__name__, module.compress_ratio
-    rotate = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+    size = module.compress_ratio
+    rotate = rotation_of(forward)
     cos, sin = (each.expand(len(hidden_states), -1, -1) for each in position_embeddings)
     both = module.index_qk_proj(hidden_states).unflatten(-1, (-1, module.index_head_dim))
     queries, raw_keys = both.split((module.index_n_heads, module.index_kv_heads), 2)
@@ -128,8 +131,8 @@ def _select_seen(
         keys = rotate(module.k_layernorm(pooled).unsqueeze(1), None, *at.chunk(2, 2)).squeeze(1)
         return select_pooled(queries[rows], keys, weights[rows], topk=module.block_topk, expanded=True, **place)
 
-    mask, length = whole_mask(context, owner, attention_mask.mask), length_of(context.call, hidden_states.size(1))
-    return Chosen(_by_row(_checked_documents(owner, mask, length, len(hidden_states)), select))
+    documents = _documents_of(type(module).__name__, attention_mask.mask, *hidden_states.shape[:2])
+    return Chosen(_by_row(documents, select))
 
 
 # Documents
@@ -142,12 +145,13 @@ def _by_row(documents: list[Edges], select: Callable[[slice, Edges], Tensor]) ->
     return torch.cat([select(slice(row, row + 1), edges) for row, edges in enumerate(documents)])
 
 
-def _checked_documents(owner: str, mask: Mask, length: int, batch_size: int) -> list[Edges]:
-    """Return the documents of each batch row; refuse a mask in which queries do not see theirs up to themselves."""
-    found = _documents(mask, length, batch_size)
+def _documents_of(owner: str, mask: Tensor | None, batch_size: int, local: int) -> list[Edges]:
+    """Return the documents of each row of `local` tokens; refuse queries that do not see theirs up to themselves."""
+    whole = whole_mask(owner, mask)
+    found = _documents(whole, length_of(selecting_context().call, local), batch_size)
     if None in found:
         raise NotImplementedError(
-            f"{owner} in context_parallel expects queries to see their documents up to themselves, got {mask}"
+            f"{owner} in context_parallel expects queries to see their documents up to themselves, got {whole}"
         )
     return [edges or () for edges in found] * (1 if len(found) == batch_size else batch_size)
 
@@ -167,14 +171,12 @@ def _documents(mask: Mask, length: int, batch_size: int) -> list[Edges | None]:
     return found
 
 
-def check_places(owner: str, mask: Mask, context: OpenContext, batch_size: int, *, in_documents: bool) -> None:
+def check_places(owner: str, batch_size: int, *, in_documents: bool) -> None:
     """Refuse position ids that are not places: models compare them with the places of keys and of blocks.
 
-    Args:
-        mask: of the context. Position ids may be those in its documents.
-        in_documents: True if they must be.
+    They may be those in the documents of the context's mask, and with `in_documents` must be.
     """
-    positions = whole_positions(context)
+    mask, positions = whole_mask(owner, None), whole_positions(selecting_context())
     if positions is None:
         raise NotImplementedError(
             f"{owner} in context_parallel expects position_ids, and a mask that the model makes of them by "
@@ -196,16 +198,16 @@ def check_places(owner: str, mask: Mask, context: OpenContext, batch_size: int, 
 # DeepSeek-V4: attention to a window, and to blocks
 
 
+@uncompiled
 def _compress(
     forward: Function, module: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: Any
 ) -> tuple[Compressed, None]:
     """Stand for the forward of a compressor and of its indexer."""
-    owner, context = type(module).__name__, selecting_context()
+    owner = type(module).__name__
     # Blocks begin with documents of the context, and their keys are rotated by positions in these.
-    mask, batch_size = whole_mask(context, owner, None), len(hidden_states)
-    _checked_documents(owner, mask, length_of(context.call, hidden_states.size(1)), batch_size)
-    check_places(owner, mask, context, batch_size, in_documents=True)
-    rotate = inspect.unwrap(forward).__globals__["apply_rotary_pos_emb"]
+    _documents_of(owner, None, *hidden_states.shape[:2])
+    check_places(owner, len(hidden_states), in_documents=True)
+    rotate = rotation_of(forward)
     indexer, indices = getattr(module, "indexer", None), None
     if indexer is not None:
         cos, sin = indexer.rotary_emb(hidden_states, position_ids=position_ids, layer_type=indexer.rope_layer_type)
@@ -230,15 +232,12 @@ def _pooled(rotate: Function, module: Any, hidden_states: Tensor, overlap: bool)
     return rotated
 
 
-_select_glm, _select_qwen, _compressed = (
-    never_compiled(each, UNCOMPILED) for each in (_select_after_padding, _select_seen, _compress)
-)
 METHODS: tuple[tuple[str, frozenset[str], Function], ...] = (
-    ("forward", frozenset({"update_indexer", "get_pooled_states", "index_kpool", "append_visible_tail"}), _select_glm),
+    ("forward", frozenset({"update_indexer", "get_pooled_states", "append_visible_tail"}), _select_after_padding),
     ("build_attention_mask_from_topk", frozenset({"indexer", "scatter_add_", "ne"}), _chosen),
-    ("forward", frozenset({"update_indexer", "compress_ratio", "nonzero", "index_qk_proj"}), _select_qwen),
+    ("forward", frozenset({"update_indexer", "compress_ratio", "nonzero", "index_qk_proj"}), _select_seen),
     ("forward", frozenset({"indexer", "q_norm", "chunk", "sigmoid"}), _with_readable_mask),
-    ("forward", frozenset({"store_compression_weights", "update_compressor_states", "kv_norm"}), _compressed),
+    ("forward", frozenset({"store_compression_weights", "update_compressor_states", "kv_norm"}), _compress),
 )  # fmt: skip
 """As `METHODS` of layers that select keys one by one."""
-SELECTIONS = frozenset({_select_glm, _select_qwen, _compressed})
+SELECTIONS = frozenset({_select_after_padding, _select_seen, _compress})

@@ -20,8 +20,8 @@ from cp_dtensor.api.extension import (
     sequence_ranks,
     value_of,
 )
-from cp_dtensor.integrations.transformers.chosen import Chosen, Compressed, Latents, attention_to_chosen
-from cp_dtensor.integrations.transformers.layers import refuse_arguments, shards_are_seen, whole_length
+from cp_dtensor.integrations.transformers.chosen import shards_are_seen, with_selected_keys
+from cp_dtensor.integrations.transformers.layers import refuse_arguments, whole_length
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES
 from cp_dtensor.integrations.transformers.private import PROVIDER, table_of
 
@@ -44,7 +44,7 @@ def register() -> str:
 
     if PROVIDER not in table_of(AttentionInterface):
         hooks_held()  # for good
-        AttentionInterface.register(PROVIDER, _attention)
+        AttentionInterface.register(PROVIDER, with_selected_keys(_attention, s_aux="sinks"))
         # The function for "sdpa" is that of the hook now.
         AttentionMaskInterface.register(PROVIDER, table_of(AttentionMaskInterface)["sdpa"])
     return PROVIDER
@@ -58,19 +58,10 @@ def _attention(
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     is_causal: bool | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None, cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None, indices: torch.Tensor | None = None,
-    block_indices: torch.Tensor | None = None, **kwargs: Any,
+    cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention as a function of transformers: (B, H, S, D) in, (B, S, H, Dv) out."""
     refuse_arguments(f'attn_implementation="{PROVIDER}"', kwargs)
-    is_selected = indices is not None or block_indices is not None or isinstance(attention_mask, Chosen)
-    if is_selected or isinstance(key, (Latents, Compressed)):
-        given = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
-        given |= {"position_bias": position_bias}
-        return attention_to_chosen(
-            _attention, shards_are_seen(), {"sinks": s_aux}, module, query, key, value, attention_mask, indices,
-            block_indices, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, **given, **kwargs,
-        )  # fmt: skip
     if attention_mask is None and kwargs.get("sliding_window") is not None:
         raise NotImplementedError(
             f"{type(module).__name__} got sliding_window={kwargs['sliding_window']} and no mask: this model does not "

@@ -16,8 +16,16 @@ from torch import nn
 
 from cp_dtensor import context_parallel, context_parallel_shard, context_parallel_unshard
 from cp_dtensor.api.extension import Mesh, attribute_replaced
-from cp_dtensor.integrations.transformers.checks import arguments_of, check_call, is_model, refuse_own_positions
-from cp_dtensor.integrations.transformers.layers import facts_of, shards_are_seen
+from cp_dtensor.integrations.transformers.checks import (
+    arguments_of,
+    check_call,
+    inputs_of,
+    is_model,
+    lacks_positions,
+    refuse_own_positions,
+)
+from cp_dtensor.integrations.transformers.chosen import shards_are_seen
+from cp_dtensor.integrations.transformers.layers import facts_of
 
 
 @contextmanager
@@ -39,7 +47,7 @@ def whole_rows(model: nn.Module, mesh: Mesh, **options: Any) -> Iterator[None]:
         raise NotImplementedError(f"a loss of whole rows needs a model of transformers, got {type(model).__name__}")
     backbone, inside = whole.base_model, {*whole.base_model.modules()}
     for module in whole.modules():
-        if module not in inside and facts_of(type(module)).calls_attention:
+        if module not in inside and facts_of(module).calls_attention:
             raise NotImplementedError(
                 f"{type(whole).__name__} has attention beside its backbone ({type(module).__name__}), so a loss of "
                 "whole rows is not supported under context parallelism"
@@ -51,13 +59,13 @@ def whole_rows(model: nn.Module, mesh: Mesh, **options: Any) -> Iterator[None]:
 def _of_shards(
     forward: Callable[..., Any], backbone: Any, mesh: Mesh, options: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    names, given = arguments_of(backbone, args, kwargs)
+    given = arguments_of(backbone, args, kwargs)
     tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
     rows, length = tokens.shape[:2]
-    if "position_ids" in names and "position_ids" not in given:
+    if lacks_positions(backbone, given):
         refuse_own_positions(backbone)
         given["position_ids"] = torch.arange(length, device=tokens.device).repeat(rows, 1)
-    if "use_cache" in names:
+    if "use_cache" in inputs_of(backbone).names:
         given["use_cache"] = False
     shapes = {name: value.shape[:2] for name, value in given.items() if isinstance(value, torch.Tensor)}
     sequences = [name for name, shape in shapes.items() if shape in ((rows, length), (1, length))]

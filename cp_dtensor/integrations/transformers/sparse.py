@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cp_dtensor import select_blocks, select_keys
-from cp_dtensor.api.extension import never_compiled
 from cp_dtensor.integrations.transformers.chosen import (
     CONTEXT,
-    UNCOMPILED,
     Chosen,
     Function,
     Latents,
-    selecting_context,
+    rotation_of,
+    uncompiled,
     whole_mask,
 )
 from cp_dtensor.integrations.transformers.pooled import check_places
@@ -36,13 +35,13 @@ from cp_dtensor.integrations.transformers.private import has_hooks, implementati
 class _IndexKeys:
     """Stands for the index keys of all ranks, and for the scores that an indexer computes of them."""
 
-    def __init__(self, owner: str, keys: Tensor, dims: int) -> None:
+    def __init__(self, owner: str, keys: Tensor) -> None:
         self.owner = owner  # the class of the indexer
-        self.keys = self._checked("keys", keys, [None] * dims)  # (B, T, D), of this rank; of blocks (B, 1, T, D)
+        self.keys = self._checked("keys", keys, (None, None, None))  # (B, T, D), of this rank
         self.queries: Any = None  # (B, T, H, D)
         self.weights: Any = None  # (B, T, H)
         self.mask: Any = None
-        self.scale, self.is_positive = 1.0, False
+        self.is_positive = False
         # The last dim of scores limits the number of keys to take, which may be larger than that of all keys.
         self.shape = *keys.shape[:-1], sys.maxsize
 
@@ -52,10 +51,9 @@ class _IndexKeys:
     float = transpose = unsqueeze = squeeze = _same
 
     def __mul__(self, factor: Any) -> _IndexKeys:
-        if not isinstance(factor, (int, float)) or factor <= 0:  # else it may not be moved across relu
+        if not isinstance(factor, (int, float)) or factor <= 0:
             self._refuse(f"a factor {factor}")
-        self.scale *= factor
-        return self
+        return self  # a positive one changes no order of scores
 
     def __add__(self, mask: Any) -> _IndexKeys:
         if self.weights is None or self.mask is not None or not isinstance(mask, Tensor):
@@ -66,19 +64,15 @@ class _IndexKeys:
     def topk(self, k: int, dim: int = -1, **options: Any) -> _Best:
         if self.mask is None or dim != -1 or options.keys() - {"sorted"}:
             self._refuse(f"topk of dim {dim} {options}, with{'out' if self.mask is None else ''} a mask")
-        mask = whole_mask(selecting_context(), self.owner, self.mask)
-        queries, weights = self.queries.to(self.keys.dtype), self.weights * self.scale
-        return _Best(select_keys(queries, self.keys, weights, topk=k, mesh=CONTEXT, is_causal=False, mask=mask))
+        mask, queries = whole_mask(self.owner, self.mask), self.queries.to(self.keys.dtype)
+        return _Best(select_keys(queries, self.keys, self.weights, topk=k, mesh=CONTEXT, is_causal=False, mask=mask))
 
     @classmethod
     def __torch_function__(cls, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> _IndexKeys:
         first, keys = args[0], next(each for each in args if isinstance(each, cls))
-        batch, *one, tokens, dims = keys.keys.shape
+        batch, tokens, dims = keys.keys.shape
         if function is torch.matmul and keys.queries is None:
-            shape = (batch, None, tokens, dims) if one else (batch, tokens, None, dims)
-            keys.queries = keys._checked("queries", first, shape)
-            if one:
-                raise _ScoredError(first, keys.keys)
+            keys.queries = keys._checked("queries", first, (batch, tokens, None, dims))
         elif function is torch.matmul and keys.is_positive and keys.weights is None:
             keys.weights = keys._checked("weights", first, (batch, tokens, 1, keys.queries.size(2))).squeeze(2)
         elif function is F.relu and keys.queries is not None:
@@ -111,64 +105,49 @@ class _Best(NamedTuple):
     indices: Tensor
 
 
-class _ScoredError(Exception):
-    """Ends the forward of an indexer of blocks where it scores keys; `args` are its queries and keys."""
+class _Cache(NamedTuple):
+    """Stands for a model's cache: takes index keys and returns what stands for all of them."""
 
-
-class _Cache:
-    """Stands for a model's cache, or for a layer of it: takes index keys and returns what stands for all of them."""
-
-    def __init__(self, owner: str, cache: Any) -> None:
-        self._owner, self._cache = owner, cache
+    owner: str
+    cache: Any
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> _IndexKeys:
-        if self._cache is not None:
-            self._cache.update_indexer(keys, layer_idx)
-        return _IndexKeys(self._owner, keys, 3)
-
-    def update_index(self, keys: Tensor) -> _IndexKeys:
-        if self._cache is not None:
-            self._cache.update_index(keys)
-        return _IndexKeys(self._owner, keys, 4)
-
-    @property
-    def layers(self) -> _Cache:
-        return self
-
-    def __getitem__(self, layer_idx: int) -> _Cache:
-        return _Cache(self._owner, None if self._cache is None else self._cache.layers[layer_idx])
+        if self.cache is not None:
+            self.cache.update_indexer(keys, layer_idx)
+        return _IndexKeys(self.owner, keys)
 
 
-def _run(forward: Function, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the forward of an indexer with the keys of all ranks in its cache."""
+@uncompiled
+def _select(forward: Function, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the forward of an indexer of keys: return (B, T, K) positions in the whole sequence."""
     bound = inspect.signature(forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     name = "cache" if "cache" in bound.arguments else "past_key_values"  # its name before transformers 5.24
     bound.arguments[name] = _Cache(type(module).__name__, bound.arguments[name])
-    return forward(*bound.args, **bound.kwargs)
-
-
-def _select(forward: Function, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand for the forward of an indexer of keys: return (B, T, K) positions in the whole sequence."""
-    indices = _run(forward, module, args, kwargs)
+    indices = forward(*bound.args, **bound.kwargs)
     return Chosen(indices) if implementation_of(module.config) == "sdpa" else indices
 
 
-def _select_blocks(forward: Function, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+@uncompiled
+def _select_blocks(
+    forward: Function, module: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any,
+    position_ids: Tensor,
+) -> Tensor:  # fmt: skip
     """Stand for the forward of an indexer of blocks of keys: return (B, G, T, N) numbers of blocks.
 
     It takes no mask, so that keys of padding count.
     """
-    owner, context = type(module).__name__, selecting_context()
-    try:
-        _run(forward, module, args, kwargs)
-    except _ScoredError as scored:
-        queries, keys = scored.args
-    else:
-        raise NotImplementedError(f"{owner} selects blocks of keys in a way that is not known here")
-    check_places(owner, whole_mask(context, owner, None), context, len(keys), in_documents=False)
+    check_places(type(module).__name__, len(hidden_states), in_documents=False)
+    queries, keys = (
+        norm(projection(hidden_states).unflatten(-1, (-1, module.head_dim))).transpose(1, 2)
+        for norm, projection in ((module.q_norm, module.q_proj), (module.k_norm, module.k_proj))
+    )
+    cos, sin = (table[..., : module.head_dim] for table in position_embeddings)
+    queries, keys = rotation_of(forward)(queries, keys, cos, sin)
+    if cache is not None:
+        cache.layers[module.layer_idx].update_index(keys)
     blocks = select_blocks(
-        queries.to(keys.dtype).transpose(1, 2), keys.squeeze(1), block_size=module.block_size, topk=module.topk_blocks,
+        queries.transpose(1, 2), keys.squeeze(1), block_size=module.block_size, topk=module.topk_blocks,
         local_blocks=module.local_blocks, mesh=CONTEXT,
     )  # fmt: skip
     return blocks.transpose(1, 2)
@@ -194,14 +173,8 @@ def _unmasked(_: Function, module: nn.Module, blocks: Tensor, mask: Tensor | Non
 
 METHODS: tuple[tuple[str, frozenset[str], Function], ...] = (
     # Without "bool", in transformers 5.15, indexers add a boolean mask to scores.
-    (
-        "forward", frozenset({"update_indexer", "topk", "index_topk", "split", "bool"}),
-        never_compiled(_select, UNCOMPILED),
-    ),
-    (
-        "forward", frozenset({"update_index", "topk_blocks", "local_blocks", "block_size", "amax", "scatter_"}),
-        never_compiled(_select_blocks, UNCOMPILED),
-    ),
+    ("forward", frozenset({"update_indexer", "topk", "index_topk", "split", "bool"}), _select),
+    ("forward", frozenset({"update_index", "topk_blocks", "q_norm", "amax", "scatter_"}), _select_blocks),
     ("expand_kv", frozenset({"kv_b_proj", "new_empty", "copy_", "indexer"}), _latents),
     ("build_block_mask", frozenset({"update_index", "block_size", "repeat_interleave"}), _unmasked),
 )  # fmt: skip
