@@ -213,6 +213,16 @@ def documents_by_edges() -> None:
     torch.testing.assert_close(logits.detach(), shard(whole), rtol=1e-6, atol=1e-6)
 
 
+def flex() -> None:
+    """FlexAttention has no gradients on CPUs: forward only. Windows and full layers, documents in one row."""
+    given = batch(position_ids=torch.cat([packed_at(20), packed_at()]))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = tiny_model("Gemma 3", "sdpa")(**given.inputs, use_cache=False).logits.float()
+        logits = in_context(tiny_model("Gemma 3", "flex_attention").float(), given, use_cache=False).logits
+    torch.testing.assert_close(logits, shard(whole), rtol=1e-3, atol=1e-4)
+
+
 # Layers that count
 
 
@@ -292,7 +302,6 @@ def refusals() -> None:
         "which have .* keys: make it one of the context's": (llama, {"attention_mask": torch.zeros(ROWS, LENGTH - 3)}),
         "takes no cache of keys that has tokens": (llama, {"past_key_values": cache.past_key_values}),
         "computes attention as matrix products": (tiny_model("Llama", "eager"), {}),
-        "computes attention under a block mask of": (tiny_model("Llama", "flex_attention"), {}),
         "LlamaForQuestionAnswering got start_positions": (answers, {"start_positions": torch.ones(ROWS)}),
         "takes the result of a whole row from the tokens of this rank's shard": (classes, {}),
         "T5GemmaForConditionalGeneration got labels without decoder_input_ids": (encoder_decoder, {"labels": labels}),
@@ -341,7 +350,7 @@ CASES: list[Any] = [
     *[(modules, family) for family in ("Gemma 3", "gpt-oss", "Qwen3-Next")],
     (mean_gradients,), (outside_of_contexts,), (whole_padding, "sdpa"), (whole_padding, "cp_dtensor"),
     (counted_embeddings, "BART"), (counted_embeddings, "T5"),
-    (documents_by_edges,), (counted_for_scales,),
+    (documents_by_edges,), pytest.param((flex,), marks=pytest.mark.sweep), (counted_for_scales,),
     (dropout, "Gemma 3"), (refusals,), (without_attention,),
 ]  # fmt: skip
 

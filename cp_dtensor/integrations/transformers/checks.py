@@ -149,8 +149,12 @@ def _problems_of_model(model: Any) -> list[str]:
 
 def unseen(implementation: str | None) -> str:
     """Return the reason to refuse an attention implementation that a context does not see."""
+<<<<<<< HEAD
     known = {"eager": "as matrix products", "flex_attention": "under a block mask of these tokens"}
     how = known.get(str(implementation), "by kernels that a context does not see")
+=======
+    how = "as matrix products" if implementation == "eager" else "by kernels that a context does not see"
+>>>>>>> parent of b1fc4eed (transformers: attn_implementation="flex_attention" is refused in contexts, which no page named: "sdpa" and the provider have the same masks, without a gather of keys)
     return (
         f'attn_implementation="{implementation}" computes attention {how}, so each rank would attend to its own shard '
         f'only: use "sdpa", or cp_dtensor.integrations.transformers.register() and "{PROVIDER}"'

@@ -1,8 +1,8 @@
 """Patches of transformers while a context is open, if transformers is loaded: masks of the whole sequence, and checks.
 
 A model inside of a context makes its masks by `transformers.masking_utils`, from this rank's shard. There, the mask
-function for "sdpa" returns a tensor that names a mask of the whole sequence, which SDPA in the context takes. Other
-implementations are refused.
+function for "sdpa" returns a tensor that names a mask of the whole sequence, which SDPA in the context takes, and that
+for "flex_attention" returns the block mask of the whole sequence. Other implementations are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cp_dtensor.api.extension import (
 from cp_dtensor.integrations.transformers.checks import check_call, inputs_of, is_model, mark_caches, unseen
 from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
 from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
-from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask
+from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES, whole_call
 from cp_dtensor.integrations.transformers.private import (
     CACHE_UTILS,
@@ -191,8 +191,9 @@ def _masks_of_whole_sequences(utils: Any) -> Iterator[None]:
     with ExitStack() as stack:
         if hasattr(utils, PREPROCESS):  # where it is missing, masks are refused when a model asks for one
             stack.enter_context(wrapped(utils, PREPROCESS, _of_shards(_preprocessed)))
-        ours = wraps(table["sdpa"])(partial(_of_shards(_mask), table["sdpa"]))
-        stack.enter_context(entry_replaced(table, "sdpa", ours))
+        for name, make in (("sdpa", _mask), ("flex_attention", _block_mask)):
+            ours = wraps(table[name])(partial(_of_shards(make), table[name]))
+            stack.enter_context(entry_replaced(table, name, ours))
         yield
 
 
@@ -247,8 +248,8 @@ def _preprocessed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return False, carrier, packed, q_len, kv_len, q_offset, kv_offset
 
 
-def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return a tensor that names the mask of the whole sequence, None for one that SDPA has."""
+def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kwargs: Any) -> Any:
+    """Return a tensor that names the mask of the whole sequence, None for one that SDPA has, or the block mask."""
     context, known = sharding_context(), getattr(kwargs.get("attention_mask"), _ASKED, None)
     if known is None and context is not None:
         raise NotImplementedError(
@@ -256,7 +257,7 @@ def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             f"{sys.modules['transformers'].__version__}; known: the functions of transformers.masking_utils in "
             f"{' to '.join(TESTED)}): give the context a mask= and the model none"
         )
-    if known is None:
+    if known is None or (context is None and is_block):
         return original(*args, **kwargs)
     asked = replace(
         known, function=kwargs["mask_function"], batch_size=kwargs["batch_size"],
@@ -269,9 +270,15 @@ def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_read = is_read or not hasattr(asked.config, "vocab_size")
         return asked.alone() if is_read else handle_of(asked)
     mask, whole = asked.found(context.call)  # refused here, where the model is
+    if is_block:
+        return block_mask_of(mask, whole, asked.batch_size, asked.device)
     # Layers decide about a mask that is left out, and some of them (use_bidirectional_attention) see all keys then.
     is_plain = (kwargs.get("allow_is_causal_skip", True) and mask == Causal()) or (
         kwargs.get("allow_is_bidirectional_skip", False) and mask == Full()
     )
     # transformers takes a single query for the next token after a cache, which sees all keys
     return None if is_plain and min(whole.queries) > 1 else handle_of(asked)
+
+
+def _block_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _mask(original, *args, is_block=True, **kwargs)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import Batched, Causal, Documents, Full, Mask, SlidingWindow
 from cp_dtensor.api.extension import (
@@ -30,7 +31,7 @@ from cp_dtensor.api.extension import (
 )
 from cp_dtensor.integrations.transformers.private import MASKING_UTILS, PROVIDER, REMAP, implementation_of
 from cp_dtensor.spec.layouts import Span
-from cp_dtensor.spec.masks import mask_intersection
+from cp_dtensor.spec.masks import interval_sets_of, mask_intersection
 from cp_dtensor.spec.model_masks import Bands, Chunks, Keys
 
 _MOST_PAIRS = 1 << 32
@@ -393,3 +394,31 @@ def _captured(function: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
             yield name, each
             if callable(each) and depth < _DEEPEST:
                 yield from _captured(each, depth + 1)
+
+
+# FlexAttention
+
+
+def block_mask_of(mask: Mask, whole: Gathered, batch_size: int, device: torch.device) -> BlockMask:
+    """Return the block mask of a model's mask, for the whole sequence."""
+    q_len, kv_len = whole.lengths
+    rows = interval_sets_of(mask, q_len, kv_len, batch_size)
+    most = max(1, *map(len, rows))
+    ends = torch.zeros(len(rows), 2, most, q_len, dtype=torch.int64, device="cpu")  # first and last + 1 key; 0: none
+    for row, sets in enumerate(rows):
+        for index, bands in enumerate(sets):
+            for band in bands:
+                queries = torch.arange(band.first, band.last, device="cpu")
+                ends[row, 0, index, band.first : band.last] = (queries - band.left).clamp(min=band.lo)
+                ends[row, 1, index, band.first : band.last] = (queries + band.right + 1).clamp(max=band.hi)
+    ends, by_row = ends.to(device), len(rows) > 1
+
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        row = b if by_row else b * 0
+        seen = (ends[row, 0, 0, q] <= kv) & (kv < ends[row, 1, 0, q])
+        for index in range(1, most):
+            seen = seen | ((ends[row, 0, index, q] <= kv) & (kv < ends[row, 1, index, q]))
+        return seen
+
+    rows_of_mask = batch_size if by_row else None
+    return create_block_mask(mask_mod, rows_of_mask, None, q_len, kv_len, device=device, _compile=device.type == "cuda")

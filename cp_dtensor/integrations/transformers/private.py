@@ -22,7 +22,7 @@ PROVIDER = "cp_dtensor"
 """Name of the provider in transformers: `attn_implementation="cp_dtensor"`."""
 INDEXED = frozenset({"indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"})
 """Types of layers whose indexer reads the mask; the last two are those of versions before 5.20."""
-SEEN = ("sdpa", PROVIDER)
+SEEN = ("sdpa", "flex_attention", PROVIDER)
 """Attention implementations of transformers that a context sees."""
 TESTED = ("5.10", "5.24")
 """Oldest and newest minor version of which the support matrix was run (docs/models.md)."""
