@@ -25,7 +25,10 @@ class ContextHook(Protocol):
         """Check the arguments of a function, by name, before it is compiled in a context; may raise."""
 
     def module(self, module: nn.Module) -> bool:
-        """Replace functions of a module with `ContextParallel`; True if the patches must hold as long as it lives."""
+        """Replace functions of a module with `ContextParallel`, or refuse it by NotImplementedError.
+
+        True if the patches must hold as long as it lives.
+        """
 
 
 _registered: list[tuple[str, str]] = []

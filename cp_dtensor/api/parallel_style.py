@@ -59,6 +59,7 @@ class ContextParallel(ParallelStyle):
     Raises:
         TypeError, ValueError: from parallelize_module: arguments that do not fit, a mesh that is neither one axis nor
             two that share the sequence, a module that has the style already, a name in `sinks` that is no attribute.
+        NotImplementedError: from parallelize_module, layers of transformers that see this rank's shard only.
 
     Two ranks, 8 tokens, one head of width 16; each rank passes 4 tokens:
 

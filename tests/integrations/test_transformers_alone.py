@@ -10,11 +10,16 @@ import torch
 from support.models import tiny_model as family_model
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
+from cp_dtensor import ContextParallel
 from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.handles import value_of
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+from transformers.models.recurrent_gemma import modeling_recurrent_gemma as recurrent_gemma  # noqa: E402
+from transformers.models.t5 import modeling_t5 as t5  # noqa: E402
 
 from cp_dtensor.integrations.transformers import register  # noqa: E402
 
@@ -117,5 +122,37 @@ def test_a_mask_that_counts_cached_keys_is_for_one_process_only() -> None:
         call = Call.of(init_device_mesh("cpu", (2,)))
         with pytest.raises(NotImplementedError, match="takes no cache of keys that has tokens"):
             value_of(name).of_call(call)
+
+    run_ranks(2, body)
+
+
+def _part(kind: str) -> torch.nn.Module:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 32}
+    if kind == "recurrence":
+        config = transformers.RecurrentGemmaConfig(lru_width=16, **sizes)
+        return recurrent_gemma.RecurrentGemmaRecurrentBlock(config, 0)
+    return t5.T5Attention(transformers.T5Config(d_model=16, d_kv=8, num_heads=2), has_relative_attention_bias=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("recurrence", "RecurrentBlock would be wrong with ContextParallel: .* mixes tokens of this rank's shard"),
+        (
+            "positions",
+            "T5Attention would be wrong with ContextParallel: .* position bias of positions within this rank",
+        ),
+    ],
+)
+def test_parts_that_see_their_shard_only_are_refused_when_they_are_parallelized(kind: str, message: str) -> None:
+    """No call of a model would check them."""
+    part = _part(kind)
+
+    def body(rank: int) -> None:
+        mesh, attention = init_device_mesh("cpu", (2,)), tiny_model("cp_dtensor").model.layers[0].self_attn
+        with pytest.raises(NotImplementedError, match=message):
+            parallelize_module(part, mesh, ContextParallel())
+        assert "forward" not in vars(part)
+        parallelize_module(attention, mesh, ContextParallel())
 
     run_ranks(2, body)

@@ -58,25 +58,28 @@ _BY_INDEXERS = INDEXED | {"minimax_m3_sparse", "compressed_sparse_attention", "h
 """Layer types that are right in a context if the forwards of indexers are replaced."""
 
 
-def _problem_of_layer(module: nn.Module) -> str | None:
-    """Return why a layer would be wrong in a context; None if it would not."""
+def _problem_of_layer(module: nn.Module, has_own_forward: bool = False) -> str | None:
+    """Return why a layer would be wrong in a context; None if it would not.
+
+    A forward of the module itself, as accelerate and `ContextParallel` set, calls that of the class without our patch.
+    """
     name, shard, facts = type(module).__name__, "this rank's shard", facts_of(module)
+    counts = facts.counts and not has_own_forward and "forward" not in vars(module)
     is_mixer = _MIXERS.search(name) and "norm" not in name.lower() and not facts.calls_attention
     if isinstance(module, nn.RNNBase) or (is_mixer and not any(facts_of(each).is_caught for each in module.modules())):
         return f"{name} mixes tokens of {shard} only"
     if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
         return f"a convolution over {module.kernel_size[0]} tokens mixes tokens of {shard} only"
-    if _COUNTED.search(name) and not facts.counts:
+    if _COUNTED.search(name) and not counts:
         return f"{name} counts positions within {shard}"
     if "indexer" in name.lower() and not facts.selects:
         return f"{name} selects keys of {shard} only"
     if name.endswith("Compressor") and not facts.selects:
         return f"{name} compresses keys of {shard} only"
-    # A forward of the module itself, as accelerate sets, calls that of the class without our patch.
-    if counts_positions(module) and (not facts.counts or "forward" in vars(module)):
+    if counts_positions(module) and not counts:
         return f"{name} scales queries by positions within {shard} (attn_temperature_tuning)"
     if getattr(module, "relative_attention_bias", None) is not None:
-        if not facts.counts:
+        if not counts:
             return f"{name} has a position bias of positions within {shard}"
         if implementation_of(getattr(module, "config", None)) != PROVIDER:
             return f'{name} joins its position bias and a mask of {shard}: use register() and "{PROVIDER}"'
@@ -87,6 +90,21 @@ def _problem_of_layer(module: nn.Module) -> str | None:
     if getattr(module, "trigram_input", False):
         return f"{name} joins the embeddings of neighbouring tokens of {shard} only (trigram_input)"
     return None
+
+
+def _replaced_parts(model: nn.Module) -> set[nn.Module]:
+    """Return modules whose functions are replaced in contexts, with all modules inside of them."""
+    replaced = (each for each in model.modules() if facts_of(each).is_caught or facts_of(each).selects)
+    return {part for module in replaced for part in module.modules()}
+
+
+def check_part(part: nn.Module) -> None:
+    """Refuse to give `ContextParallel` to transformers' layers that would be wrong; a model is checked when called."""
+    inside = set(part.modules()) if is_model(part) else _replaced_parts(part)
+    for module in part.modules():
+        is_theirs = type(module).__module__.partition(".")[0] in ("transformers", "transformers_modules")
+        if is_theirs and module not in inside and (problem := _problem_of_layer(module, module is part)):
+            raise NotImplementedError(f"{type(part).__name__} would be wrong with ContextParallel: {problem}")
 
 
 def check_model(model: nn.Module) -> list[str]:
@@ -101,8 +119,7 @@ def check_model(model: nn.Module) -> list[str]:
         return [f"{type(model).__name__} {OWN_TOKENS}"]
     found: dict[str, list[str]] = {}
     towers = {part for tower in model.modules() if _is_tower_of(model, tower) for part in tower.modules()}
-    replaced = (each for each in model.modules() if facts_of(each).is_caught or facts_of(each).selects)
-    inside = {part for module in replaced for part in module.modules()}
+    inside = _replaced_parts(model)
     calls = (module for module in model.modules() if facts_of(module).calls_attention)
     seen = inside | {part for module in calls for part in module.modules()}
     for path, module in model.named_modules():
@@ -149,12 +166,7 @@ def _problems_of_model(model: Any) -> list[str]:
 
 def unseen(implementation: str | None) -> str:
     """Return the reason to refuse an attention implementation that a context does not see."""
-<<<<<<< HEAD
-    known = {"eager": "as matrix products", "flex_attention": "under a block mask of these tokens"}
-    how = known.get(str(implementation), "by kernels that a context does not see")
-=======
     how = "as matrix products" if implementation == "eager" else "by kernels that a context does not see"
->>>>>>> parent of b1fc4eed (transformers: attn_implementation="flex_attention" is refused in contexts, which no page named: "sdpa" and the provider have the same masks, without a gather of keys)
     return (
         f'attn_implementation="{implementation}" computes attention {how}, so each rank would attend to its own shard '
         f'only: use "sdpa", or cp_dtensor.integrations.transformers.register() and "{PROVIDER}"'

@@ -30,7 +30,9 @@ from cp_dtensor.api.extension import (
     when_loaded,
     wrapped,
 )
-from cp_dtensor.integrations.transformers.checks import check_call, inputs_of, is_model, mark_caches, unseen
+from cp_dtensor.integrations.transformers.checks import (
+    check_call, check_part, inputs_of, is_model, mark_caches, unseen,
+)  # fmt: skip
 from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
 from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
 from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of
@@ -78,8 +80,14 @@ class _Hook:
             _check_traced(model, args, {**{k: v for k, v in arguments.items() if k not in own}, **others})
 
     def module(self, module: nn.Module) -> bool:
-        """Replace functions of convolutions, recurrent layers and indexers of a module; return whether it has any."""
-        is_replaced = any(facts_of(each).is_caught or facts_of(each).selects for each in module.modules())
+        """Replace functions of layers that would see this rank's shard only; return whether a module has any.
+
+        Raises:
+            NotImplementedError: the module has other such layers.
+        """
+        check_part(module)
+        facts = [facts_of(each) for each in module.modules()]
+        is_replaced = any(each.is_caught or each.selects or each.counts for each in facts)
         if is_replaced:
             layer_patches.replace(module)
         return is_replaced
