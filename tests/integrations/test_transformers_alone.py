@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import is_in_this_version
 from support.models import tiny_model as family_model
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -124,6 +125,13 @@ def test_a_mask_that_counts_cached_keys_is_for_one_process_only() -> None:
             value_of(name).of_call(call)
 
     run_ranks(2, body)
+
+
+@pytest.mark.skipif(not is_in_this_version("DeepSeek-V4"), reason="needs a newer transformers")
+def test_what_the_provider_does_not_support_alone_is_refused_by_name() -> None:
+    model = family_model("DeepSeek-V4", "cp_dtensor")
+    with pytest.raises(NotImplementedError, match="outside of context_parallel, .* does not support s_aux"):
+        model(input_ids=torch.randint(1, 32, (1, 24)), use_cache=False)
 
 
 def _part(kind: str) -> torch.nn.Module:

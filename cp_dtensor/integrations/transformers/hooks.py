@@ -273,8 +273,9 @@ def _mask(original: Callable[..., Any], *args: Any, is_block: bool = False, **kw
         device=torch.device(kwargs.get("device", "cpu")), use_vmap=bool(kwargs.get("use_vmap")),
         alone=partial(original, *args, **{**kwargs, "attention_mask": known.padding}), _found={},
     )  # fmt: skip
-    if context is None:  # an indexer reads the mask itself, and so does the head of a tower, which has no vocabulary
-        is_read = not INDEXED.isdisjoint(getattr(asked.config, "layer_types", None) or ())
+    if context is None:  # indexers, layers with compressed keys and heads of towers (without vocabulary) read the mask
+        layer_types = getattr(asked.config, "layer_types", None) or ()
+        is_read = any(each in INDEXED or "compressed" in each for each in layer_types)
         is_read = is_read or not hasattr(asked.config, "vocab_size")
         return asked.alone() if is_read else handle_of(asked)
     mask, whole = asked.found(context.call)  # refused here, where the model is
