@@ -130,7 +130,7 @@ def test_a_mask_that_counts_cached_keys_is_for_one_process_only() -> None:
 @pytest.mark.skipif(not is_in_this_version("DeepSeek-V4"), reason="needs a newer transformers")
 def test_what_the_provider_does_not_support_alone_is_refused_by_name() -> None:
     model = family_model("DeepSeek-V4", "cp_dtensor")
-    with pytest.raises(NotImplementedError, match="outside of context_parallel, .* does not support s_aux"):
+    with pytest.raises(NotImplementedError, match=r"outside of context_parallel, .* does not support s_aux"):
         model(input_ids=torch.randint(1, 32, (1, 24)), use_cache=False)
 
 
