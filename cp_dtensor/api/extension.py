@@ -3,7 +3,7 @@
 Layers and integrations, in this package or elsewhere, import the public names of `cp_dtensor` and of this module only.
 """
 
-# ruff: noqa: F401  (names for other rooms)
+from __future__ import annotations
 
 from cp_dtensor._torch import (
     attribute_replaced,
@@ -67,4 +67,42 @@ from cp_dtensor.spec.documents import ascending, refuse_ids_and_lengths
 from cp_dtensor.spec.layouts import CachedHash, Segment
 from cp_dtensor.spec.masks import is_integer
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [  # noqa: RUF022, grouped by purpose
+    # ranks, and layouts of your own
+    "Mesh", "MOST_AXES", "SequenceRanks", "sequence_ranks", "Segment",
+    "CachedHash", "take_shard",
+    # checks of arguments
+    "bottom_right_mask", "heads_before_rows", "heads_first_of_packed", "ascending", "refuse_ids_and_lengths",
+    "is_integer", "check_devices", "check_tensors", "checked_layout", "checked_length", "refuse_other_lengths",
+    "softmax_scale", "checked_bools", "checked_mask", "both_masks", "check_latents",
+    "checked_buffers", "takes_options",
+    # SDPA of the whole process, and parts of attention
+    "intercepted", "SdpaArguments", "SharedInstallation", "local_sdpa",
+    "attention_of_shards",
+    # registries
+    "AttentionBackend", "register_backend", "CollectiveTransport", "ring_plan", "register_transport",
+    # contexts of models, and masks that travel through them as tensors
+    "ContextHook", "hooks_held", "register_context_hook", "gathered_shards", "positions_of",
+    "seen_positions", "entered", "content_hash",
+    "OpenContext", "around", "current", "innermost", "inherited", "queries_alone",
+    "Call", "CallMask", "is_handle", "handle_of", "value_of",
+    # calls of layers: what ranks share, their lengths, and what ranks compare
+    "Sharding", "Keys", "Parts", "made_of", "parts_of", "length_of", "global_length", "compare", "Facts",
+    "LENGTH", "Signature",
+    "begin_pass",
+    # cost of the methods of a layer, and its table
+    "Cluster", "Hardware", "Step", "seconds", "cluster_of", "cluster_of_mesh", "Estimate", "fastest",
+    "Assumed", "Explanation", "check_numbers", "counted_ranks", "shortened",
+    # tensors, DTensors and casts of a layer
+    "no_autocast", "wide_dtype", "indexable", "cast_by_autocast", "checked_sequence_dim", "refuse_first_dim",
+    "from_local", "local_beside", "refuse_other_place",
+    # exchange of rows, tables that CUDA graphs read, and kernels of other packages
+    "exchanged", "Shared", "capturing", "first_use", "wrong_result", "quiet",
+    # autograd and compiler
+    "RankFunction", "differentiated_once", "refuse_batches", "autograd_recorded",
+    "compiled_code_kept_apart", "constant_in_trace",
+    "current_backward", "define_operator",
+    "never_compiled", "refuse_traced_transforms", "version_of",
+    # patches of other programs
+    "attribute_replaced", "entry_replaced", "when_loaded", "wrapped",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_dtensor import Contiguous, HeadTail, Layout
 from cp_dtensor import context_parallel_shard as shard
 from cp_dtensor import context_parallel_unshard as unshard
-from cp_dtensor.api.extension import Mesh, attribute_replaced, checked_buffers, checked_sequence_dim, sequence_ranks
+from cp_dtensor.api.extension import Mesh, checked_buffers, checked_sequence_dim, sequence_ranks
 from cp_dtensor.integrations.torch_experimental.private import (
     _cp_options,
     _HeadTailLoadBalancer,
@@ -45,6 +46,8 @@ class _Orders:
     def __init__(self) -> None:
         self._by_group: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[Layout | None, ...]]] = WeakKeyDictionary()
         self.balance = True  # as the latest shards have left the flag
+        self._lock, self._outside = threading.Lock(), True
+        self._open: list[bool] = []
 
     def of(self, group: dist.ProcessGroup) -> dict[int, tuple[Layout | None, ...]]:
         """Return the layouts of sequences by their global length, the latest length last."""
@@ -64,12 +67,17 @@ class _Orders:
 
     @contextmanager
     def balanced(self, balance: bool) -> Iterator[None]:
-        """Set torch's flag, which torch's own ring reads, while a context is open."""
-        with (
-            attribute_replaced(_cp_options, "enable_load_balance", balance),
-            attribute_replaced(self, "balance", balance),
-        ):
+        """Set torch's flag, which torch's own ring reads, while a context is open; ranks may be threads."""
+        with self._lock:
+            self._outside = self._outside if self._open else _cp_options.enable_load_balance
+            self._open.append(balance)
+            self.set_balance(balance)
+        try:
             yield
+        finally:
+            with self._lock:
+                del self._open[len(self._open) - 1 - self._open[::-1].index(balance)]
+                self.set_balance(self._open[-1] if self._open else self._outside)
 
     def variant(self) -> str:
         """Encode the orders for Dynamo, which reuses compiled code only where this string is equal."""

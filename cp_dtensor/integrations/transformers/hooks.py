@@ -31,7 +31,12 @@ from cp_dtensor.api.extension import (
     wrapped,
 )
 from cp_dtensor.integrations.transformers.checks import (
-    check_call, check_part, inputs_of, is_model, mark_caches, unseen,
+    check_call,
+    check_part,
+    inputs_of,
+    is_model,
+    mark_caches,
+    unseen,
 )  # fmt: skip
 from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
 from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
