@@ -97,6 +97,7 @@ def test_any_number_of_leading_dims(lead: tuple[int, ...]) -> None:
         with context(seq_len=LENGTH):
             *parts, rows = context_parallel_shard(world, [*(tensor.detach() for tensor in whole), mask], dims)
             leaves = [part.requires_grad_() for part in parts]
+            context_parallel_shard(world, [torch.arange(16)], [0], Contiguous())  # which changes nothing of the context
             out = imported_by_name(*leaves, attn_mask=rows)
             found = out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
         for ours, wanted in zip(found, context_parallel_shard(world, [expected.detach(), *grads], dims), strict=True):
