@@ -76,7 +76,7 @@ MUTANTS = (
         "attention/modifiers.py",
         "first_head=self.first_head + heads[0],",
         "first_head=self.first_head,",
-        "tests/engine/test_dropout_calls.py",
+        "tests/matrix/test_matrix.py::test_features_together",
     ),
     Mutant(
         "dropout of other rows",
@@ -84,7 +84,7 @@ MUTANTS = (
         "attention/modifiers.py",
         "first_batch=self.first_batch + batch[0],",
         "first_batch=self.first_batch,",
-        "tests/engine/test_dropout_calls.py",
+        "tests/matrix/test_matrix.py::test_features_together",
     ),
     Mutant(
         "dropout drawn again in a recompute",

@@ -128,8 +128,8 @@ CALLS: list[tuple[Sizes, str, Call]] = [
     *((ONE, "ulysses", attention("documents", layout, "ulysses", heads))
       for layout in ("HeadTail", "Balanced") for heads in ((4, 4), (4, 2), (4, 1), (6, 3), (2, 2))),
     *((sizes, method, attention(mask, layout, method, (6, 3)))
-      for sizes, method, layout, mask in product((TWO, OTHER), ("hybrid", "ring"), LAYOUTS, ("window", "by row"))
-      if layout != "PerDocument"),
+      for sizes, method, mask in product((TWO, OTHER), ("hybrid", "ring"), ("window", "by row"))
+      for layout in ("HeadTail", "Striped", "MirroredBatch")),
     *((*where, attention(mask, "HeadTail", where[1], lengths=(40, 61)))
       for where in METHODS for mask in ("causal", "full")),
     *((*where, latents(mask, where[1])) for where in METHODS for mask in ("causal", "documents")),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from support.problems import Problem, reference, shard
 from support.ranks import run_ranks
-from support.shards import Shards
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_dtensor import Contiguous, HeadTail, context_parallel, context_parallel_shard, ring_attention
+from cp_dtensor import HeadTail, ring_attention
 
 EFFICIENT, FLOAT = SDPBackend.EFFICIENT_ATTENTION, torch.float32
 # Backend, dtype, length and tolerance.
@@ -47,18 +44,3 @@ def test_backends_on_a_gpu(name: str) -> None:
 
     with sdpa_kernel(backend):
         run_ranks(2, body)
-
-
-def test_the_shard_helper_inside_of_a_context_changes_nothing() -> None:
-    def body(rank: int) -> None:
-        shards = Shards(rank)
-
-        def attend(*qkv: torch.Tensor) -> torch.Tensor:
-            context_parallel_shard(dist.group.WORLD, [torch.arange(16)], [0], Contiguous())
-            return shards.sdpa(*qkv)  # still in head-tail order
-
-        shards.check(attend, partial(context_parallel, dist.group.WORLD, seq_len=11))
-        q = shards.q
-        torch.testing.assert_close(shards.sdpa(q, q, q)[:, :, :1], q[:, :, :1])  # SDPA is plain again: the first row
-
-    run_ranks(2, body)

@@ -102,23 +102,6 @@ def test_out_and_gradients(case: str, layout: Layout, length: int, ranks: int) -
     run_ranks(ranks, body)
 
 
-@pytest.mark.parametrize("layout", [HeadTail(), Striped(1)], ids=str)
-@each_case
-def test_torchs_own_kernel(case: str, layout: Layout) -> None:
-    """It has no gradients on CPUs."""
-    whole, arguments = draw(61), masks(case, 61)
-    out, *_, lse = one_device(whole, *CASES[case])
-
-    def body(rank: int) -> None:
-        q, k, v, _ = (shard(tensor, layout, rank, 3) for tensor in whole)
-        with context(layout=layout, seq_len=61):
-            local, aux = flex_attention(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
-        assert_close(local, shard(out, layout, rank, 3))
-        torch.testing.assert_close(aux.lse.double(), shard(lse, layout, rank, 3), rtol=0, atol=1e-5)
-
-    run_ranks(3, body)
-
-
 @pytest.mark.usefixtures("_with_gradients")
 def test_gradients_of_lse_alone() -> None:
     """The last rank has no tokens. It takes part in the backward nevertheless, for which the others wait."""

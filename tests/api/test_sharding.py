@@ -22,10 +22,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from cp_dtensor import (
+    Balanced,
+    BalancedBlocks,
+    Causal,
     Contiguous,
+    Documents,
     HeadTail,
     Layout,
     MirroredBatch,
+    PerDocument,
     Striped,
     context_parallel,
     context_parallel_shard,
@@ -37,7 +42,6 @@ from cp_dtensor._torch.tensors import indexable
 WORLD = 3
 LAYOUTS = [Contiguous(), HeadTail(), Striped(), Striped(block=3), MirroredBatch()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
-each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 Names = tuple[str, ...]
 ONE_AXIS: Names = ("cp",)
 TWO_AXES: list[Names] = [RING_ULYSSES, ULYSSES_RING, ("cp_node", "cp_gpu")]
@@ -134,12 +138,21 @@ def whole_loss(hidden: torch.Tensor) -> torch.Tensor:
     return (hidden.cumsum(1) ** 2 * normal(*hidden.shape, seed=2)).sum()
 
 
+OF_ONE_LENGTH = [
+    PerDocument([2, 5, 5, 20, 21, 35], seq_len=37), Balanced(Documents([2, 5, 21, 35], within=Causal()), 37),
+    *(BalancedBlocks(work, size, 37) for work, size in (((1, 2, 3, 4, 5, 1, 1, 1, 9, 0), 4), ((1, 2), 32))),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("names", "sizes", "length"),
-    [*((ONE_AXIS, (3,), length) for length in (1, 2, 7, 12)), *((names, (3, 2), 7) for names in TWO_AXES)],
+    ("layout", "names", "sizes", "length"),
+    [
+        *((layout, ONE_AXIS, (3,), length) for layout in LAYOUTS for length in (1, 2, 7, 12)),
+        *((layout, names, (3, 2), 7) for layout in LAYOUTS for names in TWO_AXES),
+        *((layout, ONE_AXIS, (3,), 37) for layout in OF_ONE_LENGTH),
+    ],
     ids=str,
 )
-@each_layout
 def test_gradients_through_shard_and_unshard_are_those_of_one_device(
     layout: Layout, names: Names, sizes: tuple[int, ...], length: int
 ) -> None:

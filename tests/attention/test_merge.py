@@ -93,8 +93,13 @@ def assert_close(got: Partial, expected: Partial) -> None:
 
 @each_merge
 @each_place
-@pytest.mark.parametrize("parts", range(MAX_PARTS + 1))
-@pytest.mark.parametrize(("rows", "head_dim"), [(1, 1), (37, 32), (130, 80), (37, 128), (19, 256)])
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "parts"),
+    [
+        *((37, 32, parts) for parts in range(MAX_PARTS + 1)),
+        *((*size, MAX_PARTS) for size in ((1, 1), (130, 80), (37, 128), (19, 256))),
+    ],
+)
 def test_parts_merge_into_the_attention_over_all_keys(
     merge: Merge, device: str, rows: int, head_dim: int, parts: int, in_place: bool
 ) -> None:

@@ -67,8 +67,11 @@ def assert_rounded_once(add: Sum, got: torch.Tensor, base: torch.Tensor, parts: 
 
 @each_sum
 @each_place
-@pytest.mark.parametrize("counts", [(), (1,), (7,), (1, 1), (3, 5)], ids=str)
-@pytest.mark.parametrize(("rows", "head_dim"), [(1, 1), (37, 80), (130, 128)])
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "counts"),
+    [*((37, 80, counts) for counts in ((), (1,), (7,), (1, 1), (3, 5))), (1, 1, (3, 5)), (130, 128, (3, 5))],
+    ids=str,
+)
 def test_stacks_are_added(
     add: Sum, device: str, rows: int, head_dim: int, counts: tuple[int, ...], in_place: bool
 ) -> None:

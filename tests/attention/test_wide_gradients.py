@@ -12,6 +12,7 @@ from cp_dtensor import HeadTail, Layout, Striped
 from cp_dtensor.attention.backends.base import AttentionBackend
 from cp_dtensor.attention.backends.interval import IntervalAttention
 from cp_dtensor.attention.backends.select import backend_by_name, with_wide_gradients
+from cp_dtensor.attention.latent import contract_gradients
 from cp_dtensor.engine import planner as planning
 from cp_dtensor.plan.partition import CallSpec, LayoutPartition
 from cp_dtensor.spec.layouts import Contiguous
@@ -82,3 +83,12 @@ def test_less_is_rounded() -> None:
     gathered, ring, few = errors(4, "allgather"), errors(4, "alltoall"), errors(2, "allgather")
     assert all(wide < 0.93 * rounded for wide, rounded in zip(gathered[1:], ring[1:], strict=True)), (gathered, ring)
     assert few[1:] == pytest.approx(errors(2, "alltoall")[1:], rel=0.01)
+
+
+def test_gradients_of_rotary_keys_are_summed_over_heads_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16."""
+    grad_k = torch.zeros(1, 3, 1, 2, dtype=torch.bfloat16)
+    grad_k[0, :, 0, 1] = torch.tensor([256.0, 1.0, 1.0])
+    latent, up = torch.ones(1, 1, 1, 1, dtype=torch.bfloat16), torch.ones(3, 2, 1, dtype=torch.bfloat16)
+    _, of_rotary = contract_gradients(grad_k, torch.zeros(1, 3, 1, 1, dtype=torch.bfloat16), latent, up, None)
+    assert (of_rotary.dtype, of_rotary.item()) == (torch.float32, 258.0)

@@ -3,7 +3,6 @@
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from unittest import mock
 
@@ -147,32 +146,6 @@ def test_only_the_thread_that_entered_is_in_the_region() -> None:
         warnings.simplefilter("always")
         run_ranks(2, body)
     assert ["in a thread without a context" in str(each.message) for each in caught] == [True, True]
-
-
-def test_the_main_thread_is_like_any_other() -> None:
-    q, k, v = WHOLE[:3]
-
-    def is_in_context() -> bool:
-        try:
-            F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(13, 12))  # which has 13 keys
-        except ValueError:
-            return True
-        except RuntimeError:  # of torch
-            return False
-        raise AssertionError("a mask that does not fit was taken")
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for _ in range(2):
-            with context_parallel(dist.group.WORLD):
-                with context_parallel(dist.group.WORLD):
-                    assert is_in_context()
-                assert is_in_context()
-                with ThreadPoolExecutor(1) as pool:
-                    assert not pool.submit(is_in_context).result()
-            assert not is_in_context()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_threads_of_a_rank_in_different_contexts_at_once() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matrix.features import Case, same_seeds
-from matrix.worlds import World, run_threads
+from matrix.features import same_seeds
 from support.problems import Problem, shard
 from support.ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +20,6 @@ from cp_dtensor import (
     HeadTail,
     Layout,
     Mask,
-    MirroredBatch,
     Striped,
     context_parallel,
     context_parallel_attention,
@@ -30,22 +27,6 @@ from cp_dtensor import (
 from cp_dtensor.attention.backends import interval
 from cp_dtensor.attention.masked import Dropout
 from cp_dtensor.attention.triton.dropout import are_in_runs
-
-CASE = Case(lengths=(19, 19), heads=(4, 2), enable_gqa=True, dropout_p=0.3, sinks=True, is_causal=True)
-
-
-@pytest.mark.parametrize("layout", [HeadTail(), Striped(2), MirroredBatch()], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "method", "transport"),
-    [
-        ((2,), "ring", "allgather"), ((2,), "ring", "alltoall"), ((3,), "ulysses", "auto"),
-        ((2, 2), "hybrid", "alltoall"), ((2, 2), "ring", "allgather"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_split_drops_the_same(shape: tuple[int, ...], method: str, transport: str, layout: Layout) -> None:
-    """As one rank does, in gradients, too."""
-    run_threads("function", replace(CASE, method=method, transport=transport, layout=layout), World(shape))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.problems import assert_close
 from support.ranks import run_ranks
 
 from cp_dtensor import (
@@ -32,28 +31,7 @@ LAYOUTS = [
     Balanced(Documents(CU_SEQLENS, within=Causal()), LENGTH),
     BalancedBlocks(tuple(i % 7 for i in range(LENGTH)), 1, LENGTH),
 ]
-UNEVEN = [BalancedBlocks((1, 2, 3, 4, 5, 1, 1, 1, 9, 0), 4, LENGTH), BalancedBlocks((1, 2), 32, LENGTH)]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: repr(layout)[:48])
-
-
-@pytest.mark.parametrize("grad", ["replicated", "partial"])
-@pytest.mark.parametrize("layout", LAYOUTS + UNEVEN, ids=lambda layout: repr(layout)[:48])
-def test_gradients_through_shard_and_unshard(layout: Layout, grad: Any) -> None:
-    def loss(hidden: torch.Tensor) -> torch.Tensor:
-        return (hidden.cumsum(0) ** 2).sum()
-
-    alone = torch.linspace(-1, 1, LENGTH, dtype=torch.float64).requires_grad_()
-    loss(alone.sin()).backward()
-
-    def body(rank: int) -> torch.Tensor:
-        whole = alone.detach().clone().requires_grad_()
-        (mine,) = context_parallel_shard(dist.group.WORLD, [whole], [0], layout)
-        (hidden,) = context_parallel_unshard(dist.group.WORLD, [mine.sin()], [0], layout, grad=grad)
-        (loss(hidden) * ([0.5, 0.2, 0.3][rank] if grad == "partial" else 1.0)).backward()
-        assert whole.grad is not None
-        return whole.grad
-
-    assert_close(torch.stack(run_ranks(3, body)).sum(0), alone.grad)
 
 
 @each_layout

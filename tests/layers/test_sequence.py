@@ -17,7 +17,6 @@ from support.collectives import kinds, recorded_collectives
 from support.ranks import run_ranks
 from support.sequences import (
     LAYOUTS,
-    GivenSegments,
     Sequence,
     check_layer,
     convolved,
@@ -96,14 +95,6 @@ def test_relayout(sequence: Sequence, target: Layout) -> None:
         lambda x: relayout(x, sequence.layout, target, mesh=dist.group.WORLD, dim=1, seq_len=sequence.length),
         lambda whole, rank: in_target.shard(whole, rank),
     )
-
-
-def test_relayout_to_a_layout_that_has_segments() -> None:
-    def body(rank: int) -> torch.Tensor:
-        x, own = torch.arange(7).tensor_split((4,))[rank], GivenSegments.of(HeadTail(), 7, 2)
-        return relayout(x, Contiguous(), own, mesh=dist.group.WORLD, dim=0, seq_len=7)
-
-    assert [x.tolist() for x in run_ranks(2, body)] == [[0, 1, 6], [2, 3, 4, 5]]
 
 
 @settings(max_examples=examples(60))

@@ -22,8 +22,6 @@ from cp_dtensor.plan.tiling import GroupSegments
 from cp_dtensor.spec.layouts import Contiguous, HeadTail, Layout, MirroredBatch, Segment, Striped
 from cp_dtensor.spec.masks import Causal, Full
 
-Tiles = tuple[Tile, ...]
-
 
 @settings(max_examples=200)
 @given(call=calls())
@@ -72,21 +70,6 @@ def test_the_buffer_is_in_natural_order_where_segments_are_unbroken(call: Call) 
         else:  # stripes cannot be
             segments = sorted((first.kv_by_rank[owner][part] for owner, part in rows.places), key=lambda it: it.start)
             assert found == [position for segment in segments for position in segment.positions()]
-
-
-@given(calls())
-def test_received_parts_are_those_of_which_some_tile_reads_a_row(call: Call) -> None:
-    groups = call.groups
-    for rank in range(call.ranks):
-        rows = gathered_rows(groups, rank, call.mask)
-        from_buffer = {row for tile in gathered_tiles(groups, rank, call.mask) for row in range(*tile.kv)}
-        for source in range(call.ranks):
-            tiles = tiles_against(groups, rank, source, call.mask)
-            from_shard = {row for tile in tiles for row in range(*tile.kv)}
-            parts = range(len(rows.lengths[source]))
-            read = tuple(part for part in parts if from_shard & set(range(*rows.local_span(source, part))))
-            assert recv_parts(groups, rank, source, call.mask) == (read if source != rank else ())
-            assert all(from_buffer & set(range(*rows.span(source, part))) for part in read if source != rank)
 
 
 @given(st.integers(0, 200), st.integers(1, 32))

@@ -127,11 +127,6 @@ def test_pictures_follow_the_partition_of_heads(monkeypatch: pytest.MonkeyPatch)
     assert drawn.owner[:, 0, 0].tolist() == [3, 2, 1, 0]
 
 
-def test_halves_of_a_mirrored_batch_differ() -> None:
-    first, second = (owners(MirroredBatch(), group) for group in (0, 1))
-    np.testing.assert_array_equal(first, second[::-1])
-
-
 def test_the_picture_of_methods_shows_heads_that_differ() -> None:
     titles = [axis.get_title() for axis in gallery.draw_methods().get_axes()]
     assert titles == [

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from matrix.fronts import FRONTS, refusals_of
 
 ROOT = Path(__file__).resolve().parents[2]
