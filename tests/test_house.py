@@ -360,14 +360,14 @@ LINES = {
     "attention": (4300, 4290),
     "comm": (3109, 2600),
     "engine": (3705, 3120),
-    "api": (4016, 3480),
+    "api": (4022, 3480),
     "layers": (5099, 2500),
-    "integrations": (5047, 2920),
+    "integrations": (5059, 2920),
     "tools": (3237, 2400),
     "": (142, 121),
 }
-PACKAGE_LINES = (34853, 27000)
-TEST_LINES = (42419, 33500)  # 48,633 before the guards of the redesign and tests/matrix
+PACKAGE_LINES = (34871, 27000)
+TEST_LINES = (42426, 33500)  # 48,633 before the guards of the redesign and tests/matrix
 # Option -> (most files of the package that name it, in comments, too; target).
 FILES_OF_OPTIONS = {"softcap": (8, 8), "sinks": (12, 12), "deterministic": (12, 12)}
 

@@ -128,7 +128,11 @@ class context_parallel(ContextDecorator):
         self._open: tuple[AbstractContextManager[None], OpenContext] | None = None
 
     def __call__(self, func: F) -> F:
-        """Return `func`, with this context entered at every call; refuse generators, whose body runs later."""
+        """Return `func`, with this context entered at every call.
+
+        Raises:
+            TypeError: a generator or a coroutine function, whose body runs after the call has returned.
+        """
         if inspect.isgeneratorfunction(func) or inspect.iscoroutinefunction(func) or inspect.isasyncgenfunction(func):
             raise TypeError(
                 "context_parallel decorates plain functions: got a generator or coroutine function, "

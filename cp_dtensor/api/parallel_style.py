@@ -57,8 +57,9 @@ class ContextParallel(ParallelStyle):
             code: call `context_parallel_attention(sinks=...)` there.
 
     Raises:
-        TypeError, ValueError: from parallelize_module: arguments that do not fit, a mesh that is neither one axis nor
-            two that share the sequence, a module that has the style already, a name in `sinks` that is no attribute.
+        TypeError, ValueError: unknown options, `sinks` that is no tensor or name. From parallelize_module: arguments
+            that do not fit, a mesh that is neither one axis nor two that share the sequence, a module that has the
+            style already, a name in `sinks` that is no attribute.
         NotImplementedError: from parallelize_module, layers of transformers that see this rank's shard only.
 
     Two ranks, 8 tokens, one head of width 16; each rank passes 4 tokens:
@@ -107,7 +108,7 @@ class _ContextForward:
     inherits: dict[str, bool]
     """`layout` and `mask`: True if the context around a call decides."""
     has_replaced_layers: bool
-    """True if functions of recurrent layers are replaced, which lasts as long as this object."""
+    """True if functions of layers are replaced, which lasts as long as this object."""
 
     def __post_init__(self) -> None:
         self._context = OpenContext(self.call, is_constant=True)
@@ -122,8 +123,9 @@ class _ContextForward:
         if torch.compiler.is_dynamo_compiling():
             if self.has_replaced_layers:
                 raise NotImplementedError(
-                    f"{type(self.module).__name__} with ContextParallel has a convolution or a recurrent layer, which "
-                    "compiled code would run on this rank's shard alone: compile it inside of context_parallel instead"
+                    f"{type(self.module).__name__} with ContextParallel has a layer that mixes or counts tokens (a "
+                    "convolution, a recurrence, positions), which compiled code would run on this rank's shard alone: "
+                    "compile it inside of context_parallel instead"
                 )
             inherits = self.inherits
             key = _key_in_trace(self._key, inherits["layout"], inherits["mask"], tuple(self.beside))

@@ -89,13 +89,13 @@ def check_given(
             sizes = ", ".join([f"{word} {size}" for word, size in known.items()])
             where = f", where {sizes}" if known else ""
             raise ValueError(f"{owner} expects {name} {possible}{where}; got {tuple(tensor.shape)}")
-    wrong = [f"at least one of {word}" for word, size in known.items() if not size and word not in _MAY_BE_EMPTY]
+    wrong = [f"at least one of {word}" for word, size in known.items() if word not in _MAY_BE_EMPTY and not size]
     if not wrong and "groups" in known and known.get("heads", 0) % known["groups"]:
         wrong.append(f"a multiple of the {known['groups']} groups as heads")
     for names in [each.split() for each in one_dtype]:
         found = [dtypes[name] for name in names if name in dtypes]
         if len({*found}) > 1 or not all([dtype.is_floating_point for dtype in found]):  # noqa: C419, for Dynamo
-            wrong.append(f"{', '.join(names)} of one floating dtype")
+            wrong.append(f"{', '.join(names)} of {'one' if len(found) > 1 else 'a'} floating dtype")
     if dtypes.get(integers, torch.int32) not in (torch.int32, torch.int64):
         wrong.append(f"{integers} of int32 or int64")
     if wrong:

@@ -19,8 +19,8 @@ from cp_dtensor.engine.handles import value_of
 
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra [transformers]")
 
+from transformers.models.bart import modeling_bart as bart  # noqa: E402
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma as recurrent_gemma  # noqa: E402
-from transformers.models.t5 import modeling_t5 as t5  # noqa: E402
 
 from cp_dtensor.integrations.transformers import register  # noqa: E402
 
@@ -139,17 +139,24 @@ def _part(kind: str) -> torch.nn.Module:
     if kind == "recurrence":
         config = transformers.RecurrentGemmaConfig(lru_width=16, **sizes)
         return recurrent_gemma.RecurrentGemmaRecurrentBlock(config, 0)
-    return t5.T5Attention(transformers.T5Config(d_model=16, d_kv=8, num_heads=2), has_relative_attention_bias=True)
+    if kind == "model":
+        return recurrent_gemma.RecurrentGemmaModel(transformers.RecurrentGemmaConfig(num_hidden_layers=3, **sizes))
+    if kind == "eager":
+        eager: torch.nn.Module = tiny_model("eager").model.layers[0].self_attn
+        return eager
+    return bart.BartLearnedPositionalEmbedding(16, 8)
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         ("recurrence", "RecurrentBlock would be wrong with ContextParallel: .* mixes tokens of this rank's shard"),
+        ("positions", "PositionalEmbedding would be wrong with ContextParallel: .* counts positions within this rank"),
         (
-            "positions",
-            "T5Attention would be wrong with ContextParallel: .* position bias of positions within this rank",
+            "model",
+            r"RecurrentGemmaModel would be wrong with ContextParallel: .*layers\.0, .* mixes tokens of this",
         ),
+        ("eager", 'LlamaAttention would be wrong with ContextParallel: attn_implementation="eager"'),
     ],
 )
 def test_parts_that_see_their_shard_only_are_refused_when_they_are_parallelized(kind: str, message: str) -> None:

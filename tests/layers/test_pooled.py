@@ -349,9 +349,9 @@ BAD = [
     (r"kv \(batch, tokens, dims\), where .*; got \(1, 2, 4\)", _attend(kv=X[:, :2])),
     ("q, kv, pooled of one floating dtype; got .*, pooled torch.float32", _attend(pooled=X[:, :1].float())),
     ("indices of int32 or int64; got .* indices torch.float64", _attend(indices=X)),
-    ("sinks of one floating dtype; got .* sinks torch.int64", _attend(sinks=torch.ones(2).long())),
+    ("sinks of a floating dtype; got .* sinks torch.int64", _attend(sinks=torch.ones(2).long())),
     ("topk to be an integer >= 1, got 0", _select(topk=0)),
-    ("weights of one floating dtype; got .* torch.int64", _select(weights=X[..., :2].long())),
+    ("weights of a floating dtype; got .* torch.int64", _select(weights=X[..., :2].long())),
 ]  # fmt: skip
 
 

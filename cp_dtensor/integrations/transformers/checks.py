@@ -79,7 +79,7 @@ def _problem_of_layer(module: nn.Module, has_own_forward: bool = False) -> str |
     if counts_positions(module) and not counts:
         return f"{name} scales queries by positions within {shard} (attn_temperature_tuning)"
     if getattr(module, "relative_attention_bias", None) is not None:
-        if not counts:
+        if not facts.counts:  # by another method than forward
             return f"{name} has a position bias of positions within {shard}"
         if implementation_of(getattr(module, "config", None)) != PROVIDER:
             return f'{name} joins its position bias and a mask of {shard}: use register() and "{PROVIDER}"'
@@ -99,12 +99,18 @@ def _replaced_parts(model: nn.Module) -> set[nn.Module]:
 
 
 def check_part(part: nn.Module) -> None:
-    """Refuse to give `ContextParallel` to transformers' layers that would be wrong; a model is checked when called."""
-    inside = set(part.modules()) if is_model(part) else _replaced_parts(part)
-    for module in part.modules():
-        is_theirs = type(module).__module__.partition(".")[0] in ("transformers", "transformers_modules")
-        if is_theirs and module not in inside and (problem := _problem_of_layer(module, module is part)):
-            raise NotImplementedError(f"{type(part).__name__} would be wrong with ContextParallel: {problem}")
+    """Refuse to give `ContextParallel` to a model, or to layers of transformers, that would be wrong in a context."""
+    problems, inside = list[str | None](), _replaced_parts(part)
+    for module in () if is_model(part) else part.modules():
+        owners = {each.__module__.partition(".")[0] for each in type(module).__mro__}  # also of modules in FSDP2
+        if owners.isdisjoint(("transformers", "transformers_modules")) or module in inside:
+            continue
+        problems.append(_problem_of_layer(module, module is part))
+        implementation = implementation_of(getattr(module, "config", None))
+        if facts_of(module).calls_attention and implementation is not None and implementation not in SEEN:
+            problems.append(unseen(implementation))
+    if found := [each for each in (check_model(part) if is_model(part) else problems) if each]:
+        raise NotImplementedError(f"{type(part).__name__} would be wrong with ContextParallel: {'; '.join(found)}")
 
 
 def check_model(model: nn.Module) -> list[str]:

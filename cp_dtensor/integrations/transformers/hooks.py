@@ -39,7 +39,7 @@ from cp_dtensor.integrations.transformers.checks import (
     unseen,
 )  # fmt: skip
 from cp_dtensor.integrations.transformers.chosen import sharding_context, shards_are_seen
-from cp_dtensor.integrations.transformers.layers import facts_of, layer_patches
+from cp_dtensor.integrations.transformers.layers import counts_positions, facts_of, layer_patches
 from cp_dtensor.integrations.transformers.masks import NO_CACHE, ModelMask, block_mask_of
 from cp_dtensor.integrations.transformers.multimodal import SHARD_IMAGES, whole_call
 from cp_dtensor.integrations.transformers.private import (
@@ -91,11 +91,17 @@ class _Hook:
             NotImplementedError: the module has other such layers.
         """
         check_part(module)
-        facts = [facts_of(each) for each in module.modules()]
-        is_replaced = any(each.is_caught or each.selects or each.counts for each in facts)
+        is_replaced = any(map(_is_replaced, module.modules()))
         if is_replaced:
             layer_patches.replace(module)
         return is_replaced
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    facts = facts_of(module)
+    # Of Llama 4, which is known by its class, layers with RoPE count none.
+    counts = facts.counts and (counts_positions(module) or not hasattr(module, "attn_temperature_tuning"))
+    return facts.is_caught or facts.selects or counts
 
 
 hook = _Hook()
