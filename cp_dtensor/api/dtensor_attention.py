@@ -25,7 +25,6 @@ from cp_dtensor.engine.base import Tensors
 from cp_dtensor.engine.call import Call, checked_factors, checked_mask, checked_method
 from cp_dtensor.plan.partition import SequencePartition
 from cp_dtensor.plan.tiling import GroupSegments
-from cp_dtensor.spec.cache import lru_cached
 from cp_dtensor.spec.layouts import CachedHash, Contiguous, Layout, Segment, TorchChunk
 from cp_dtensor.spec.masks import Batched, Causal, Mask
 
@@ -150,8 +149,7 @@ class PlacedPartition(CachedHash, SequencePartition):
     mesh_shape: tuple[int, ...]
     coordinate: tuple[int, ...]
 
-    @lru_cached
-    def groups(self) -> tuple[GroupSegments, ...]:
+    def find_groups(self) -> tuple[GroupSegments, ...]:
         q_by_rank, kv_by_rank = [], []
         for place in product(*(range(self.mesh_shape[axis]) for axis in self.placed.axes)):
             at = dict(zip(self.placed.axes, place, strict=True))

@@ -210,15 +210,15 @@ class Staging:
         """Return the groups of heads of forward and of backward."""
         tiling = spec.tiling
         groups, world_size, rows = tiling.groups, tiling.world_size, tiling.gathered_rows(0)
-        queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
-        filling = queries // world_size * spec.batch_size * spec.q_heads // self.queries_per_stage
         # Limits of masks by shape were measured against the rows of all ranks, of which a rank gathers nearly all.
-        gathered = sum(map(sum, rows.lengths))
-        if spec.masking is not Masking.BY_SHAPE:
-            gathered = max(tiling.reading.received_rows())
-            filling = min(filling, gathered * spec.batch_size * spec.kv_heads // self.keys_per_stage_by_row)
+        of_all, received = sum(map(sum, rows.lengths)), tiling.reading.received_rows()
+        gathered = of_all if spec.masking is Masking.BY_SHAPE else max(received)
+        queries = sum(segment.length for segments in groups[0].q_by_rank for segment in segments)
         own, total = (count * spec.head_bytes * spec.kv_heads for count in (rows.longest, gathered))
         flops = spec.flops(groups) / world_size
+        filling = queries // world_size * spec.batch_size * spec.q_heads // self.queries_per_stage
+        if spec.masking is not Masking.BY_SHAPE:
+            filling = min(filling, gathered * spec.batch_size * spec.kv_heads // self.keys_per_stage_by_row)
         grad_filling = min(filling, gathered * spec.batch_size * spec.q_heads // self.grad_keys_per_stage)
 
         def count(size: int, limit: int, worthwhile: float, most_filling: int) -> int:

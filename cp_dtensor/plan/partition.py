@@ -25,14 +25,23 @@ BACKWARD_FLOPS = 2.5
 class Partition(ABC):
     """Positions of all ranks' queries and keys. A frozen value that is quick to hash."""
 
-    @abstractmethod
     def groups(self) -> tuple[GroupSegments, ...]:
-        """Return the segments of every rank, by batch groups; cached, since each step of a nested ring asks again."""
+        """Return the segments of every rank, by batch groups."""
+        return _groups_of(self)
+
+    @abstractmethod
+    def find_groups(self) -> tuple[GroupSegments, ...]:
+        """Compute `groups`, which are cached: each step of a nested ring asks for those of the whole partition."""
 
     @property
     @abstractmethod
     def lengths(self) -> tuple[int, int]:
         """Queries and keys of the whole sequence, to which masks refer; these ranks may have only a part of it."""
+
+
+@lru_cached
+def _groups_of(partition: Partition) -> tuple[GroupSegments, ...]:
+    return partition.find_groups()
 
 
 class SequencePartition(Partition):
@@ -62,8 +71,7 @@ class LayoutPartition(SequencePartition):
     batch_size: int
     world_size: int
 
-    @lru_cached
-    def groups(self) -> tuple[GroupSegments, ...]:
+    def find_groups(self) -> tuple[GroupSegments, ...]:
         def by_rank(length: int, group: int) -> tuple[tuple[Segment, ...], ...]:
             return tuple(self.layout.segments(length, rank, self.world_size, group) for rank in range(self.world_size))
 
@@ -181,8 +189,7 @@ class AxisPartition(Partition):
 class MergedPartition(AxisPartition):
     """Partition over the outer axis where each inner axis has exchanged heads for rows (Ulysses inside of a ring)."""
 
-    @lru_cached
-    def groups(self) -> tuple[GroupSegments, ...]:
+    def find_groups(self) -> tuple[GroupSegments, ...]:
         whole = self.whole.groups()
         shards = [segments for group in whole for segments in (*group.q_by_rank, *group.kv_by_rank)]
         unbroken = all(segment.is_contiguous for segments in shards for segment in segments)
@@ -225,8 +232,7 @@ class OuterPartition(AxisPartition):
 
     inner_rank: int
 
-    @lru_cached
-    def groups(self) -> tuple[GroupSegments, ...]:
+    def find_groups(self) -> tuple[GroupSegments, ...]:
         found = []
         for group in self.whole.groups():
             outer_ranks = range(len(group.q_by_rank) // self.inner_size)
@@ -242,8 +248,7 @@ class InnerPartition(AxisPartition):
     outer_rank: int
     source: int
 
-    @lru_cached
-    def groups(self) -> tuple[GroupSegments, ...]:
+    def find_groups(self) -> tuple[GroupSegments, ...]:
         mine, source = self.outer_rank, self.source
         return tuple(
             GroupSegments(group.batch, self._block(group.q_by_rank, mine), self._block(group.kv_by_rank, source))
