@@ -44,7 +44,7 @@ CAPS = {
     "window": Cap(142, 195),  # 170, 210
     "ulysses in a context": Cap(103, 115),  # 150, 150
     "ulysses": Cap(112, 115),  # 150, 150
-    "transformers": Cap(235, 118),  # 300, 125
+    "transformers": Cap(236, 118),  # 300, 125
     "enter and leave": Cap(80),  # 80: patches, which the first context of a process installs, are not counted
     "before the ring": Cap(30),  # 30: frames of a forward in a context until a function of engine/ring.py begins
     "changes of room": Cap(40),  # 40: calls of a forward in a context from one room of the package into another

@@ -194,7 +194,7 @@ def test_layers_that_differ_between_ranks(layer: Callable[..., None], odd: dict[
     for usual in [{"seq_len": LENGTH}, {"seq_len": None}] if layer is _attend_linearly else [{}]:
         errors = errors_by_rank(RANKS, lambda rank, usual=usual: layer(**usual, **(odd if rank == 1 else {})))
         assert all("rank 1 says" in str(each) for each in errors)
-        assert "width" not in odd or "other tensors: rank 1 says ((1, 'torch.float32', 5),)" in str(errors[1])
+        assert "width" not in odd or "other tensors: rank 1 says [(1, 'torch.float32', 3, 5)]" in str(errors[1])
 
 
 @pytest.mark.parametrize("seq_lens", [(11, 12), (11, None)])

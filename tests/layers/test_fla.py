@@ -248,3 +248,23 @@ def test_cpus_and_float32_do_not_use_the_package() -> None:
         assert not fla.fla_serves(Rows(q, q, q, None, None), [1])
     q = q.bfloat16()
     assert not fla.fla_serves(Rows(q, q, q, None, None), [1])
+
+
+def test_a_first_use_inside_of_a_checkpoint_saves_nothing_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recomputed forward does not check again, so it would save fewer tensors."""
+    monkeypatch.setattr(first_use, "_verdicts", LRUCache())
+
+    def check() -> str:
+        with torch.enable_grad():
+            x = torch.ones(2, requires_grad=True)
+            (x * x).sum().backward()
+        return ""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        assert first_use.first_use(("a kernel",), x.device, check) == ""
+        return x.square()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]

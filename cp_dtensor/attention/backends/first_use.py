@@ -22,6 +22,10 @@ LARGEST_ERROR = 2e-2
 _verdicts = LRUCache[str]()
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 def first_use(
     kernel: tuple[Any, ...], device: torch.device, check: Callable[[], str],
     failed: Callable[[str], None] = lambda reason: None,
@@ -44,7 +48,8 @@ def first_use(
 
         def found() -> str:
             try:
-                with on_device(device):
+                # Hooks of a checkpoint around the call would count what the check saves, which is not saved again.
+                with on_device(device), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                     return check()
             except torch.OutOfMemoryError:
                 raise  # it may pass
