@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cp_dtensor import BalancedBlocks, Layout, Mask, local_positions
-from cp_dtensor.attention.masked import seen_positions
 from cp_dtensor.plan.partition import BACKWARD_FLOPS
 from cp_dtensor.spec.masks import clipped_interval_sets
 from cp_dtensor.tools.parsing import layout_by_name, mask_by_name
@@ -145,7 +144,10 @@ class Case:
         interval_sets = clipped_interval_sets(self.mask_value, self.seq_len, self.seq_len)
         if len(interval_sets) > 1:
             raise ValueError(f"expected a mask with one interval of keys for each query, got {self.mask}")
-        return seen_positions(tuple(itertools.chain(*interval_sets)), torch.arange(self.seq_len))
+        spans = [(0, 0)] * self.seq_len
+        for band in itertools.chain(*interval_sets):
+            spans[band.first : band.last] = map(band.keys, range(band.first, band.last))
+        return torch.tensor(spans).T.contiguous()
 
 
 def grid(**options: Sequence[Any]) -> list[Case]:
