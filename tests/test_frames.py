@@ -40,7 +40,7 @@ class Cap(NamedTuple):
 CAPS = {
     "context": Cap(78, 116),  # 95, 125
     "ring": Cap(87, 116),  # 95, 125
-    "dtensor": Cap(108, 119),  # 115, 140
+    "dtensor": Cap(104, 119),  # 115, 140
     "window": Cap(142, 195),  # 170, 210
     "ulysses in a context": Cap(103, 115),  # 150, 150
     "ulysses": Cap(112, 115),  # 150, 150
