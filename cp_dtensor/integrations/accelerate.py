@@ -170,7 +170,7 @@ def _with_positions(
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if not shards_are_seen() or tokens is None or not lacks_positions(model, given):
         return None
-    refuse_own_positions(model)
+    refuse_own_positions(model, given)
     return args, {**kwargs, "position_ids": positions_here(tokens.size(1), tokens.device)[None]}
 
 
@@ -250,7 +250,7 @@ def _trainer_inputs(
     if "labels" in inputs and "shift_labels" not in inputs:
         inputs["shift_labels"] = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     if inputs.get("position_ids") is None:
-        refuse_own_positions(model)
+        refuse_own_positions(model, inputs)
         inputs["position_ids"] = torch.arange(length, device=tokens.device).repeat(batch, 1)
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     others = [name for name in tensors if name not in _SEQUENCE_INPUTS and tensors[name].shape[:2] == (batch, length)]

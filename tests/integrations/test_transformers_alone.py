@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_dtensor import ContextParallel
+from cp_dtensor import ContextParallel, Contiguous
 from cp_dtensor.engine.call import Call
 from cp_dtensor.engine.handles import value_of
 
@@ -23,6 +26,7 @@ from transformers.models.bart import modeling_bart as bart  # noqa: E402
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma as recurrent_gemma  # noqa: E402
 
 from cp_dtensor.integrations.transformers import register  # noqa: E402
+from cp_dtensor.integrations.transformers.checks import refuse_own_positions  # noqa: E402
 
 
 def tiny_model(implementation: str, kind: str = "Llama") -> Any:
@@ -171,3 +175,32 @@ def test_parts_that_see_their_shard_only_are_refused_when_they_are_parallelized(
         parallelize_module(attention, mesh, ContextParallel())
 
     run_ranks(2, body)
+
+
+def test_a_call_of_a_model_with_the_style_is_checked() -> None:
+    """The model's own call is outside of the context that its forward opens."""
+
+    def body(rank: int) -> None:
+        model, ids = tiny_model("sdpa"), torch.zeros(1, 4, dtype=torch.int64)
+        signature = inspect.signature(model.forward)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), ContextParallel(layout=Contiguous()))
+        assert inspect.signature(model.forward) == signature
+        for each in (model, copy.deepcopy(model)):
+            with pytest.raises(ValueError, match="position_ids"):
+                each(input_ids=ids, use_cache=False)
+            positions = torch.arange(4 * rank, 4 * rank + 4)[None]
+            assert each(input_ids=ids, position_ids=positions, use_cache=False).logits.shape == (1, 4, 32)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("left", "is_refused"), [(1, True), (0, False)])
+def test_positions_by_padding_are_not_replaced_by_others(left: int, is_refused: bool) -> None:
+    """OPT counts tokens that are no padding, so padding before tokens gives them other positions."""
+    padding = torch.ones(2, 6, dtype=torch.int64)
+    padding[0, :left] = 0
+    padding[1, 4:] = 0
+    refused = pytest.raises(ValueError, match="OPTDecoder makes position ids from padding, and got none")
+    with refused if is_refused else nullcontext():
+        refuse_own_positions(family_model("OPT", "sdpa"), {"attention_mask": padding})
+    refuse_own_positions(tiny_model("sdpa"), {"attention_mask": padding})

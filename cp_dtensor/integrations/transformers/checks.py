@@ -101,14 +101,18 @@ def _replaced_parts(model: nn.Module) -> set[nn.Module]:
 def check_part(part: nn.Module) -> None:
     """Refuse to give `ContextParallel` to a model, or to layers of transformers, that would be wrong in a context."""
     problems, inside = list[str | None](), _replaced_parts(part)
+    seen = inside | {each for module in part.modules() if facts_of(module).calls_attention for each in module.modules()}
     for module in () if is_model(part) else part.modules():
         owners = {each.__module__.partition(".")[0] for each in type(module).__mro__}  # also of modules in FSDP2
         if owners.isdisjoint(("transformers", "transformers_modules")) or module in inside:
             continue
         problems.append(_problem_of_layer(module, module is part))
-        implementation = implementation_of(getattr(module, "config", None))
-        if facts_of(module).calls_attention and implementation is not None and implementation not in SEEN:
+        config, name = getattr(module, "config", None), type(module).__name__
+        implementation = implementation_of(config) or "eager"  # as transformers does
+        if config is not None and facts_of(module).calls_attention and implementation not in SEEN:
             problems.append(unseen(implementation))
+        if "attention" in name.lower() and seen.isdisjoint(module.modules()):
+            problems.append(f"{name} computes attention by operations that a context does not see")
     if found := [each for each in (check_model(part) if is_model(part) else problems) if each]:
         raise NotImplementedError(f"{type(part).__name__} would be wrong with ContextParallel: {'; '.join(found)}")
 
@@ -223,12 +227,19 @@ def lacks_positions(model: nn.Module, given: dict[str, Any]) -> bool:
     return "position_ids" in inputs_of(model).names and "position_ids" not in given
 
 
-def refuse_own_positions(model: nn.Module) -> None:
-    """Refuse to give position ids from 0 on to models that make other ones themselves."""
+def refuse_own_positions(model: nn.Module, given: dict[str, Any]) -> None:
+    """Refuse to give position ids from 0 on, in a call with these arguments, to models that make other ones."""
+    padding = given.get("attention_mask")
     for module in model.modules():
-        if facts_of(module).skips_padding:
+        facts = facts_of(module)
+        source = "tokens" if facts.skips_padding else None
+        # A shard does not tell whether there is padding before tokens, in which case the ids are others.
+        if facts.counts_padding and padding is not None:
+            is_left = sharding_context() is not None or bool((padding[:, :-1] < padding[:, 1:]).any())
+            source = "padding" if is_left else source
+        if source:
             raise ValueError(
-                f"{type(module).__name__} makes position ids from tokens, and got none under context parallelism, "
+                f"{type(module).__name__} makes position ids from {source}, and got none under context parallelism, "
                 "where it has this rank's tokens only: pass position_ids of the whole sequence"
             )
 

@@ -91,10 +91,18 @@ class _Hook:
             NotImplementedError: the module has other such layers.
         """
         check_part(module)
+        if is_model(module):  # its own call is outside of the context
+            module.forward = wraps(module.forward)(partial(_checked, module, module.forward))
         is_replaced = any(map(_is_replaced, module.modules()))
         if is_replaced:
             layer_patches.replace(module)
         return is_replaced
+
+
+def _checked(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Check a call of a model with `ContextParallel` inside of the context that its forward opens."""
+    (never_compiled(_check_traced, _UNCOMPILED) if torch.compiler.is_compiling() else check_call)(model, args, kwargs)
+    return forward(*args, **kwargs)
 
 
 def _is_replaced(module: nn.Module) -> bool:

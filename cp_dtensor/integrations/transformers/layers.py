@@ -222,6 +222,7 @@ class ClassFacts(NamedTuple):
     calls_attention: bool  # a method calls the attention function of its `attn_implementation`, or one of torch
     counts: bool  # a method counts positions, and is replaced in contexts
     selects: bool  # its forward selects keys for sparse attention, and is replaced in contexts
+    counts_padding: bool  # it makes position ids from padding where it gets none, as OPT does
     skips_padding: bool  # it makes position ids from tokens where it gets none, as RoBERTa does
     replaced: tuple[tuple[Any, str, Function], ...]  # owner, name and replacement of each function
 
@@ -258,6 +259,7 @@ def facts_of(kind: Any) -> ClassFacts:
     return ClassFacts(
         is_caught, calls_attention=not _ATTENTION.isdisjoint(names), counts=bool(counting),
         selects=any(ours in SELECTIONS for *_, ours in selecting),
+        counts_padding={"cumsum", "embed_positions"} <= names,
         skips_padding="create_position_ids_from_input_ids" in names, replaced=(*replaced, *counting, *selecting),
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ def _of_shards(
     tokens = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
     rows, length = tokens.shape[:2]
     if lacks_positions(backbone, given):
-        refuse_own_positions(backbone)
+        refuse_own_positions(backbone, given)
         given["position_ids"] = torch.arange(length, device=tokens.device).repeat(rows, 1)
     if "use_cache" in inputs_of(backbone).names:
         given["use_cache"] = False
