@@ -204,3 +204,13 @@ def test_positions_by_padding_are_not_replaced_by_others(left: int, is_refused: 
     with refused if is_refused else nullcontext():
         refuse_own_positions(family_model("OPT", "sdpa"), {"attention_mask": padding})
     refuse_own_positions(tiny_model("sdpa"), {"attention_mask": padding})
+
+
+def test_a_model_with_the_style_on_one_rank_is_the_model() -> None:
+    def body(rank: int) -> None:
+        model, ids = tiny_model("sdpa"), torch.arange(4)[None]
+        whole = model(input_ids=ids, use_cache=False).logits
+        parallelize_module(model, init_device_mesh("cpu", (1,)), ContextParallel())
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, whole)
+
+    run_ranks(1, body)

@@ -12,8 +12,10 @@ from support.models import is_in_this_version
 from support.multimodal import FROM_PROCESSORS, PLACEHOLDER, processed, tiny_multimodal
 from support.ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_dtensor import Contiguous, Layout, MirroredBatch, Striped, context_parallel
+from cp_dtensor import ContextParallel, Contiguous, Layout, MirroredBatch, Striped, context_parallel
 from cp_dtensor.api.extension import sequence_ranks
 from cp_dtensor.integrations.transformers import ModelBatch, multimodal, register
 
@@ -226,3 +228,18 @@ def test_one_process_takes_the_same_batch() -> None:
     del given["labels"]
     found = tiny_multimodal("LLaVA", "cp_dtensor")(**batch.inputs, use_cache=False).logits
     torch.testing.assert_close(found, tiny_multimodal("LLaVA", "sdpa")(**given, use_cache=False).logits)
+
+
+def test_whole_inputs_of_a_model_with_the_style_are_refused() -> None:
+    """Its forward opens the context, so its call has no place for the towers before it."""
+    register()
+
+    def body(rank: int) -> None:
+        model, given = tiny_multimodal("Qwen2.5-VL", "cp_dtensor"), processed("Qwen2.5-VL", "image")
+        assert given is not None
+        style = ContextParallel(seq_len=given["input_ids"].size(1))
+        parallelize_module(model, init_device_mesh("cpu", (2,)), style)
+        with pytest.raises(NotImplementedError, match="with ContextParallel got whole inputs with images"):
+            model(**ModelBatch.from_processor(given).inputs, use_cache=False)
+
+    run_ranks(2, body)

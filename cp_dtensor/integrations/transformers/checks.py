@@ -92,27 +92,36 @@ def _problem_of_layer(module: nn.Module, has_own_forward: bool = False) -> str |
     return None
 
 
-def _replaced_parts(model: nn.Module) -> set[nn.Module]:
-    """Return modules whose functions are replaced in contexts, with all modules inside of them."""
-    replaced = (each for each in model.modules() if facts_of(each).is_caught or facts_of(each).selects)
-    return {part for module in replaced for part in module.modules()}
+def _parts(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
+    """Return modules whose functions are replaced in contexts, and these with those that call attention.
+
+    Both with all modules inside of them.
+    """
+    facts = [(module, facts_of(module)) for module in model.modules()]
+    replaced = {part for module, of in facts if of.is_caught or of.selects for part in module.modules()}
+    return replaced, replaced | {part for module, of in facts if of.calls_attention for part in module.modules()}
+
+
+def _unseen_attention(module: nn.Module, seen: set[nn.Module]) -> str | None:
+    """Return the problem of attention of which a context sees no part; None if there is none."""
+    name = type(module).__name__
+    if "attention" in name.lower() and seen.isdisjoint(module.modules()):
+        return f"{name} computes attention by operations that a context does not see"
+    return None
 
 
 def check_part(part: nn.Module) -> None:
     """Refuse to give `ContextParallel` to a model, or to layers of transformers, that would be wrong in a context."""
-    problems, inside = list[str | None](), _replaced_parts(part)
-    seen = inside | {each for module in part.modules() if facts_of(module).calls_attention for each in module.modules()}
+    problems, (inside, seen) = list[str | None](), _parts(part)
     for module in () if is_model(part) else part.modules():
         owners = {each.__module__.partition(".")[0] for each in type(module).__mro__}  # also of modules in FSDP2
         if owners.isdisjoint(("transformers", "transformers_modules")) or module in inside:
             continue
-        problems.append(_problem_of_layer(module, module is part))
-        config, name = getattr(module, "config", None), type(module).__name__
+        problems += _problem_of_layer(module, module is part), _unseen_attention(module, seen)
+        config = getattr(module, "config", None)
         implementation = implementation_of(config) or "eager"  # as transformers does
         if config is not None and facts_of(module).calls_attention and implementation not in SEEN:
             problems.append(unseen(implementation))
-        if "attention" in name.lower() and seen.isdisjoint(module.modules()):
-            problems.append(f"{name} computes attention by operations that a context does not see")
     if found := [each for each in (check_model(part) if is_model(part) else problems) if each]:
         raise NotImplementedError(f"{type(part).__name__} would be wrong with ContextParallel: {'; '.join(found)}")
 
@@ -129,21 +138,18 @@ def check_model(model: nn.Module) -> list[str]:
         return [f"{type(model).__name__} {OWN_TOKENS}"]
     found: dict[str, list[str]] = {}
     towers = {part for tower in model.modules() if _is_tower_of(model, tower) for part in tower.modules()}
-    inside = _replaced_parts(model)
-    calls = (module for module in model.modules() if facts_of(module).calls_attention)
-    seen = inside | {part for module in calls for part in module.modules()}
+    inside, seen = _parts(model)
     for path, module in model.named_modules():
-        name, problems = type(module).__name__, list[str | None]()
+        problems = list[str | None]()
         if module in towers:
             continue
         if is_model(module):
             problems += _problems_of_model(module)
         elif module not in inside:
             problems.append(_problem_of_layer(module))
-        if "attention" in name.lower() and seen.isdisjoint(module.modules()):
-            problems.append(f"{name} computes attention by operations that a context does not see")
+        problems.append(_unseen_attention(module, seen))
         for problem in filter(None, problems):
-            found.setdefault(problem, []).append(path or name)
+            found.setdefault(problem, []).append(path or type(module).__name__)
     if is_model(model) and not found and not seen and getattr(model.config, "num_hidden_layers", None):
         found["none of its layers calls attention that a context sees"] = [type(model).__name__]
     return [

@@ -101,7 +101,13 @@ class _Hook:
 
 def _checked(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Check a call of a model with `ContextParallel` inside of the context that its forward opens."""
-    (never_compiled(_check_traced, _UNCOMPILED) if torch.compiler.is_compiling() else check_call)(model, args, kwargs)
+    if shards_are_seen():  # not on a single rank
+        check = never_compiled(_check_traced, _UNCOMPILED) if torch.compiler.is_compiling() else check_call
+        if check(model, args, kwargs) is not None:
+            raise NotImplementedError(
+                f"{type(model).__name__} with ContextParallel got whole inputs with images or sound: call it inside of "
+                "context_parallel, without the style"
+            )
     return forward(*args, **kwargs)
 
 
